@@ -10,6 +10,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lockstep import tracebacks
 from lockstep.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
 
     verify = verify_job
 
+
+tracebacks.install()
 
 # Keras settles on a backend when it is imported; models of ``strategy.scope()`` need this one.
 if "keras" not in sys.modules:

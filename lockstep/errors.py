@@ -21,17 +21,9 @@
 
 Each message says what is wrong, what was received and how to fix it. Validators gather every
 problem they find in a ``Problems`` and raise once.
-
-Notebooks show tracebacks with some lines of each frame: there, Lockstep's own frames are left out.
 """
 
-import re
 import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import suppress
-from functools import partial
-from itertools import groupby
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
@@ -48,10 +40,6 @@ class LockstepError(Exception):
 
     def __init__(self, what: str = "", *, received: object = None, fix: str = "") -> None:
         super().__init__(problem(what, received=received, fix=fix) if fix else what)
-
-    def _render_traceback_(self) -> list[str]:
-        """What IPython shows of it."""
-        return short_traceback(self)
 
 
 class OptionError(LockstepError, ValueError):
@@ -222,63 +210,3 @@ def level_of_user() -> int:
     while frame.f_back is not None and Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
         level, frame = level + 1, frame.f_back
     return level
-
-
-# --- in notebooks --------------------------------------------------------------------------------
-
-_FRAME = re.compile(r'[ |]*File "(.+)", line \d+')
-_SHELL = "IPython/core/interactiveshell.py"
-_HINT = "(traceback.print_last() shows all frames, and %debug goes through them.)"
-
-
-def shorten_in_notebook(error: BaseException) -> None:
-    """Have IPython, where it runs, show an error that comes out of Lockstep without its frames.
-
-    The traceback itself stays what it is, for debuggers.
-    """
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if shell is not None and not hasattr(error, "_render_traceback_"):
-        with suppress(AttributeError):  # a class with slots
-            error._render_traceback_ = partial(short_traceback, error)  # type: ignore[attr-defined]
-
-
-def short_traceback(error: BaseException) -> list[str]:
-    """The lines of an error's traceback, with its causes, without Lockstep's own frames.
-
-    That goes for what a helper has told of its own, too. Frames in which Lockstep itself has raised
-    what is no ``LockstepError`` stay.
-    """
-    is_brought = isinstance(error.__cause__, WorkerError | HostError)  # raised on another rank
-    blocks = list(_blocks("".join(traceback.format_exception(error)).splitlines()))
-    runs = [(kind, [block for _, block in run]) for kind, run in groupby(blocks, key=_kind)]
-    shown: list[str] = []
-    for (kind, run), (_, after) in zip(runs, [*runs[1:], ("", [[""]])], strict=True):
-        goes_on = after[0][0].lstrip(" |").startswith(("File ", __name__))
-        if kind == "own" and (goes_on or is_brought):
-            shown.append(f"  [{len(run)} frames of Lockstep]")
-        elif kind != "shell":
-            shown += [line for block in run for line in block]
-    return [*shown, _HINT] if any(kind == "own" for kind, _ in runs) else shown
-
-
-def _blocks(lines: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """The lines of each frame with its file, and each other line with none."""
-    path, depth, block = "", 0, list[str]()
-    for line in lines:
-        frame = _FRAME.match(line)
-        text = line.lstrip(" |")
-        is_deeper = len(line) - len(text) > depth or text.startswith("[Previous line repeated")
-        if path and is_deeper and frame is None:
-            block.append(line)
-            continue
-        if block:
-            yield path, block
-        path, depth, block = frame[1] if frame else "", len(line) - len(text), [line]
-    yield path, block
-
-
-def _kind(block: tuple[str, list[str]]) -> str:
-    path, _ = block
-    if path and Path(path).is_relative_to(_PACKAGE):
-        return "own"
-    return "shell" if path.endswith(_SHELL) else "other"

@@ -66,6 +66,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is unty
 
     def reducer_override(self, obj: Any) -> Any:
         """See ``pickle.Pickler``."""
+        if isinstance(obj, CodeType):  # tracebacks of helpers show the script's own lines
+            make, parts = cloudpickle.Pickler.dispatch_table[CodeType](obj)
+            return make, tuple(obj.co_filename if one == "<dynamic-code>" else one for one in parts)
         if isinstance(obj, ModuleType) or id(obj) in _unusual_modules(len(sys.modules)):
             return self._reduce_module(obj)
         if not isinstance(obj, type | FunctionType):

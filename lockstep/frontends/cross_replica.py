@@ -6,8 +6,10 @@ from typing import Any, Self
 from torch import nn
 
 from lockstep.loops.optimizer import TorchReplicaOptimizer
+from lockstep.tracebacks import public_methods
 
 
+@public_methods
 class CrossReplicaOptimizer(TorchReplicaOptimizer):
     """Wraps an optimizer of PyTorch or Keras: steps on the gradient of all replicas' samples.
 

@@ -25,7 +25,7 @@ from typing import Any
 import cloudpickle
 import msgspec
 
-from lockstep import errors
+from lockstep import errors, tracebacks
 from lockstep.cluster.memory_limits import Kills
 from lockstep.errors import HostError, LockstepError, WorkerError
 from lockstep.launch.untrusted import decode_untrusted
@@ -53,8 +53,18 @@ class Failure:
 def pack_failure(error: BaseException) -> bytes:
     """An exception, for ``unpack_failure`` in another process."""
     summary = shorten(summary_of(error))
-    text = shorten("".join(traceback.format_exception(error)))
+    tracebacks.shorten(error)
+    text = shorten("".join(_format(error)).rstrip())
     return pickle.dumps((summary, text, [_pickled(one) for one in causes_of(error)]))
+
+
+def _format(error: BaseException) -> list[str]:
+    """Its traceback; where that is shortened, only of those causes that have frames left."""
+    causes = causes_of(error)
+    if tracebacks.is_full() or not any(one.__traceback__ for one in causes):
+        return traceback.format_exception(error)
+    shown = [one for one in reversed(causes) if one.__traceback__]
+    return [line for one in shown for line in traceback.format_exception(one, chain=False)]
 
 
 def unpack_failure(payload: bytes) -> Failure:
@@ -99,7 +109,9 @@ def as_raised(error: BaseException) -> BaseException:
     raised, error.raised = error.raised, None
     if error.__cause__ is raised:
         error.__cause__ = None
-    for note in (str(error), *getattr(error, "__notes__", ())):
+    known = getattr(raised, "__notes__", ())  # which the text of its traceback repeats
+    told = "\n".join(line for line in str(error).split("\n") if line not in known)
+    for note in (told, *getattr(error, "__notes__", ())):
         add_note(raised, note)
     if isinstance(error, WorkerError):  # without the traceback, which the note has
         rank, error = error.rank, WorkerError(str(error).partition("\n")[0])

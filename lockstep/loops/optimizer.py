@@ -21,11 +21,13 @@ from lockstep.loops.job import current
 from lockstep.loops.replica_update import ReplicaUpdate
 from lockstep.loops.stepping import ReplicaSteps, check_steps
 from lockstep.parallel.gradient_rules import GradientRules
+from lockstep.tracebacks import public_methods
 from lockstep.train.optimizer_state import option_values
 from lockstep.train.updaters import TorchUpdater
 from lockstep.units import first_few
 
 
+@public_methods
 class TorchReplicaOptimizer(ReplicaSteps, optim.Optimizer):
     """See ``CrossReplicaOptimizer``, of which it is all but the choice of a library."""
 

@@ -11,8 +11,10 @@ from lockstep.loops.job import DEFAULT_TIMEOUT_SECONDS, begin, current
 from lockstep.options import check_timeout, is_number
 from lockstep.plan.engines import backend_for, check_engine
 from lockstep.plan.shares import share_bounds
+from lockstep.tracebacks import public
 
 
+@public
 def init(*, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, engine: str | None = None) -> None:
     """Meet the other processes that ``lockstep run``, torchrun, srun or ``TF_CONFIG`` has started.
 
@@ -47,6 +49,7 @@ def num_replicas() -> int:
     return current().num_replicas
 
 
+@public
 def share(batch: Any) -> Any:
     """This replica's part of a global batch, possibly empty.
 
@@ -81,6 +84,7 @@ def _rows(length: int | None) -> str:
     return "no dim" if length is None else f"{length} rows"
 
 
+@public
 def all_mean(value: Any, weight: float = 1.0) -> Any:
     """The weighted mean of all replicas' values; every replica calls it.
 

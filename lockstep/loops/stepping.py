@@ -14,8 +14,10 @@ from lockstep.errors import ModelError, OptionError, Problems
 from lockstep.loops.replica_update import Contribution, ReplicaUpdate
 from lockstep.loops.replicas import check_weight
 from lockstep.options import check_count, check_positive
+from lockstep.tracebacks import public_methods
 
 
+@public_methods
 class ReplicaSteps:
     """Counts calls of all replicas, and makes updates of them."""
 

@@ -29,6 +29,7 @@ from lockstep.proof.job_data import data_of
 from lockstep.proof.locating import Cause, locate, not_repeated
 from lockstep.proof.report import Report, first_of, make_report
 from lockstep.proof.two_sides import Trial, TwoSides, make_reference
+from lockstep.tracebacks import leaving
 from lockstep.train.checks import check_strategy
 from lockstep.train.job_context import StrategyLike
 
@@ -67,7 +68,8 @@ def verify_job(
         LockstepError: whatever ``Trainer.fit`` raises for this job.
     """
     _check(job, strategy, steps, seed)
-    with torch.inference_mode(False):  # what is copied in it could not be trained
+    # What is copied in inference mode could not be trained.
+    with leaving, torch.inference_mode(False):
         return _verify(job, strategy, steps, seed, bits=bits, self_test=self_test)
 
 

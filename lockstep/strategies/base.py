@@ -14,10 +14,12 @@ from lockstep.options import unknown_argument
 from lockstep.plan.makers import Maker
 from lockstep.plan.spec import Plan
 from lockstep.strategies.distribute_names import missing
+from lockstep.tracebacks import public_methods
 
 _T = TypeVar("_T")
 
 
+@public_methods
 class Strategy(ABC):
     """A way to get a Plan.
 

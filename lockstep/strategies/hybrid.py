@@ -6,8 +6,10 @@ from lockstep.errors import Problems
 from lockstep.options import is_count
 from lockstep.plan.compression import Compression, check_carrier, find_compression
 from lockstep.strategies.pipeline import StagedStrategy, check_counts
+from lockstep.tracebacks import public_methods
 
 
+@public_methods
 class HybridStrategy(StagedStrategy):
     """Data parallelism times layer-wise partition.
 

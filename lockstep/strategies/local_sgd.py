@@ -22,8 +22,10 @@ from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import check_format
 from lockstep.strategies.multi_worker import check_number, num_replicas
 from lockstep.strategies.pipeline import check_counts, check_cuts
+from lockstep.tracebacks import public_methods
 
 
+@public_methods
 class LocalSGDStrategy(Strategy):
     """Every device trains a model of its own, and now and then they average their weights.
 

@@ -11,8 +11,10 @@ from lockstep.plan.devices import Devices, check_devices, device_names
 from lockstep.plan.engines import backend_for, check_engine, check_leave, over
 from lockstep.plan.makers import Maker, Mirrored
 from lockstep.strategies.base import Strategy
+from lockstep.tracebacks import public_methods
 
 
+@public_methods
 class MirroredStrategy(Strategy):
     """Every device holds the whole model and computes its shares of each global batch.
 

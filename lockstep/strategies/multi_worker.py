@@ -12,8 +12,10 @@ from lockstep.plan.makers import Maker
 from lockstep.plan.many_hosts import DEFAULT_GBIT_PER_SECOND, MirroredHosts
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import check_format, check_shares
+from lockstep.tracebacks import public_methods
 
 
+@public_methods
 class MultiWorkerMirroredStrategy(Strategy):
     """Every device of every host holds the whole model and computes its shares of each batch.
 

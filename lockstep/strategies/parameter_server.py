@@ -15,8 +15,10 @@ from lockstep.plan.served import Served
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import check_format
 from lockstep.strategies.multi_worker import num_replicas
+from lockstep.tracebacks import public_methods
 
 
+@public_methods
 class ParameterServerStrategy(Strategy):
     """Servers own the parameters and update them; workers compute gradients.
 

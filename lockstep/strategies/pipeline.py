@@ -15,8 +15,10 @@ from lockstep.plan.makers import Maker
 from lockstep.plan.pipelines import Pipelined
 from lockstep.plan.schedules import SCHEDULES
 from lockstep.strategies.base import Strategy
+from lockstep.tracebacks import public_methods
 
 
+@public_methods
 class StagedStrategy(Strategy):
     """What strategies with stages have in common: options, and the maker that these come to."""
 
@@ -57,6 +59,7 @@ class StagedStrategy(Strategy):
         return self._maker.most_replicas
 
 
+@public_methods
 class PipelineStrategy(StagedStrategy):
     """The model's layers are divided among devices; microbatches pass through them in turn.
 

@@ -4,8 +4,10 @@ from lockstep.cluster.place import Reach
 from lockstep.plan.devices import check_devices
 from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.strategies.base import Strategy
+from lockstep.tracebacks import public_methods
 
 
+@public_methods
 class SingleDeviceStrategy(Strategy):
     """Trains on one device, in the script's own process.
 

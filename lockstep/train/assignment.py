@@ -31,6 +31,7 @@ from lockstep.parallel.workload import Workload
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.spec import Plan
 from lockstep.train.conductor import Conductor
+from lockstep.train.failing_layer import naming_layer
 from lockstep.train.residuals import Residuals
 from lockstep.train.tasks import Task
 
@@ -96,9 +97,12 @@ def make_worker(
 
 
 def run_task(assignment: Assignment, worker: Worker, control: Control, conductor: Conductor) -> Any:
-    """Do a rank's part of the task; where its device has no memory left, say what was there."""
+    """Do a rank's part of the task; errors say in which layer, and what a full device held."""
+    loss = assignment.loss and assignment.loss.loss
+    layers = [one.name for one in assignment.plan.layers] if assignment.updater else []
     try:
-        return assignment.task.run(worker, control, conductor)
+        with naming_layer(assignment.model, loss, layers=layers):
+            return assignment.task.run(worker, control, conductor)
     except torch.OutOfMemoryError as error:
         add_note(error, shortage_note(worker))
         raise

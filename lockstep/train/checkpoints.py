@@ -28,17 +28,24 @@ from lockstep.events import LOGGER
 from lockstep.launch.background import Background
 from lockstep.options import check_choice, check_count
 from lockstep.plan.spec import Plan
+from lockstep.tracebacks import public_methods
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.differences import ON_DIFFERENCE, OnDifference
 from lockstep.train.fit_record import End, FitRecord, Found, at_end, reaches
 from lockstep.train.history import History
-from lockstep.train.interrupt import STATUS_OF_SIGTERM, Termination
+from lockstep.train.interrupt import (
+    PATIENCE_SECONDS,
+    STATUS_OF_SIGTERM,
+    Interrupt,
+    Termination,
+)
 from lockstep.train.memory_checkpoints import MemoryCheckpoints
 from lockstep.version import __version__
 
 _EVERY = re.compile(r"(?P<steps>\d+) steps?|(?P<epoch>epoch)|(?P<seconds>\d+(\.\d+)?) ?s")
 
 
+@public_methods
 class Checkpoint:
     """Where and how often ``fit`` writes checkpoints, for ``fit(..., checkpoint=...)``.
 
@@ -119,6 +126,10 @@ def _number(found: re.Match[str]) -> float:
     return 1 if found["epoch"] else float(found["steps"] or found["seconds"])
 
 
+# Ctrl-C on another host: longest wait for host 0, which was likely sent it too, to write.
+_PATIENCE_FOR_HOST_0_SECONDS = 2.0
+
+
 class Keeper(Callback):
     """Writes the checkpoints of one ``fit``. It is called after all other callbacks.
 
@@ -137,11 +148,15 @@ class Keeper(Callback):
         memory: the one given.
         record: of the ``fit``; set before training.
         found: the checkpoint from which all go on, until they have; None where they begin.
+        interrupt: what has become of Ctrl-C, after which one more is written; set before training.
+        has_last: that one is taken.
     """
 
     is_observer = True
     record: FitRecord
     found: Found | None = None
+    interrupt = Interrupt()
+    has_last = False
     _end: End | None = None
     """What was there when the last epoch had ended."""
 
@@ -161,7 +176,7 @@ class Keeper(Callback):
         self.tell = tell
         self._termination = termination
         self.memory = memory
-        self._is_last = False
+        self._is_last = self._is_open = False
         self._background = Background("lockstep: checkpoints")
         self._writing: Future[Folder] | None = None
         self._is_due = False
@@ -184,6 +199,7 @@ class Keeper(Callback):
         with ExitStack() as stack:
             stack.enter_context(writing_alone(self._checkpoint.directory))
             stack.callback(self._background.close)
+            self._is_open = True
             try:
                 yield self._newest()
             except BaseException as error:
@@ -208,7 +224,9 @@ class Keeper(Callback):
 
     def takes_state(self, batch: int) -> bool:
         every = self._checkpoint
-        self._is_last = self._is_due = self._termination.is_requested
+        self._is_last = self._termination.is_requested
+        self.has_last = self.interrupt.is_requested
+        self._is_due = self._is_last or self.has_last
         if every.num_steps is not None:  # not after every step it may have been asked
             steps = (self._last_steps, self._num_steps + 1)
             last, now = (number // every.num_steps for number in steps)
@@ -227,9 +245,16 @@ class Keeper(Callback):
         if self._is_wanted:
             self._take(self._asked_seconds, writes=self._is_due)
             self._is_due = self._is_wanted = False
+        if self.has_last:
+            self._wait()
         if self._is_last and not self.trainer.stop_training:  # else the end is written in a moment
             self._wait()
             raise SystemExit(STATUS_OF_SIGTERM)
+
+    def lets_end(self) -> bool:
+        """Whether Ctrl-C may end training: on host 0 once a checkpoint is taken, or in vain."""
+        patience = PATIENCE_SECONDS if self._is_open else _PATIENCE_FOR_HOST_0_SECONDS
+        return self.has_last or time.monotonic() - self.interrupt.requested_seconds > patience
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if self._checkpoint.is_by_epoch:

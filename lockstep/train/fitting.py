@@ -49,7 +49,11 @@ from lockstep.train.intake import (
     take_in,
     take_in_validation,
 )
-from lockstep.train.interrupt import held_interrupts, held_termination
+from lockstep.train.interrupt import (
+    held_interrupts,
+    held_termination,
+    telling_of_interrupts,
+)
 from lockstep.train.lost_hosts import check_restarts_on, going_on, outlast
 from lockstep.train.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.metrics import Metrics
@@ -421,9 +425,10 @@ class FittingRunner(ResumingRunner):
         with (
             told_of_errors(self._own_callbacks),
             self._fitting(),
+            telling_of_interrupts(lambda: self._steps_trained, self.keeper),
             held_interrupts() as interrupt,
         ):
-            conductor = FollowingConductor(interrupt)
+            conductor = FollowingConductor(interrupt, self.keeper)
             if self._is_chief:
                 conductor = FitConductor(
                     cast(TrainerProtocol, self),

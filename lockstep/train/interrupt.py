@@ -3,7 +3,8 @@
 In the midst of a step some ranks have updated their slices of the weights and others have not, and
 the optimizer's slots are spread over all of them. So while steps are made the first Ctrl-C is only
 noted; all ranks leave the loop at the same step, the optimizer gets its slots back, and then
-``fit`` raises KeyboardInterrupt. The second Ctrl-C raises it at once.
+``fit`` raises KeyboardInterrupt. The second Ctrl-C raises it at once. A ``fit`` that writes
+checkpoints writes one first.
 
 SIGTERM is what Slurm, Kubernetes and clouds send before they end a machine. A ``fit`` that writes
 checkpoints writes one after the step under way, and leaves with the status that the signal would
@@ -17,14 +18,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from lockstep.errors import HostError, WorkerError
+from lockstep.tracebacks import note_last
 
 # Longest wait for a step's end after SIGTERM. Whoever sends it often kills 10 s or more later.
-_PATIENCE_SECONDS = 7.0
+PATIENCE_SECONDS = 7.0
 # Launchers pass on what they were sent: so soon after the first a second one is the same.
 _SAME_SECONDS = 1.0
 STATUS_OF_SIGTERM = 128 + signal.SIGTERM
@@ -35,10 +38,12 @@ class Interrupt:
 
     Attributes:
         is_requested: whether Ctrl-C was pressed and is held back.
+        requested_seconds: when, by the monotonic clock.
     """
 
     def __init__(self) -> None:
         self.is_requested = False
+        self.requested_seconds = 0.0
         self._holds = False
 
     def hold(self) -> None:
@@ -48,7 +53,7 @@ class Interrupt:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if not self._holds or self.is_requested:
             signal.default_int_handler(number, frame)
-        self.is_requested = True
+        self.is_requested, self.requested_seconds = True, time.monotonic()
 
 
 @contextmanager
@@ -65,6 +70,31 @@ def held_interrupts() -> Iterator[Interrupt]:
         yield Interrupt()
     else:
         yield from _hold_interrupts()
+
+
+@contextmanager
+def telling_of_interrupts(count: Callable[[], int], keeper: Any = None) -> Iterator[None]:
+    """Within the block, a training, KeyboardInterrupt says what it leaves.
+
+    Args:
+        count: the steps made so far.
+        keeper: writes checkpoints; None where nothing does.
+    """
+    before = count()
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        notes = getattr(error, "__notes__", ())
+        if keeper is not None and keeper.has_last:
+            left = f"a checkpoint is in {keeper.directory}: the same script goes on from there"
+        elif notes:
+            left = f"{notes[-1][:1].lower()}{notes[-1][1:].rstrip('.')}"
+        elif count() > before:
+            left = "model and optimizer are as after the last step"
+        else:
+            left = "no step was made"
+        note_last(error, f"stopped by Ctrl-C; {left}.")
+        raise
 
 
 def _hold_interrupts() -> Iterator[Interrupt]:
@@ -93,7 +123,7 @@ class Termination:
     def __init__(self) -> None:
         self.is_requested = False
         self._first_seconds = 0.0
-        self._timer = threading.Timer(_PATIENCE_SECONDS, os.kill, (os.getpid(), signal.SIGTERM))
+        self._timer = threading.Timer(PATIENCE_SECONDS, os.kill, (os.getpid(), signal.SIGTERM))
         self._timer.daemon = True
 
     def __call__(self, number: int, frame: FrameType | None) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from lockstep.cluster.place import Reach
 from lockstep.cluster.topology import Cluster
-from lockstep.errors import LockstepError, ModelError, OptionError, shorten_in_notebook
+from lockstep.errors import LockstepError, ModelError, OptionError
 from lockstep.parallel.update import Updater
 from lockstep.plan.makers import Maker
 from lockstep.plan.spec import Plan
@@ -133,9 +133,6 @@ class JobContext:
                 _telling_of_inference_tensors(),
             ):
                 yield self.hosts
-        except BaseException as error:
-            shorten_in_notebook(error)
-            raise
         finally:
             self._depth -= 1
 

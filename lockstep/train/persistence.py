@@ -10,6 +10,7 @@ import torch
 
 from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.errors import OptionError
+from lockstep.tracebacks import public_methods
 from lockstep.train.callbacks import Callback
 from lockstep.train.conductor import Conductor, Place
 from lockstep.train.ensemble import Resume
@@ -32,6 +33,7 @@ from lockstep.train.training_state import TrainingState, copied
 _T = TypeVar("_T")
 
 
+@public_methods
 class PersistentRunner(Runner):
     """A runner whose state can be saved, loaded and taken back.
 

@@ -35,6 +35,7 @@ from lockstep.parallel.serialization import describe
 from lockstep.parallel.settings import num_threads
 from lockstep.plan.makers import Maker
 from lockstep.plan.spec import Plan
+from lockstep.train.failing_layer import naming_layer
 
 Partitions = Mapping[bool, Partition]
 
@@ -111,7 +112,8 @@ class Planning:
         place = _place_of(self._model)
         inputs = map_tensors(lambda tensor: tensor.to(place), _sample(source, size, precision))
         computing = computing_in(precision, "cpu" if place.type == "meta" else place.type)
-        with computing, running_lstms(precision), _without_fused_attention():
+        naming = naming_layer(self._model, inputs=inputs)
+        with naming, computing, running_lstms(precision), _without_fused_attention():
             try:
                 traced, graph = self._capture(inputs, precision, announce)
             except ValueError as error:

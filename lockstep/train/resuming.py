@@ -28,8 +28,13 @@ from lockstep.train.training_state import TrainingState, copied
 
 
 class ResumingRunner(PersistentRunner):
-    """See the module."""
+    """See the module.
 
+    Attributes:
+        keeper: writes the checkpoints of the ``fit`` under way; None without.
+    """
+
+    keeper: Keeper | None = None
     _num_shares_before: int | None = None
     """Of the checkpoint from which training goes on, until the user is told."""
     _begun: dict[str, Any] | None = None
@@ -62,10 +67,11 @@ class ResumingRunner(PersistentRunner):
         if self._resumed is not None:
             keeper.begin_at(self._resumed.position["steps"] - keeper.record.steps)
         callbacks, self.callbacks = self.callbacks, [*self.callbacks, keeper]
+        self.keeper = keeper
         try:
             yield
         finally:
-            self.callbacks = callbacks
+            self.callbacks, self.keeper = callbacks, None
 
     def _take_up_found(self, keeper: Keeper) -> History | None:
         """Go on from the checkpoint that was found, if one was; the history, if that was the end.

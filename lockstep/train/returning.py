@@ -25,17 +25,22 @@ class FollowingConductor(Conductor):
 
     Args:
         interrupt: what has become of Ctrl-C here, which ends the training on all hosts.
+        keeper: writes checkpoints, one after Ctrl-C, too; None without.
     """
 
     updater: Any = None
 
-    def __init__(self, interrupt: Interrupt) -> None:
+    def __init__(self, interrupt: Interrupt, keeper: Any = None) -> None:
         self.history = History()
-        self._interrupt = interrupt
+        self._interrupt, self._keeper = interrupt, keeper
+        if keeper is not None:
+            keeper.interrupt = interrupt
 
     @property
     def is_interrupted(self) -> bool:  # type: ignore[override]  # an attribute in the base
         """Whether the user wants training to end."""
+        if self._keeper is not None and not self._keeper.lets_end():
+            return False
         return self._interrupt.is_requested
 
     def hold_interrupts(self) -> None:
@@ -80,7 +85,7 @@ class ReturningConductor(FollowingConductor):
         backups: Backups | None,
         record: RunRecord | None,
     ) -> None:
-        super().__init__(interrupt)
+        super().__init__(interrupt, runner.keeper)
         self._runner = runner
         self._backups = backups
         self._record = record or RunRecord(None)

@@ -145,7 +145,8 @@ class RunRecord:
             with noting_on(error):
                 self._write("end", **self._place, fault=self._fault(error, "it ended"))
             told = f"`lockstep doctor {self._path.parent}` tells more, from the record of the run."
-            add_note(error, told)
+            if not isinstance(error, KeyboardInterrupt):
+                add_note(error, told)
             raise
         self._write("end", **self._place, ranks=self._look())
 

@@ -21,6 +21,7 @@ from lockstep.launch.failure import ending_with
 from lockstep.options import checks_names
 from lockstep.parallel.gradient_rules import OnNonFinite
 from lockstep.parallel.loss_options import adapt_loss
+from lockstep.tracebacks import public_methods
 from lockstep.train.batch_size import BatchSizeSearch
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.checkpoints import Checkpoint
@@ -53,6 +54,7 @@ from lockstep.train.trying import TryingRunner
 from lockstep.train.wrapped_updaters import EMA
 
 
+@public_methods
 class Trainer(TryingRunner):
     """Trains a PyTorch model under a strategy, with the weights one device would have given.
 

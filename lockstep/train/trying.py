@@ -1,6 +1,5 @@
 """What a Trainer tells of a training without making it: its Plan, and the proof of it."""
 
-from contextlib import closing
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -9,8 +8,10 @@ import torch
 
 from lockstep.data.sources import joined
 from lockstep.errors import OptionError
+from lockstep.launch.failure import ending_with
 from lockstep.options import checks_names
 from lockstep.plan.spec import Plan
+from lockstep.tracebacks import public_methods
 from lockstep.train.checks import check_counts
 from lockstep.train.feeding import sample_of
 from lockstep.train.fitting import FittingRunner
@@ -18,6 +19,7 @@ from lockstep.train.intake import DEFAULT_BATCH_SIZE, Wish, take_in
 from lockstep.units import listed
 
 
+@public_methods
 class TryingRunner(FittingRunner):
     """A runner that can be asked what it would do.
 
@@ -45,7 +47,7 @@ class TryingRunner(FittingRunner):
         wish = Wish(name="data", batch_size=batch_size, seed=self.seed, dims=self._dims)
         maker = self._maker()
         feed = take_in(joined(data, y, None), wish)
-        with closing(feed), torch.inference_mode(False):
+        with ending_with(feed.close), torch.inference_mode(False):
             maker.check_batch_size(feed.batch_size)
             samples = sample_of(feed.source)
             plan, _ = self._planning.plan(maker, self.precision, samples, feed.batch_size)

@@ -58,7 +58,7 @@ def test_an_exception_of_one_rank(name: str) -> None:
     error = caught.value
     assert type(error) is kind
     texts = [str(error)] if kind is WorkerError else []
-    message, state, weights = (*texts, *error.__notes__)
+    message, state, weights, *last = (*texts, *error.__notes__)
     rank = message[len("Rank ")]
     where = f"Rank {rank} failed (in fit, step 2): {expected}"
     assert message.startswith(where)
@@ -67,6 +67,12 @@ def test_an_exception_of_one_rank(name: str) -> None:
     assert len(message) < 1_000_000
     assert state.startswith(f"Rank {rank} was at step 2 (forward), ")
     assert weights.startswith("The weights are")
+    by_layer = "Lockstep: in the model (Net); inputs ("
+    if kind is KeyboardInterrupt:
+        by_layer = "Lockstep: stopped by Ctrl-C; the weights are"
+    assert [note.startswith(by_layer) for note in last] == [True] * (
+        kind not in (WorkerError, SystemExit)
+    )
     if kind is not WorkerError:
         assert isinstance(error.__cause__, WorkerError)
         assert str(error.__cause__).startswith(where[:70])

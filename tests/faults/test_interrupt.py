@@ -242,5 +242,9 @@ def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
         os.close(terminal)
     assert status == -signal.SIGINT
     assert "steps True True" in out
-    assert err.strip().endswith("KeyboardInterrupt")
+    lines = err.splitlines()[-2:]
+    assert lines[0].strip().endswith("KeyboardInterrupt")
+    assert (
+        lines[1] == "Lockstep: stopped by Ctrl-C; model and optimizer are as after the last step."
+    )
     assert sys.stdin is not None

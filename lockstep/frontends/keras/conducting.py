@@ -201,7 +201,6 @@ class KerasFitConductor(ReturningConductor, EvaluationConductor):
         ReturningConductor.__init__(self, interrupt, runner, backups, record)
         self._module = module
         self._watch = watch
-        self._keeper = runner.keeper
         self._has_foreign = any(map(_is_foreign, callbacks.callbacks))
         self._has_actors = not all(map(_looks_on, callbacks.callbacks))
         self._settings: SettingsWatch | None = None

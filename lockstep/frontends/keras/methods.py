@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from inspect import unwrap
 from typing import Any
 
 import keras
@@ -39,6 +40,7 @@ from lockstep.frontends.keras.tasks import Evaluation
 from lockstep.frontends.keras.trainer import KerasTrainer
 from lockstep.launch.failure import ending_with
 from lockstep.plan.spec import Plan
+from lockstep.tracebacks import public_methods
 from lockstep.train.conductor import Logs
 from lockstep.train.feeding import sample_of
 from lockstep.train.history import History
@@ -48,6 +50,7 @@ from lockstep.train.lost_hosts import outlast
 from lockstep.train.memory_checkpoints import MemoryCheckpoints
 
 
+@public_methods
 class Methods:
     """A model's methods under a strategy.
 
@@ -445,7 +448,7 @@ class Methods:
 
 
 for _name in METHODS:  # who passes a wrong argument has called a method of the model
-    getattr(Methods, _name).__qualname__ = f"Model.{_name}"
+    unwrap(getattr(Methods, _name)).__qualname__ = f"Model.{_name}"
 
 
 def bind(model: Any, strategy: StrategyLike, dims: BatchDims) -> None:

@@ -24,6 +24,7 @@ from lockstep.loops.job import current
 from lockstep.loops.replica_update import ReplicaUpdate
 from lockstep.loops.stepping import ReplicaSteps, check_steps
 from lockstep.parallel.gradient_rules import GradientRules
+from lockstep.tracebacks import public_methods
 from lockstep.train.shared_options import SharedOptions, options_spec
 
 # What wraps other optimizers, and so is none that could be stepped on summed gradients.
@@ -33,6 +34,7 @@ _WRAPPERS = (keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimize
 _RATE = "_learning_rate"
 
 
+@public_methods
 class KerasReplicaOptimizer(ReplicaSteps):
     """See ``CrossReplicaOptimizer``. What is not here is the Keras optimizer's own."""
 

@@ -70,7 +70,7 @@ from lockstep.train.conductor import Conductor, Logs
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.intake import Feed
-from lockstep.train.interrupt import Interrupt, held_interrupts
+from lockstep.train.interrupt import Interrupt, held_interrupts, telling_of_interrupts
 from lockstep.train.job_context import JobContext, StrategyLike
 from lockstep.train.recipe import Recipe
 from lockstep.train.returning import FollowingConductor
@@ -149,7 +149,8 @@ class KerasTrainer(KeepingRunner):
         self._steps_trained = start.step
         kind = partial(kind, loss=loss, metrics=metrics)
         task = self._fit_task(kind, feed, evaluation, options, start)
-        with self._fitting(), held_interrupts() as interrupt:
+        telling = telling_of_interrupts(lambda: self._steps_trained, self.keeper)
+        with self._fitting(), telling, held_interrupts() as interrupt:
             backups = None  # unless somebody has asked for restarts
             if options.restarts or self._maker().outlives_servers:
                 check_copied(self._maker())
@@ -240,7 +241,7 @@ class KerasTrainer(KeepingRunner):
         self, callbacks: Any, interrupt: Interrupt, backups: Backups | None
     ) -> KerasFitConductor | FollowingConductor:
         if not self._job_context.is_chief:
-            return FollowingConductor(interrupt)
+            return FollowingConductor(interrupt, self.keeper)
         kind = KerasFitConductor if self._own is None else OwnStepFitConductor
         return kind(
             self.model,

@@ -1,0 +1,190 @@
+"""What users see of an error: the frames of their own code, and not those of Lockstep.
+
+An error that leaves a public call (``public``) loses Lockstep's frames, so that scripts, notebooks,
+pytest and ``logging.exception`` show it alike. Frames of torch and Keras are left out as well, but
+for the one that has raised. What leaves Lockstep in another way is shortened by ``sys.excepthook``.
+``LOCKSTEP_TRACEBACK=full`` keeps all frames.
+
+Ctrl-C in a public call ends a script with two lines: the exception, and what it leaves.
+"""
+
+import contextlib
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from types import FunctionType, TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from lockstep.errors import HostError, LockstepError, WorkerError
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_LIBRARIES = ("torch", "keras", "runpy", "concurrent", "threading")
+_PASSING = (contextlib.__file__, __file__)  # frames through which errors only pass
+_DELIBERATE = (LockstepError, OSError, KeyboardInterrupt, SystemExit)
+_BEGINS = "Lockstep: "
+_HINT = _BEGINS + "LOCKSTEP_TRACEBACK=full shows all frames."
+
+# What a DataLoader's worker tells of an error, and of that the frames of torch.
+_ORIGINAL = "\nOriginal Traceback (most recent call last):"
+_TORCH_FRAME = re.compile(r'^  File "[^"]*/torch/[^"]*", line .*\n(?:    .*\n)*', re.M)
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Class = TypeVar("_Class", bound=type)
+
+
+def is_full() -> bool:
+    """Whether the user wants to see all frames."""
+    return os.environ.get("LOCKSTEP_TRACEBACK", "") == "full"
+
+
+def note_last(error: BaseException, note: str) -> None:
+    """Add a line that is shown below all other notes."""
+    error.add_note(_BEGINS + note)
+
+
+def shorten(error: BaseException) -> None:
+    """Leave frames of Lockstep out of an error's traceback, and out of those of its causes."""
+    if is_full():
+        return
+    for one in _chain(error, set()):
+        has_own_end = _has_own_end(one)
+        if _adds_nothing(one):
+            one.__suppress_context__ = True
+        BaseException.__setattr__(one, "__traceback__", _shortened(one, has_own_end))
+        if one.args and isinstance(one.args[0], str) and _ORIGINAL in one.args[0]:
+            one.args = (_TORCH_FRAME.sub("", one.args[0]).rstrip(), *one.args[1:])
+        notes = [*getattr(one, "__notes__", ())]
+        if has_own_end and _HINT not in notes:
+            notes.append(_HINT)
+        if notes:
+            notes.sort(key=lambda note: str(note).startswith(_BEGINS))
+            BaseException.__setattr__(one, "__notes__", notes)
+
+
+def _chain(error: BaseException | None, seen: set[int]) -> Iterator[BaseException]:
+    """An error, what it comes from, and the members of groups."""
+    if error is None or id(error) in seen:
+        return
+    seen.add(id(error))
+    yield error
+    members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    for one in (error.__cause__, error.__context__, *members):
+        yield from _chain(one, seen)
+
+
+def _adds_nothing(error: BaseException) -> bool:
+    """Whether its context is the same error once more, or was raised and handled by Lockstep."""
+    context = error.__context__
+    if context is None:
+        return False
+    is_same = type(context) is type(error) and context.args == error.args
+    return is_same or all(_is_own(frame) for frame in _frames(context))
+
+
+def _shortened(error: BaseException, has_own_end: bool) -> TracebackType | None:
+    frames = [*_frames(error)]
+    kept = [one for one in frames if not (_is_own(one) or _is_of_library(one))]
+    last = frames[-1:]
+    is_library = bool(last) and _is_of_library(last[0]) and not isinstance(error, LockstepError)
+    if has_own_end or (is_library and last[0].tb_frame.f_code.co_filename != __file__):
+        kept += last
+    shown: TracebackType | None = None
+    for one in reversed(kept):
+        shown = TracebackType(shown, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return shown
+
+
+def _frames(error: BaseException) -> Iterator[TracebackType]:
+    traceback = error.__traceback__
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _has_own_end(error: BaseException) -> bool:
+    """Whether Lockstep itself has raised what it does not mean to raise."""
+    frames = [*_frames(error)]
+    is_brought = isinstance(error.__cause__, WorkerError | HostError)  # raised by another process
+    if isinstance(error, _DELIBERATE) or is_brought or not frames or not _is_own(frames[-1]):
+        return False
+    inside = frames[[*map(_is_own, frames)].index(True) :]
+    return all(_is_own(one) or _is_of_library(one) for one in inside)  # nothing of the user's
+
+
+def _is_own(one: TracebackType) -> bool:
+    file = one.tb_frame.f_code.co_filename
+    return file.startswith(_PACKAGE) and file != __file__
+
+
+def _is_of_library(one: TracebackType) -> bool:
+    file = one.tb_frame.f_code.co_filename
+    package = str(one.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package in _LIBRARIES or file in _PASSING or file.startswith("<frozen ")
+
+
+# --- where errors leave Lockstep ------------------------------------------------------------------
+
+
+class _Leaving:
+    """A block whose errors are shortened, and from which the frame that has it is left out, too."""
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
+    ) -> None:
+        if error is not None:
+            if isinstance(error, KeyboardInterrupt) and not getattr(error, "__notes__", ()):
+                note_last(error, "stopped by Ctrl-C.")
+            shorten(error)
+
+
+leaving = _Leaving()
+
+
+def public(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A function that users call: its errors come without frames of Lockstep."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with leaving:
+            return function(*args, **kwargs)
+
+    return call
+
+
+def public_methods(cls: _Class) -> _Class:
+    """A class that users make and call: the same for its methods, as far as it defines them."""
+    for name, value in list(vars(cls).items()):
+        if isinstance(value, FunctionType) and (name == "__init__" or not name.startswith("_")):
+            setattr(cls, name, public(value))
+    return cls
+
+
+def install() -> None:
+    """Have scripts that end with an error of Lockstep show it shortened."""
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        if is_full():
+            before(kind, error, traceback)
+            return
+        is_ours = any(_is_own(one) for one in _frames(error))
+        if is_ours:
+            shorten(error)
+        notes = [str(note) for note in getattr(error, "__notes__", ())]
+        if kind is KeyboardInterrupt and (is_ours or any(map(_is_last, notes))):
+            last = notes[-1] if notes else _BEGINS + "stopped by Ctrl-C."
+            sys.stderr.write(f"KeyboardInterrupt\n{last}\n")
+        else:
+            before(kind, error, error.__traceback__)
+
+    sys.excepthook = show
+
+
+def _is_last(note: str) -> bool:
+    return note.startswith(_BEGINS)
