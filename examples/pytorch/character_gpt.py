@@ -1,6 +1,6 @@
 """A small GPT learns to write Python, letter by letter, in a pipeline of two stages.
 
-    python character_gpt.py [--epochs 6]
+    python character_gpt.py [--epochs 8]
 
 Its text is the source of a few modules of Python's standard library, so nothing is downloaded. The
 model is an ordinary module: the strategy cuts it where both stages take equally long.
@@ -16,10 +16,10 @@ from torch import nn
 
 import lockstep
 
-CONTEXT, WIDTH, HEADS, BLOCKS = 64, 64, 4, 4
+CONTEXT, WIDTH, HEADS, BLOCKS = 32, 64, 4, 3
 
 parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-parser.add_argument("--epochs", type=int, default=6)
+parser.add_argument("--epochs", type=int, default=8)
 epochs = parser.parse_args().epochs
 
 library = Path(argparse.__file__).parent
@@ -94,7 +94,7 @@ nn.init.normal_(model.letters.weight, std=0.02)
 trainer = lockstep.Trainer(
     model,
     loss=loss_of,
-    optimizer=partial(torch.optim.AdamW, lr=4e-3),
+    optimizer=partial(torch.optim.AdamW, lr=6e-3),
     strategy=lockstep.PipelineStrategy(stages=2, microbatches=4),
     clip_norm=1.0,
 )
