@@ -13,15 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lockstep.capture.calls import uncompiled
 from lockstep.capture.state import ModelState, left_alone
+from lockstep.data.order import seed_streams
 from lockstep.data.sources import Batch
 from lockstep.errors import ModelError
-from lockstep.parallel.halves import on_halves, repeated, with_another
+from lockstep.parallel.halves import begin_again, on_halves, repeated, with_another
 from lockstep.units import first_few
 
 # Of a parameter's gradient, and of the largest one: what rounding may come to, also where a sample
 # falls on the other side of a kink, and less than mixing samples makes; of low precision.
-_TOLERANCE, _FLOOR = 2e-2, 1e-5
+_TOLERANCE, _FLOOR = 3e-3, 1e-5
 _LOW_TOLERANCE, _LOW_FLOOR = 0.3, 2e-2
 
 # What backward starts from, of some samples, of which the first has such a number: a sum over them.
@@ -29,7 +31,11 @@ _LOW_TOLERANCE, _LOW_FLOOR = 0.3, 2e-2
 RootOf = Callable[[Batch, int], torch.Tensor | None]
 
 
-def check_gradients(model: nn.Module, root_of: RootOf, batch: Batch, *, is_low: bool) -> None:
+# What the loss is multiplied by, to see whether gradients are, too.
+_SMALL, _LARGE = 2.0**-7, 2.0**7
+
+
+def check_gradients(model: nn.Module, root_of: RootOf, batch: Batch, *, is_low: bool) -> bool:
     """Compare gradients of a few samples with those of parts; leaves the model as it is.
 
     Args:
@@ -38,19 +44,24 @@ def check_gradients(model: nn.Module, root_of: RootOf, batch: Batch, *, is_low: 
         batch: the samples.
         is_low: it computes in less than float32.
 
+    Returns:
+        Whether they are multiplied by what the loss is multiplied by; a hook that clips is not.
+
     Raises:
         ModelError: they do not add up.
     """
-    trial = _Trial(model, root_of)
+    trial, scaled = _Trial(model, root_of), None
     with left_alone(model) as state, torch.enable_grad():
         for few in _few(batch):
             try:
                 residue = trial.of(few, state)
+                scaled = trial.of_multiples(few, state)
                 break
             except Exception:  # of a model that takes certain numbers of samples: nobody can say
                 residue = None
     if residue is not None:
         _check(residue, is_low=is_low)
+    return scaled is None or not _differing(scaled, is_low=False)  # the same bits, scaled
 
 
 def _few(batch: Batch) -> list[Batch]:
@@ -81,41 +92,64 @@ class _Trial:
     def of(self, batch: Batch, state: ModelState) -> _Residue | None:
         """Of some samples and their halves; None if that says nothing."""
         for training in (None, False):
-            self._sizes, self._starts = {}, [0, 0, batch.num_samples // 2]
-            for parameter in self._trained.values():
-                parameter.grad = None
+            self._begin(batch)
             if on_halves(self._model, self._run, batch, state, training=training) is not None:
                 return self._residue()
         return None
 
-    def _run(self, part: Batch) -> None:
-        """Go backward; from the gradients of what comes first those of the rest are taken."""
+    def of_multiples(self, batch: Batch, state: ModelState) -> _Residue | None:
+        """Of a small and a large multiple of what backward starts from."""
+        self._begin(batch)
+        for factor in (_SMALL, _LARGE):
+            if not begin_again(self._model, state, None):
+                return None
+            seed_streams(0)
+            with uncompiled():
+                self._run(batch, factor)
+            self._starts = [0]
+        return self._residue()
+
+    def _begin(self, batch: Batch) -> None:
+        self._sizes, self._starts = {}, [0, 0, batch.num_samples // 2]
+        for parameter in self._trained.values():
+            parameter.grad = None
+
+    def _run(self, part: Batch, factor: float = 1.0) -> None:
+        """Go backward; from the gradients of what comes first those of the rest are taken.
+
+        With a factor they are brought to those of the large one.
+        """
         root = self._root_of(part, self._starts.pop(0))
         if root is not None and root.requires_grad:
-            root.backward()
+            (factor * root).backward()
         if not self._sizes:
-            self._sizes = {name: _norm(one.grad) for name, one in self._trained.items()}
             for parameter in self._trained.values():
                 if parameter.grad is not None:
-                    parameter.grad = -parameter.grad
+                    parameter.grad = (-1.0 if factor == 1.0 else -_LARGE / factor) * parameter.grad
+            self._sizes = {name: _norm(one.grad) for name, one in self._trained.items()}
 
     def _residue(self) -> _Residue:
         left = {name: _norm(one.grad) for name, one in self._trained.items()}
         return _Residue(self._sizes, left)
 
 
-def _check(residue: _Residue, *, is_low: bool) -> None:
+def _differing(residue: _Residue, *, is_low: bool) -> dict[str, float]:
+    """The parameters whose gradients differ, and by what part."""
     tolerance, floor = (_LOW_TOLERANCE, _LOW_FLOOR) if is_low else (_TOLERANCE, _FLOOR)
     # What parts have may be much more than what is left of it all together.
     sizes = {name: max(size, residue.left[name]) for name, size in residue.sizes.items()}
     largest = max(sizes.values(), default=0.0)
-    wrong = {
+    return {
         name: residue.left[name] / size
         for name, size in sizes.items()
         if math.isfinite(largest)
         and size > floor * largest
         and residue.left[name] > tolerance * size
     }
+
+
+def _check(residue: _Residue, *, is_low: bool) -> None:
+    wrong = _differing(residue, is_low=is_low)
     if wrong:
         raise ModelError(
             "The gradient of a batch must be the sum of what its samples add: shares of it go "

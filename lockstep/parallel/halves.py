@@ -122,7 +122,9 @@ def repeated(batch: Batch, numbers: Sequence[int]) -> Batch:
 
 def with_another(batch: Batch) -> Batch:
     """A sample, and one that is another wherever there is an order to turn around."""
-    return _mapped(batch, lambda one: torch.cat([one, one.flip(-1) if one.dim() > 1 else one]), 2)
+    return _mapped(
+        batch, lambda one: torch.cat([one, one.roll(1, -1) if one.dim() > 1 else one]), 2
+    )
 
 
 def _mapped(

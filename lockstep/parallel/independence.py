@@ -27,7 +27,7 @@ _TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.1
 
 def check_apart(
     model: nn.Module, call: Callable[[Tree], Tree], batch: Batch, *, is_low: bool = False
-) -> None:
+) -> bool:
     """Compare what comes of some samples with what comes of their halves; leaves the model as is.
 
     Args:
@@ -35,6 +35,9 @@ def check_apart(
         call: runs it on inputs.
         batch: the samples.
         is_low: it computes in less than float32, whatever its outputs are.
+
+    Returns:
+        Whether its gradients are multiplied by what the loss is; see ``check_gradients``.
 
     Raises:
         ModelError: it makes something else of them.
@@ -48,10 +51,9 @@ def check_apart(
             error = _seen_among_others(model, call, batch, state, is_low=is_low)
     if error is not None:
         raise error
-    if model.training:
-        is_low |= isinstance(model, FrontEndModel) and model.has_low_precision
-        root_of = partial(_root, model, call, has_rows)
-        check_gradients(model, root_of, batch, is_low=is_low)
+    is_low |= isinstance(model, FrontEndModel) and model.has_low_precision
+    root_of = partial(_root, model, call, has_rows)
+    return not model.training or check_gradients(model, root_of, batch, is_low=is_low)
 
 
 def _root(

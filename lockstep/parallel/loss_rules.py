@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from lockstep.errors import LossError, NonFiniteLossError
+from lockstep.errors import LossError, ModelError, NonFiniteLossError
 from lockstep.parallel.gradient_rules import OnNonFinite
 
 
@@ -63,3 +63,15 @@ def check_used(step: int, is_any_used: bool) -> None:
             received="a loss that needs no gradient",
             fix="Look for detach(), no_grad() or frozen parameters on the way to it.",
         )
+
+
+def unequal_scale(step: int) -> ModelError:
+    """For gradients that must be multiplied after backward, and cannot."""
+    return ModelError(
+        "Where a loss is no mean over the samples, gradients are divided by its weight after "
+        "backward, when the weights of all shares are known: hooks must do to a multiple of a "
+        "gradient what they do to the gradient.",
+        received=f"a hook, or an autograd function, that does not (one that clips), in step {step}",
+        fix="Clip gradients of parameters (clip_norm, clip_value), return a mean over the samples, "
+        "or train on one device.",
+    )

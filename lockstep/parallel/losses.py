@@ -218,6 +218,7 @@ class LossAdapter(ABC):
         batch_size: samples of the batch under way.
         sees_all: what it is called with is all of the batch.
         is_alone: what it is called with is that, or all that a worker has taken of the batch.
+        is_linear: gradients of the model are multiplied by what the loss is, as far as was tried.
         failure: what it has raised on a share, if it has; it is called with all of them then.
     """
 
@@ -232,6 +233,7 @@ class LossAdapter(ABC):
     batch_size = 0
     sees_all = False
     is_alone = False
+    is_linear = True
     failure = ""
 
     def begin(self, batch_size: int, num_filled: int, *, is_part: bool = False) -> None:

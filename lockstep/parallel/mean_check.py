@@ -23,7 +23,7 @@ from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree
 from lockstep.errors import LossError
 from lockstep.parallel.gradient_trial import check_gradients
-from lockstep.parallel.halves import on_halves
+from lockstep.parallel.halves import on_halves, repeated
 from lockstep.parallel.losses import JointLoss, LossAdapter, ShareLoss
 
 # Relative, by what the loss or the model computes in; models often compute their losses in float32.
@@ -40,7 +40,7 @@ def check_mean(
     refused: Callable[[str], LossError] | None = None,
     *,
     is_low: bool = False,
-) -> None:
+) -> bool:
     """Compare the loss of some samples with those of their halves; leaves the model as it is.
 
     Args:
@@ -49,6 +49,9 @@ def check_mean(
         batch: the samples; see ``on_halves`` for a single one.
         refused: makes the error of what was received, where it is not that of a whole loss.
         is_low: it computes in less than float32, whatever its loss is.
+
+    Returns:
+        Whether its gradient is multiplied by what the loss is; see ``check_gradients``.
 
     Raises:
         LossError: it is not the weighted mean of them.
@@ -60,13 +63,18 @@ def check_mean(
         except LossError:  # it computes none in evaluation mode
             found = on_halves(model, loss_of, batch, state, training=True)
         except Exception:  # of a model that takes certain numbers of samples: nobody can say
-            return
+            return True
     if found is not None:
         received = difference(found, batch.num_samples, tolerance_of(model, found[0]))
         if received is not None:
             raise (refused or _no_mean)(received)
-    if model.training:
-        check_gradients(model, partial(_root, loss_of), batch, is_low=is_low)
+    if not model.training:
+        return True
+    # Gradients of two samples may be alike by chance: a loss gives them no numbers of their own.
+    last = repeated(batch, [batch.num_samples - 1, max(batch.num_samples - 2, 0)])
+    root_of = partial(_root, loss_of)
+    is_linear = check_gradients(model, root_of, batch, is_low=is_low)
+    return check_gradients(model, root_of, last, is_low=is_low) and is_linear
 
 
 def _root(loss_of: LossOf, batch: Batch, start: int) -> torch.Tensor | None:

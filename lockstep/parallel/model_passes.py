@@ -352,14 +352,14 @@ class ModelPasses(Passes):
         if self.watch is not None or not (is_tried(run.step) and run.num_filled > 1):
             return
         if not is_inside:
-            check_apart(self._model, self.call, batch, is_low=self.call.is_low)
+            self.is_linear &= check_apart(self._model, self.call, batch, is_low=self.call.is_low)
             if self._loss is not None:
                 check_added(self._model, self._loss, self.call, batch)
             return
         loss_of: LossOf = partial(self._loss_by_function, run)
         if not self._functions:
             loss_of = lambda part: self.loss_of(self._watched_call(part), part)  # noqa: E731
-        check_mean(self._model, loss_of, batch, is_low=self.call.is_low)
+        self.is_linear &= check_mean(self._model, loss_of, batch, is_low=self.call.is_low)
 
 
 def _keep_own(buffers: Buffers) -> tuple[StreamStates, Kept]:

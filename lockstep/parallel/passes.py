@@ -180,6 +180,7 @@ class Passes(ABC):
         device: where the model is.
         call: how the model is called.
         reading: entered around every read of samples.
+        is_linear: gradients are multiplied by what the loss is, as far as was tried.
         watch: notes what modules compute in the step under way; None for no one.
     """
 
@@ -201,6 +202,7 @@ class Passes(ABC):
         self.call = ModelCall(model, plan, device, work.dims)
         self._parameters = list(model.parameters())
         self._loss = work.loss
+        self.is_linear = work.loss is None or work.loss.is_linear
         self._exchange = exchange
         self._trainable = trainable
         self._rules = work.rules

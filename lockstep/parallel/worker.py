@@ -26,7 +26,7 @@ from lockstep.data.trees import Tree
 from lockstep.errors import NonFiniteError
 from lockstep.parallel.device_store import Mirror, Mirrors
 from lockstep.parallel.gradient_rules import GradientJudge
-from lockstep.parallel.loss_rules import check_used, refuses
+from lockstep.parallel.loss_rules import check_used, refuses, unequal_scale
 from lockstep.parallel.losses import Sums
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.passes import Observe, Passes, Run, StepBatch, Take
@@ -220,6 +220,8 @@ class Worker:
                 lambda share: self.passes.diagnose(batch, share),
             )
         factor = 1.0 if batch.num_filled == 1 or not now.weight else batch.num_samples / now.weight
+        if factor != 1.0 and not self.passes.is_linear:
+            raise unequal_scale(now.step)
         self._sum_gradients(now, factor / self._rules.scale)
 
     def _sum_gradients(self, now: TrainingStep, factor: float) -> None:

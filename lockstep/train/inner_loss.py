@@ -40,7 +40,7 @@ def check_inner_loss(
     call = ModelCall(model, plan, device, assignment.dims)
 
     if not loss.is_inside:
-        check_apart(model, call, batch, is_low=call.is_low)
+        loss.is_linear = check_apart(model, call, batch, is_low=call.is_low)
         loss.begin(batch.num_samples, plan.num_shares)
         check_added(model, loss, call, batch)
         return
@@ -50,4 +50,4 @@ def check_inner_loss(
             output = call(part.inputs)
         return loss(output, part)
 
-    check_mean(model, loss_of, batch, is_low=call.is_low)
+    loss.is_linear = check_mean(model, loss_of, batch, is_low=call.is_low)

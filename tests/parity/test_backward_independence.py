@@ -53,7 +53,7 @@ def fitted(model: nn.Module, data: Any, strategy: str, **options: Any) -> None:
         **options,
     )
     try:
-        trainer.fit(data, batch_size=8, verbose=0)
+        trainer.fit(data, batch_size=8, shuffle=False, verbose=0)
     finally:
         trainer.close()
 
@@ -87,3 +87,17 @@ def test_hooks_that_keep_samples_apart_are_exact(strategy: str) -> None:
         job = lockstep.Job(model, nn.MSELoss(), partial(torch.optim.SGD, lr=0.1), data, 7)
         report = lockstep.verify(job, STRATEGIES[strategy], steps=2)
         assert report.passed, str(report)
+
+
+def counted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    counts = target > 0.4
+    return ((output - target).square() * counts).sum(), counts.sum()
+
+
+@pytest.mark.parametrize("strategy", core_of(STRATEGIES, ["mirrored-2", "pipeline-2"]))
+def test_hooks_that_clip_are_refused_where_weights_are_known_too_late(strategy: str) -> None:
+    model, inputs = apart("clip by element")
+    with pytest.raises(ModelError, match="do to a multiple of a gradient what they do"):
+        fitted(model, data_of(inputs), strategy, loss=counted)
+    model, inputs = apart("dropout")
+    fitted(model, data_of(inputs), strategy, loss=counted)
