@@ -47,6 +47,10 @@ FUNCTIONS = (
     "_foreach_mul_",
     "_foreach_norm",
     "_fused_adam_",
+    "_library.custom_ops.CustomOpDef",
+    "_ops.HigherOrderOperator",
+    "_ops.OpOverload",
+    "_ops.OpOverloadPacket",
     "nn.modules.batchnorm._BatchNorm",
     "ops.mkldnn._linear_pointwise",
     "utils._python_dispatch.TorchDispatchMode",
@@ -54,6 +58,7 @@ FUNCTIONS = (
 
 OBJECTS = (
     "_VF",
+    "_library.custom_ops.OPDEFS",
     "compiler._is_compiling_flag",
     "optim.optimizer._global_optimizer_post_hooks",
     "optim.optimizer._global_optimizer_pre_hooks",
@@ -77,7 +82,9 @@ ATTRIBUTES = {
     "parameter": ("_backward_hooks", "_post_accumulate_grad_hooks", "_version"),
     "sparse tensor": ("_nnz",),
     "storage": ("_cdata",),
-    "operator": ("_schema",),
+    "operator": ("_overloadname", "_overloadpacket", "_schema"),
+    "operator packet": ("_qualified_op_name",),
+    "custom operator": ("_backend_fns", "_namespace", "_tags", "_vmap_fn"),
     "optimizer": ("_opt_called", "_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"),
     "scheduled step": ("_wrapped_by_lr_sched",),
     "loader": ("_shutdown_workers",),
@@ -91,13 +98,18 @@ ATTRIBUTES = {
 
 # Of Python itself.
 OF_PYTHON = {
+    "_SubParsersAction",
+    "_actions",
     "_args_from_interpreter_flags",
     "_current_frames",
     "_exit",
     "_fields",
     "_getframe",
+    "_lru_cache_wrapper",
     "_option_string_actions",
 }
+
+OF_CLOUDPICKLE = {"_code_reduce"}
 
 
 @cache
@@ -113,6 +125,10 @@ def holders() -> dict[str, Any]:
         "sparse tensor": layer.weight.detach().to_sparse(),
         "storage": layer.weight.untyped_storage(),
         "operator": torch.ops.aten.add.Tensor,
+        "operator packet": torch.ops.aten.add,
+        "custom operator": torch.library.custom_op(
+            "lockstep_tests::clone", torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor"
+        ),
         "optimizer": optimizer,
         "scheduled step": optimizer.step,
         "loader": _MultiProcessingDataLoaderIter,
@@ -149,7 +165,7 @@ def test_no_others_are_used() -> None:
         path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")
     }
     own = {name for tree in trees.values() for name in _defined(tree)}
-    known = {f"torch.{name}" for name in (*FUNCTIONS, *OBJECTS)} | OF_PYTHON
+    known = {f"torch.{name}" for name in (*FUNCTIONS, *OBJECTS)} | OF_PYTHON | OF_CLOUDPICKLE
     known |= {name for names in ATTRIBUTES.values() for name in names}
     others = {
         f"{path}:{line}: {name}"
