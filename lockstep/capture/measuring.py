@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lockstep import accelerators
 from lockstep.capture.instructions import references, run_instruction
 from lockstep.capture.recording import storage_of
-from lockstep.capture.seeding import seeded
+from lockstep.capture.seeding import gradients_of, seeded
 from lockstep.capture.state import ModelState, set_mode
 from lockstep.capture.tracing import Trace
 from lockstep.data.trees import Tree, map_tensors, tensors_of
@@ -222,7 +222,8 @@ class _LayerRun:
     def backward(self) -> None:
         """Gradients of its parameters and inputs; they are not kept."""
         wanted = [one for one in (*self._leaves, *self.parameters) if one.requires_grad]
-        torch.autograd.grad(seeded(self._roots, self._directions), wanted, allow_unused=True)
+        root = seeded(self._roots, self._directions)
+        gradients_of([root], wanted, [*self.model.parameters()])
 
     def finish(self) -> dict[int, Any]:
         """Let go of everything; returns the values that others use, without their history."""

@@ -22,7 +22,7 @@ from lockstep.capture.instructions import (
 )
 from lockstep.capture.notes import Record, UntraceableError
 from lockstep.capture.recording import storage_of
-from lockstep.capture.seeding import seeded
+from lockstep.capture.seeding import gradients_of, seeded
 from lockstep.data.order import torch_streams
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 
@@ -182,7 +182,7 @@ def _gradients(outputs: Tree, model: nn.Module) -> list[tuple[float, float] | No
     with torch.no_grad():
         directions = [torch.ones_like(one) + torch.sin(one.abs() + 1) for one in tensors]
     try:
-        found = torch.autograd.grad(seeded(tensors, directions), parameters, allow_unused=True)
+        found = gradients_of([seeded(tensors, directions)], parameters, parameters)
     except RuntimeError:  # it has no backward pass
         return None
     return [None if one is None else _likeness(one) for one in found]

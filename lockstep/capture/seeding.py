@@ -1,10 +1,12 @@
-"""Backward passes that start from given gradients.
+"""Backward passes that start from given gradients, or leave none.
 
 ``torch.autograd.backward(tensors, gradients)`` imports sympy at its first call, to compare shapes:
 half a second in every process. A scalar whose derivatives are these gradients needs none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,3 +32,67 @@ def seeded(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -
     """
     scalar: torch.Tensor = _Seeded.apply(gradients, *tensors)  # type: ignore[no-untyped-call]
     return scalar
+
+
+def gradients_of(
+    roots: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+) -> list[torch.Tensor | None]:
+    """As ``torch.autograd.grad`` with ``allow_unused``, also through reentrant checkpoints.
+
+    Those allow ``backward`` only, which leaves gradients in ``.grad`` and calls the hooks that wait
+    for them. Here it leaves none, and calls none.
+
+    Args:
+        roots: scalars.
+        tensors: whose gradients are wanted.
+        parameters: all that backward may come to.
+    """
+    if not _has_reentrant_checkpoint(roots):
+        return list(torch.autograd.grad(roots, tensors, allow_unused=True))
+    found: dict[int, torch.Tensor] = {}
+    inner = {id(one): one for one in tensors if not one.is_leaf}
+    handles = [one.register_hook(partial(found.__setitem__, key)) for key, one in inner.items()]
+    leaves = {id(one): one for one in (*tensors, *parameters) if one.is_leaf}
+    try:
+        with _without_gradients([*leaves.values()]):
+            torch.autograd.backward(roots)
+            found |= {key: one.grad for key, one in leaves.items() if one.grad is not None}
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [found.get(id(one)) for one in tensors]
+
+
+def _has_reentrant_checkpoint(roots: Sequence[torch.Tensor]) -> bool:
+    """Whether there is one of torch's, or another library's that was made after it."""
+    left, seen = [root.grad_fn for root in roots], {None}
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if "CheckpointFunction" in node.name():
+            return True
+        seen.add(node)
+        left += [before for before, _ in node.next_functions]
+    return False
+
+
+@contextmanager
+def _without_gradients(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Within the block they have no gradients of before, and nobody waits for new ones."""
+    gradients = [leaf.grad for leaf in leaves]
+    waiting = [leaf._post_accumulate_grad_hooks for leaf in leaves]
+    hooks = [(registered, dict(registered)) for registered in waiting if registered is not None]
+    for leaf in leaves:
+        leaf.grad = None
+    for registered, _ in hooks:
+        registered.clear()
+    try:
+        yield
+    finally:
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
+        for registered, kept in hooks:
+            registered.update(kept)

@@ -25,6 +25,7 @@ from torch import nn
 
 from lockstep.capture.calls import uncompiled
 from lockstep.capture.layers import FrontEndModel, functions_of
+from lockstep.capture.seeding import gradients_of
 from lockstep.capture.state import left_alone
 from lockstep.data.order import kept_streams, seed_streams
 from lockstep.data.sources import Batch, Source
@@ -125,7 +126,7 @@ def _fingerprints(
             losses = run()
         found.append(print_of(LOSS, values_of(losses)))
         found += _gradients(model, losses, outputs)
-    except Exception:  # whatever a model raises, or a reentrant checkpoint in backward
+    except Exception:  # whatever a model raises
         return found
     return found
 
@@ -185,7 +186,7 @@ def _gradients(
     roots = [value.sum() for value in values_of(losses) if value.requires_grad]
     if not roots or not places:
         return []
-    found = torch.autograd.grad(roots, [one for _, one in places], allow_unused=True)
+    found = gradients_of(roots, [one for _, one in places], [*model.parameters()])
     return [
         print_of(f"{GRADIENT} {place}", [] if gradient is None else [gradient])
         for (place, _), gradient in zip(places, found, strict=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lockstep.capture.instructions import CallModule, GetAttribute
-from lockstep.capture.seeding import seeded
+from lockstep.capture.seeding import gradients_of, seeded
 from lockstep.capture.state import left_alone
 from lockstep.data.order import seed_streams
 from lockstep.data.sources import Batch
@@ -120,7 +120,7 @@ class _StageTrial(MicrobatchRun):
         if not roots or not places:
             return {}
         root = seeded([one for one, _ in roots], [seed for _, seed in roots])
-        found = torch.autograd.grad(root, [one for _, one in places], allow_unused=True)
+        found = gradients_of([root], [one for _, one in places], [*self.model.parameters()])
         self.prints += [
             print_of(f"{GRADIENT} {place}", [] if gradient is None else [gradient])
             for (place, _), gradient in zip(places, found, strict=True)
