@@ -67,7 +67,8 @@ def gradients_of(
 
 def _has_reentrant_checkpoint(roots: Sequence[torch.Tensor]) -> bool:
     """Whether there is one of torch's, or another library's that was made after it."""
-    left, seen = [root.grad_fn for root in roots], {None}
+    left = [root.grad_fn for root in roots]
+    seen: set[object] = set()
     while left:
         node = left.pop()
         if node is None or node in seen:
