@@ -83,8 +83,14 @@ class Conductor:
     """Of the training that is conducted."""
     history: History
     """Of the training that is conducted."""
+    failure: Exception | None = None
+    """Of a callback, or of a stream that is read here; it ends the training as Ctrl-C does."""
     samples: Any = None
     """A few, on which all ranks prove that they compute the same (``train.rank_proof``)."""
+
+    def fail(self, error: Exception) -> None:
+        """What it was to do between two steps has failed."""
+        raise error
 
     def announce(self, doing: str) -> None:
         """What is done before the first step, as it begins."""

@@ -6,7 +6,8 @@ end) is brought to all ranks before the next step, so that all go on alike.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +19,8 @@ from lockstep.train.conductor import Conductor
 from lockstep.train.copies import set_values
 from lockstep.train.feeding import Halt
 from lockstep.train.tracing import StepTracer
+
+_T = TypeVar("_T")
 
 _BATCHES_BETWEEN_PAUSES = 4
 
@@ -74,6 +77,7 @@ class Directive:
 
 
 _NOTHING = Directive(stop=False, halt=False, renew=False, options=None, values={})
+_END = replace(_NOTHING, halt=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,19 +110,8 @@ class Ensemble:
         assert updater is not None
         directive = None
         if self.control.rank == 0:
-            options = updater.options()
-            fingerprint = None if renew_at is None else self.conductor.fingerprint()
-            values = self.conductor.watch(act, in_epoch=renew_at is None)
-            renew = renew_at is not None and fingerprint != self.conductor.fingerprint()
-            changed = updater.options()
-            directive = Directive(
-                stop=self.conductor.stop_training,
-                halt=self.conductor.is_interrupted or self._is_halted,
-                renew=renew,
-                options=changed if changed != options else None,
-                values=values,
-            )
-            directive = self.conductor.decide(directive, renew_at)
+            decided = self.act(partial(self._directive, act, renew_at))
+            directive = _END if decided is None else decided
         directive = self._tell(directive)
         set_values(model, directive.values)
         updater.look_again()
@@ -132,6 +125,39 @@ class Ensemble:
         if directive.halt:
             raise Halt
         return bool(directive.stop)
+
+    def act(self, act: Callable[[], _T]) -> _T | None:
+        """Have rank 0 do something between two steps.
+
+        An error of it ends the training as Ctrl-C does: with a step that all ranks have made. Until
+        then nothing else is done.
+        """
+        if self.conductor.failure is not None:
+            return None
+        try:
+            return act()
+        except Exception as error:
+            self.conductor.fail(error)
+            return None
+
+    def _directive(self, act: Callable[[], None], renew_at: Resume | None) -> Directive:
+        """What rank 0's callbacks decide."""
+        conductor, updater = self.conductor, self.worker.updater
+        assert updater is not None
+        options = updater.options()
+        fingerprint = None if renew_at is None else conductor.fingerprint()
+        values = conductor.watch(act, in_epoch=renew_at is None)
+        renew = renew_at is not None and fingerprint != conductor.fingerprint()
+        changed = updater.options()
+        directive = Directive(
+            stop=conductor.stop_training,
+            halt=conductor.is_interrupted or self._is_halted,
+            renew=renew,
+            options=changed if changed != options else None,
+            values=values,
+        )
+        decided: Directive = conductor.decide(directive, renew_at)
+        return decided
 
     def _tell(self, directive: Directive | None) -> Any:
         """Rank 0's directive, on every rank; a message is sent only if it says anything."""
@@ -162,7 +188,7 @@ class Ensemble:
         """Whoever has asked for traces gets those of all ranks."""
         traces = self.control.gather(tracer.take())
         if self.control.rank == 0:
-            self.conductor.take_traces(traces)
+            self.act(partial(self.conductor.take_traces, traces))
 
     def check_halt(self) -> None:
         """Between two barriers: leave the loop, on all ranks or on none.

@@ -57,6 +57,10 @@ def _never() -> bool:
     return False
 
 
+def _raise(error: Exception) -> None:
+    raise error
+
+
 class SharedStream:
     """A stream, as all ranks of a team see it. What is sent to the helpers can only follow rank 0.
 
@@ -147,6 +151,7 @@ class SharedStream:
         epoch: int,
         *,
         gives_up: Callable[[], bool] = _never,
+        fails: Callable[[Exception], None] = _raise,
         training: bool = False,
         largest: int | None = None,
     ) -> Iterator[GlobalBatch]:
@@ -157,15 +162,17 @@ class SharedStream:
             control: this rank's.
             epoch: its number.
             gives_up: whether the user has pressed Ctrl-C, asked where rank 0 waits for data.
+            fails: gets an error in reading; where it does not raise it, all ranks leave.
             training: each batch is trained on, so that its step ends with a barrier.
             largest: batches of more samples come in parts.
 
         Raises:
-            Halt: on all ranks, when rank 0 has given up waiting.
-            DataError: on rank 0.
+            Halt: on all ranks, when rank 0 has given up waiting, or could not read.
+            DataError: on rank 0, from ``fails``.
         """
         device = worker.passes.device
-        found = self._lead(control, epoch, gives_up, device) if self._reading else _follow(control)
+        leads = self._reading is not None
+        found = self._lead(control, epoch, gives_up, fails, device) if leads else _follow(control)
         for batch in found:
             for indices in torch.arange(len(batch)).split(largest or len(batch)):
                 yield batch, indices
@@ -182,7 +189,12 @@ class SharedStream:
             slot.close()
 
     def _lead(
-        self, control: Control, epoch: int, gives_up: Callable[[], bool], device: torch.device
+        self,
+        control: Control,
+        epoch: int,
+        gives_up: Callable[[], bool],
+        fails: Callable[[Exception], None],
+        device: torch.device,
     ) -> Iterator[ArraySource]:
         reading = self._reading
         assert reading is not None
@@ -195,9 +207,9 @@ class SharedStream:
         ahead: Future[_Laid | None] | None = None
         for number in count():
             slot, next_slot = slots[number % len(slots)], slots[(number + 1) % len(slots)]
-            batch = None if ahead is None else self._awaited(ahead, control, gives_up)
+            batch = None if ahead is None else self._awaited(ahead, control, gives_up, fails)
             if batch is None:  # not read ahead, or that was the end of a pass
-                batch = self._awaited(self._read(reading.read, slot), control, gives_up)
+                batch = self._awaited(self._read(reading.read, slot), control, gives_up, fails)
             if batch is None:
                 break
             slot.tell(control)
@@ -225,6 +237,7 @@ class SharedStream:
         batch: "Future[_Laid | None]",
         control: Control,
         gives_up: Callable[[], bool],
+        fails: Callable[[Exception], None],
     ) -> "_Laid | None":
         """What the thread has read.
 
@@ -232,7 +245,7 @@ class SharedStream:
             InputBoundWarning: it takes longer than another rank would be waited for.
 
         Raises:
-            Halt: on all ranks; the user wants out and need not wait for that.
+            Halt: on all ranks; the user wants out and need not wait, or reading has failed.
         """
         watch, is_told = Stopwatch(), False
 
@@ -248,7 +261,12 @@ class SharedStream:
             self._reading.leave()
             control.broadcast(_News(is_halt=True))
             raise Halt
-        return batch.result()
+        try:
+            return batch.result()
+        except Exception as error:
+            fails(error)
+            control.broadcast(_News(is_halt=True))
+            raise Halt from error
 
     def _tell_of_waiting(self, waited_seconds: float) -> None:
         warnings.warn(

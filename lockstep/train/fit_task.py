@@ -217,7 +217,7 @@ class FitTask(Task):
                 self._take_stand(ensemble, epoch, index + 1, progress, results)
             if self._end_step(ensemble, index, results[-1], replace(begun, stops=stops)):
                 break
-            conductor.back_up()
+            ensemble.act(conductor.back_up)
         progress.num_epochs = epoch + 1
         return self._end_epoch(ensemble, epoch, progress, results)
 
@@ -230,7 +230,8 @@ class FitTask(Task):
         conductor.begin_apart(begun)
         if begun.served is None and self.takes_states and not worker.has_own_optimizer:
             ensemble.show_slots()  # within the epoch there is no moment at which to take a backup
-            conductor.back_up_at(Resume(begun.epoch, True, begun.stops), progress.num_steps)
+            begun = Resume(begun.epoch, True, begun.stops)
+            ensemble.act(partial(conductor.back_up_at, begun, progress.num_steps))
 
     def _make_step(
         self,
@@ -267,7 +268,7 @@ class FitTask(Task):
         end_step = partial(ensemble.conductor.end_step, index, result)
         if not self.after_steps:
             if index >= begun.num_ended:
-                end_step()
+                ensemble.act(end_step)
             ensemble.check_halt()
             return begun.stops
         if ensemble.worker.held_names() is not None:  # callbacks may look at the whole model
@@ -351,7 +352,11 @@ class FitTask(Task):
         worker, control = ensemble.worker, ensemble.control
         meets = self.is_kept or not worker.trains_apart
         is_alike = meets and not worker.is_apart
-        if not is_alike or not ensemble.is_wanted(conductor.wants_state(batch - 1)):
+
+        def wants_state() -> bool:
+            return bool(ensemble.act(partial(conductor.wants_state, batch - 1)))
+
+        if not is_alike or not ensemble.is_wanted(wants_state()):
             conductor.stand_at(None)
             return
         self._show_all(ensemble)
@@ -395,6 +400,7 @@ class FitTask(Task):
                 ensemble.control,
                 epoch,
                 gives_up=lambda: conductor.is_interrupted,
+                fails=conductor.fail,
                 training=True,
             )
             return conductor.awaited(batches)
@@ -451,7 +457,7 @@ class FitTask(Task):
         logs = {**losses, **joined_metrics(self.metrics, ensemble.control)}
         if self.validation is None:
             return logs
-        ensemble.conductor.begin_validation()
+        ensemble.act(ensemble.conductor.begin_validation)
         ensemble.share_buffers()
         validated = evaluate(
             ensemble,
@@ -462,7 +468,7 @@ class FitTask(Task):
             epoch,
             self._filter_of(ensemble, self.validation),
         )
-        ensemble.conductor.end_validation(validated)
+        ensemble.act(partial(ensemble.conductor.end_validation, validated))
         return {**logs, **{f"val_{name}": value for name, value in validated.items()}}
 
 

@@ -440,13 +440,14 @@ class FittingRunner(ResumingRunner):
                     backups,
                     self._run_record,
                 )
-            with ending_with(conductor.close):
-                conductor.begin_train()
-                self._go_on(conductor, task.start)
-                self._train(task, loss, conductor, task.batch_size)
-            # Schedules have moved on host 0 alone, and some optimizers have stepped there. Also
-            # where Ctrl-C now ends the call on one host, all have got all.
-            self._job_context.share_values(self.model, conductor.updater)
+            with conductor.raising_failure(self._state_after_failure):
+                with ending_with(conductor.close):
+                    conductor.begin_train()
+                    self._go_on(conductor, task.start)
+                    self._train(task, loss, conductor, task.batch_size)
+                # Schedules have moved on host 0 alone, and some optimizers have stepped there. Also
+                # where Ctrl-C now ends the call on one host, all have got all.
+                self._job_context.share_values(self.model, conductor.updater)
         history: History = self._job_context.from_chief(conductor.history)
         self._job_context.share_values(self.model)  # of layers that other hosts alone have
         conductor.end_train()

@@ -13,6 +13,7 @@ from lockstep.checkpoint.storage import Folder
 from lockstep.data.sources import Source
 from lockstep.errors import OptionError
 from lockstep.events import LOGGER
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.train.backups import Backups
 from lockstep.train.checkpoints import Keeper
 from lockstep.train.differences import Difference, differences, settle, told
@@ -25,6 +26,7 @@ from lockstep.train.persistence import PersistentRunner
 from lockstep.train.run_record import VARIABLE, RunRecord, checked_folder
 from lockstep.train.run_state import check_tensors
 from lockstep.train.training_state import TrainingState, copied
+from lockstep.train.watch import STATE_OF_AVERAGE, what_is_left
 
 
 class ResumingRunner(PersistentRunner):
@@ -152,6 +154,13 @@ class ResumingRunner(PersistentRunner):
             taken: what differs.
         """
         raise NotImplementedError
+
+    def _state_after_failure(self) -> str:
+        """What a training has left that has ended between two steps; "" where that is plain."""
+        if self.plan.num_ranks == 1:
+            return ""
+        is_averaged = isinstance(self.plan.update, AveragedUpdate)
+        return STATE_OF_AVERAGE if is_averaged else what_is_left(self._steps_trained - 1)
 
     def note_shares(self) -> str:
         """What to tell the user of other shares than the checkpoint's; "" where they are alike."""

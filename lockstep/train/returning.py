@@ -1,11 +1,13 @@
 """What conductors of a training have in common: Ctrl-C, backups to return to, and a record."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from lockstep.errors import WorkerError
+from lockstep.launch.failure import add_note
 from lockstep.launch.team import Team
 from lockstep.parallel.served_worker import ServedStand
 from lockstep.parallel.update import PieceSlots
@@ -38,10 +40,33 @@ class FollowingConductor(Conductor):
 
     @property
     def is_interrupted(self) -> bool:  # type: ignore[override]  # an attribute in the base
-        """Whether the user wants training to end."""
+        """Whether training is to end: by the user, or since something between steps has failed."""
+        if self.failure is not None:
+            return True
         if self._keeper is not None and not self._keeper.lets_end():
             return False
         return self._interrupt.is_requested
+
+    def fail(self, error: Exception) -> None:
+        self.failure = error
+
+    @contextmanager
+    def raising_failure(self, state: Callable[[], str]) -> Iterator[None]:
+        """After the block, a training, raise what has failed between its steps.
+
+        Args:
+            state: tells what the training has left.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.failure is None:
+                raise
+            raise self.failure from error
+        if self.failure is not None:
+            if note := state():
+                add_note(self.failure, note)
+            raise self.failure
 
     def hold_interrupts(self) -> None:
         self._interrupt.hold()
@@ -165,7 +190,7 @@ class ReturningConductor(FollowingConductor):
         return None if backup is None else backup.last_step
 
     def resume_after(self, error: WorkerError) -> Resume | None:
-        if self._backups is None or not error.is_loss:
+        if self._backups is None or not error.is_loss or self.failure is not None:
             return None
         stand, self._stand = self._stand, None
         place = self._backups.last_step if stand is None else stand.table

@@ -470,7 +470,7 @@ class _Part:
         if last is not None and not lost and not has_older:
             note = what_is_left(last)
         elif (copied := conductor.put_back()) is not None:
-            is_older = last is None or 0 <= copied < last
+            is_older = last is None or copied < last
             note = what_is_left(copied, is_put_back=is_older)
         else:
             note = what_is_lost(last, lost, has_older=has_older)

@@ -83,6 +83,11 @@ class Position:
         return f"in {self._name}, step {step}" if step >= 0 else f"in {self._name}"
 
 
+STATE_OF_AVERAGE = (
+    "The weights are the average of all replicas; the optimizer is that of the first replica."
+)
+
+
 def what_is_left(last: int, *, is_put_back: bool = False) -> str:
     """For whoever goes on after an error: the step that has left the weights.
 

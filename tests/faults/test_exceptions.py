@@ -3,11 +3,13 @@
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn, optim
 
 import lockstep
 from lockstep.errors import DataError, NonFiniteLossError, WorkerError
@@ -15,7 +17,15 @@ from lockstep.launch.failure import as_raised, pack_failure, trouble_of, unpack_
 from lockstep.train.conducting import FitConductor
 from lockstep.train.intake import Feed
 from lockstep.train.session import Session, _Part
-from tests.faults.jobs import BATCH_SIZE, fit, helpers_of, make_data, make_trainer, model_of
+from tests.faults.jobs import (
+    BATCH_SIZE,
+    fit,
+    helpers_of,
+    make_data,
+    make_stages,
+    make_trainer,
+    model_of,
+)
 from tests.faults.mishaps import (
     AsAsked,
     BadLoad,
@@ -220,6 +230,120 @@ def test_the_other_helpers_end_at_once() -> None:
     with pytest.raises(AsAsked):
         fit(trainer)
     assert not any(is_alive(pid) for pid in before)
+
+
+class Failing(lockstep.Callback):
+    """Fails in one of its methods, when so many steps are made."""
+
+    def __init__(self, method: str, steps: int, *, is_observer: bool = False) -> None:
+        self.is_observer = is_observer
+        self._made = 0
+        self._failing = method, steps
+
+    def _at(self, method: str) -> None:
+        if self._failing == (method, self._made):
+            raise AsAsked("as asked")
+
+    def takes_state(self, batch: int) -> bool:
+        self._at("takes_state")
+        return False
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._at("on_epoch_begin")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._at("on_epoch_end")
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._at("on_train_batch_begin")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._made += 1
+        self._at("on_train_batch_end")
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self._at("on_test_end")
+
+
+def stream_of(num_batches: int) -> Iterator[Any]:
+    inputs, targets = make_data()
+    for number in range(num_batches):
+        rows = slice(number % 3 * BATCH_SIZE, (number % 3 + 1) * BATCH_SIZE)
+        yield inputs[rows].double(), targets[rows]
+    raise AsAsked("as asked")
+
+
+# What fails between two steps, and after how many steps the training ends.
+MISHAPS: dict[str, tuple[Callable[[], lockstep.Callback], int]] = {
+    "a batch begins": (lambda: Failing("on_train_batch_begin", 4), 4),
+    "a batch ends": (lambda: Failing("on_train_batch_end", 4), 4),
+    "an epoch begins": (lambda: Failing("on_epoch_begin", 3), 3),
+    "an epoch ends": (lambda: Failing("on_epoch_end", 3), 3),
+    "a validation ends": (lambda: Failing("on_test_end", 3), 3),
+    "a state is asked for": (lambda: Failing("takes_state", 3), 4),
+    "an observer": (lambda: Failing("on_train_batch_end", 4, is_observer=True), 5),
+    "a stream": (lockstep.Callback, 4),
+}
+ADAM, MOMENTUM = partial(optim.Adam, lr=1e-3), partial(optim.SGD, lr=0.1, momentum=0.9)
+# Where slots are in the memory of other processes, and where they are shared.
+KEPT: dict[str, tuple[lockstep.Strategy, Any]] = {
+    "gloo": (lockstep.MirroredStrategy(2, engine="gloo"), ADAM),
+    "servers": (lockstep.ParameterServerStrategy(servers=1, workers=1), MOMENTUM),
+    "gloo pipeline": (lockstep.PipelineStrategy(2, microbatches=2, engine="gloo"), ADAM),
+    "shared": (lockstep.MirroredStrategy(2), MOMENTUM),
+}
+ROWS = [(strategy, what) for strategy in KEPT for what in MISHAPS]
+CORE = [row for row in ROWS if row[0] == "gloo" or row[1] == "a batch ends"]
+
+
+def plain_state(num_steps: int, make_optimizer: Any) -> tuple[nn.Module, optim.Optimizer]:
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(0)
+        model = make_stages().double()
+    optimizer = make_optimizer(model.parameters())
+    batches = stream_of(num_steps + 1)
+    for _ in range(num_steps):
+        inputs, targets = next(batches)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(("name", "what"), core_of(ROWS, CORE))
+def test_what_fails_between_two_steps_leaves_the_last_whole_one(name: str, what: str) -> None:
+    (strategy, optimizer), (make, num_steps) = KEPT[name], MISHAPS[what]
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(0)
+        model = make_stages().double()
+    trainer = lockstep.Trainer(
+        model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=optimizer,
+        precision="fp64",
+        strategy=strategy,
+        callbacks=[make()],
+    )
+    inputs, targets = make_data()
+    arrays = inputs.double(), targets
+    options: dict[str, Any] = {"epochs": 3, "batch_size": BATCH_SIZE, "shuffle": False}
+    data: Any = arrays
+    if what == "a stream":
+        data, options = partial(stream_of, 4), {}
+    with pytest.raises((AsAsked, DataError), match="as asked") as caught:
+        trainer.fit(data, validation_data=arrays, verbose=0, **options)
+    left = f"as step {num_steps - 1} has left them, and so is the optimizer."
+    assert left in "\n".join(caught.value.__notes__)
+    plain, slots = plain_state(num_steps, optimizer)
+    for (key, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.allclose(other, one, rtol=0, atol=1e-12), key
+        found = trainer.optimizer.state[other]
+        for slot, value in slots.state[one].items():
+            assert torch.allclose(found[slot], value, rtol=0, atol=1e-12), (key, slot)
+    before = helpers_of(trainer)
+    trainer.callbacks = []
+    trainer.fit(arrays, batch_size=BATCH_SIZE, verbose=0)
+    assert helpers_of(trainer) == before, "the helpers have left that call with everybody"
 
 
 @pytest.mark.thorough

@@ -331,6 +331,32 @@ def test_what_has_changed_is_named(tmp_path: Path) -> None:
         assert all(map(np.array_equal, last.get_weights(), model.get_weights()))
 
 
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_epoch_end", "on_test_batch_end"])
+def test_an_error_of_a_callback_leaves_the_last_whole_step(hook: str) -> None:
+    """Over gloo, where each process has slots of its own, as on one device."""
+
+    def fail(self: Any, number: int, logs: Any = None) -> None:
+        if int(self.model.optimizer.iterations) >= 3:
+            raise ZeroDivisionError
+
+    failing = type("Failing", (keras.callbacks.Callback,), {hook: fail})
+    models = []
+    for strategy in (
+        lockstep.SingleDeviceStrategy(),
+        lockstep.MirroredStrategy(2, num_shares=2, engine="gloo"),
+    ):
+        with strategy.scope():
+            model = compiled()
+            model.layers[-2].rate = 0.0
+        with pytest.raises(ZeroDivisionError):
+            fit(model, None, failing())
+        models.append(model)
+    found = [[one.numpy() for one in (*m.variables, *m.optimizer.variables)] for m in models]
+    assert len(found[0]) == len(found[1])
+    assert int(models[0].optimizer.iterations) == 3
+    assert all(np.allclose(*each, rtol=1e-4, atol=1e-5) for each in zip(*found, strict=True))
+
+
 def test_another_model_is_refused(tmp_path: Path) -> None:
     with lockstep.SingleDeviceStrategy().scope():
         fit(compiled(), tmp_path)

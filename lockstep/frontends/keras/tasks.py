@@ -192,7 +192,7 @@ class KerasFitTask(FitTask):
         if self.watches_validation:
             ensemble.consult(act)
         else:
-            act()
+            ensemble.act(act)
 
 
 @dataclass(kw_only=True)
@@ -288,15 +288,19 @@ def evaluate(
         metrics.settle(control)
         if evaluation.tells == "each":
             metrics.join(control)
-            conductor.end_batch(index, caught_up())
+            _end_batch(ensemble, index, caught_up())
         elif times.is_due():
             with metrics.joined(control):
-                conductor.end_batch(index, caught_up())
+                _end_batch(ensemble, index, caught_up())
             times.set_next()
         else:
-            conductor.end_batch(index, None)
+            _end_batch(ensemble, index, None)
     metrics.join(control)
     return conductor.results(caught_up())
+
+
+def _end_batch(ensemble: Ensemble, index: int, losses: Logs | None) -> None:
+    ensemble.act(partial(keras_conductor(ensemble.conductor).end_batch, index, losses))
 
 
 def evaluated_batches(
@@ -315,7 +319,7 @@ def evaluated_batches(
             lambda: is_validation and ensemble.conductor.is_interrupted,
         )
         for index, (part, indices) in enumerate(islice(batches, evaluation.steps)):
-            conductor.begin_batch(index)
+            ensemble.act(partial(conductor.begin_batch, index))
             yield index, part, indices
             if evaluation.may_stop and control.broadcast(conductor.wants_out):
                 break

@@ -161,9 +161,10 @@ class KerasTrainer(KeepingRunner):
             self._maker().check_batch_size(feed.batch_size)
             self.batch_size = feed.batch_size
             self._go_on(conductor, task.start)
-            self._train(task, loss, conductor, feed.batch_size)
-            self._is_apart = True
-            self._job_context.share_values(self.model, conductor.updater)
+            with conductor.raising_failure(self._state_after_failure):
+                self._train(task, loss, conductor, feed.batch_size)
+                self._is_apart = True
+                self._job_context.share_values(self.model, conductor.updater)
         return conductor.logs if isinstance(conductor, KerasFitConductor) else {}
 
     def _start_of_fit(
