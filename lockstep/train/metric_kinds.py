@@ -69,10 +69,10 @@ def counts_samples(metric: Any) -> bool:
     """Whether it counts what samples are taken for, class by class."""
     from torchmetrics import classification
 
-    from lockstep.train.accuracy_of_two import AccuracyOfTwo
+    from lockstep.train.binary_accuracy import BinaryAccuracy
 
     kinds = [getattr(classification, f"Multiclass{name}") for name in _COUNTERS]
-    kinds.append(AccuracyOfTwo)  # it knows what outputs are
+    kinds.append(BinaryAccuracy)  # it knows what outputs are
     return type(metric) in kinds and getattr(metric, "multidim_average", "global") == "global"
 
 

@@ -52,7 +52,7 @@ class MetricShows:
         self._control, self._conductor = ensemble.control, ensemble.conductor
         self._metrics = metrics
         seconds = 0.0
-        if metrics and not ensemble.worker.trains_apart:  # who does is heard at an epoch's end only
+        if metrics and not ensemble.worker.trains_apart:  # they meet at an epoch's end
             seconds = self._control.broadcast(self._conductor.seconds_between_metrics)
         self._times = ShowTimes(self._control, seconds)
 

@@ -23,6 +23,7 @@ from lockstep.parallel.gradient_rules import OnNonFinite
 from lockstep.parallel.loss_options import adapt_loss
 from lockstep.tracebacks import public_methods
 from lockstep.train.batch_size import BatchSizeSearch
+from lockstep.train.by_name import loss_named, metrics_named, optimizer_named
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.checkpoints import Checkpoint
 from lockstep.train.checks import (
@@ -45,17 +46,16 @@ from lockstep.train.learning_rates import make_schedule
 from lockstep.train.metrics import Metrics
 from lockstep.train.model_making import check_scope, made_models, shaped_inputs
 from lockstep.train.optimizers import Optimizers, make_optimizers
+from lockstep.train.plan_and_proof import ProvingRunner
 from lockstep.train.rate_rules import rule_of
 from lockstep.train.recipe import AnyUpdater, Recipe
 from lockstep.train.scope import current_strategy
-from lockstep.train.spelled import loss_named, metrics_named, optimizer_named
 from lockstep.train.tasks import EvaluateTask, PredictTask
-from lockstep.train.trying import TryingRunner
 from lockstep.train.wrapped_updaters import EMA
 
 
 @public_methods
-class Trainer(TryingRunner):
+class Trainer(ProvingRunner):
     """Trains a PyTorch model under a strategy, with the weights one device would have given.
 
     Args:

@@ -11,7 +11,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import DataError, OptionError
-from lockstep.train.spelled import loss_named, metrics_named, optimizer_named
+from lockstep.train.by_name import loss_named, metrics_named, optimizer_named
 
 X, CLASSES = torch.randn(20, 4), torch.randint(0, 3, (20,))
 SIDES = CLASSES[:, None].clamp(max=1).float()

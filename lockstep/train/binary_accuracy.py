@@ -1,16 +1,16 @@
-"""The accuracy of yes and no, where the loss has said whether outputs are logits.
+"""Binary accuracy of outputs that the loss says to be logits or probabilities.
 
-torchmetrics' own guesses that from the values of a batch, and logits may all lie from 0 to 1.
+torchmetrics guesses that from the values of a batch, but the logits of a batch may lie in [0, 1].
 """
 
 import torch
-from torchmetrics.classification import BinaryAccuracy
+from torchmetrics import classification
 
 from lockstep.errors import DataError
 
 
-class AccuracyOfTwo(BinaryAccuracy):
-    """Samples, or labels of samples, that are on the right side.
+class BinaryAccuracy(classification.BinaryAccuracy):
+    """The part of the labels that is predicted right.
 
     Args:
         of_logits: outputs are logits, and not probabilities.
@@ -24,7 +24,7 @@ class AccuracyOfTwo(BinaryAccuracy):
         """Count a batch.
 
         Raises:
-            DataError: targets between 0 and 1, which are on no side.
+            DataError: targets that are neither 0 nor 1.
         """
         if not bool(((target == 0) | (target == 1)).all()):
             raise DataError(

@@ -20,8 +20,8 @@ from lockstep.units import listed
 
 
 @public_methods
-class TryingRunner(FittingRunner):
-    """A runner that can be asked what it would do.
+class ProvingRunner(FittingRunner):
+    """A runner that shows its Plan and proves it.
 
     Attributes:
         _job_parts: loss, step and form of the data, as the user has given them.

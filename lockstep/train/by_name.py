@@ -125,9 +125,9 @@ def _accuracy(loss: Any) -> Any:
     forward = getattr(type(loss), "forward", None) if isinstance(loss, nn.Module) else loss
     of_logits = forward in (nn.BCEWithLogitsLoss.forward, F.binary_cross_entropy_with_logits)
     if of_logits or forward in (nn.BCELoss.forward, F.binary_cross_entropy):
-        from lockstep.train.accuracy_of_two import AccuracyOfTwo
+        from lockstep.train.binary_accuracy import BinaryAccuracy
 
-        return AccuracyOfTwo(of_logits=of_logits)
+        return BinaryAccuracy(of_logits=of_logits)
     raise OptionError(
         "What an accuracy compares is read from the loss: cross_entropy, nll_loss, or "
         "binary_cross_entropy with logits or without.",
