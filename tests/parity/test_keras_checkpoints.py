@@ -354,7 +354,8 @@ def test_an_error_of_a_callback_leaves_the_last_whole_step(hook: str) -> None:
     found = [[one.numpy() for one in (*m.variables, *m.optimizer.variables)] for m in models]
     assert len(found[0]) == len(found[1])
     assert int(models[0].optimizer.iterations) == 3
-    assert all(np.allclose(*each, rtol=1e-4, atol=1e-5) for each in zip(*found, strict=True))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
