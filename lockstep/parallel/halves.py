@@ -196,7 +196,8 @@ class Draws(TorchDispatchMode):
         if isinstance(result, torch.Tensor):
             # Limits may be numbers of samples: those of another number are other draws.
             limits = tuple(each for each in args if isinstance(each, int | float))
-            self._note(func, limits, result)
+            for drawn in (*_written(func, args, result), result):
+                self._note(func, limits, drawn)
         else:
             self.fit = False
         return result
@@ -228,6 +229,15 @@ class Draws(TorchDispatchMode):
         if len(others) > 1 or rest or shape[others[0]] != size:
             return None
         return drawn.narrow(others[0], self._rows.start * each, size)
+
+
+def _written(func: Any, args: Sequence[Any], result: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors beside the result that a function has drawn into, such as RReLU's for backward."""
+    return [
+        arg
+        for arg, described in zip(args, func._schema.arguments, strict=False)
+        if described.alias_info is not None and described.alias_info.is_write and arg is not result
+    ]
 
 
 class _EvenDraws(Draws):

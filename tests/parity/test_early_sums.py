@@ -188,7 +188,7 @@ def guarded(guard: TorchDispatchMode | None = None) -> Iterator[None]:
     guard = guard or _Guard()  # type: ignore[no-untyped-call]
     with pytest.MonkeyPatch.context() as patch, guard:
         patch.setattr(Tensor, "tolist", refuse)
-        # The first step tries the model on samples and on their halves, and waits for what it finds.
+        # The first step tries the model on samples and on their halves, and waits for the result.
         patch.setattr("lockstep.parallel.model_passes.is_tried", lambda step: False)
         yield
 

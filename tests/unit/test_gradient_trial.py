@@ -150,6 +150,8 @@ def apart(name: str) -> tuple[nn.Module, Tensor]:
             return Between(hooked(clipped)), FLOATS
         case "dropout":
             return Between(nn.Dropout(0.5)), FLOATS
+        case "rrelu":  # keeps what it has drawn for backward
+            return Between(nn.RReLU(0.1, 0.9)), FLOATS
         case "recomputed dropout":
             return Recomputes(nn.Dropout(0.5)), FLOATS
         case "kinks":
@@ -183,7 +185,7 @@ class Scaled(nn.Module):
     "name",
     [
         *("embedding", "plain bag", "sparse", "hook by row", "clip by element", "dropout"),
-        *("recomputed dropout", "kinks", "norm", "attention", "looks on", "two outputs"),
+        *("rrelu", "recomputed dropout", "kinks", "norm", "attention", "looks on", "two outputs"),
     ],
 )
 def test_what_does_not_is_not(name: str, dtype: torch.dtype) -> None:
