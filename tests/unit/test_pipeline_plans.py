@@ -218,11 +218,12 @@ def test_a_plan_survives_its_json() -> None:
 def test_the_table_shows_the_stages() -> None:
     lines = str(plan_of(lockstep.PipelineStrategy(cuts=["2"], microbatches=4))).splitlines()
     assert lines[2].startswith("Microbatches of each batch: 4, schedule 1f1b")
-    assert " ".join(lines[3].split()) == (
+    assert lines[3] == "Parameters: 171"
+    assert " ".join(lines[4].split()) == (
         "stage ranks first layer layers parameters forward backward activations sends"
     )
-    assert lines[4].split()[:5] == ["0", "0", "0", "2", "72"]
-    assert lines[5].split()[:5] == ["1", "1", "2", "3", "99"]
+    assert lines[5].split()[:5] == ["0", "0", "0", "2", "72"]
+    assert lines[6].split()[:5] == ["1", "1", "2", "3", "99"]
     assert "a step is expected to take" in lines[-1]
 
 
