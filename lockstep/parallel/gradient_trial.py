@@ -9,9 +9,11 @@ with those of the first alone and of the others.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.capture.calls import uncompiled
 from lockstep.capture.state import ModelState, left_alone
@@ -42,7 +44,7 @@ def check_gradients(model: nn.Module, root_of: RootOf, batch: Batch, *, is_low: 
         model: in training mode.
         root_of: runs it on samples.
         batch: the samples.
-        is_low: it computes in less than float32.
+        is_low: it computes in less than float32; autocast within a model is seen.
 
     Returns:
         Whether they are multiplied by what the loss is multiplied by; a hook that clips is not.
@@ -60,7 +62,7 @@ def check_gradients(model: nn.Module, root_of: RootOf, batch: Batch, *, is_low: 
             except Exception:  # of a model that takes certain numbers of samples: nobody can say
                 residue = None
     if residue is not None:
-        _check(residue, is_low=is_low)
+        _check(residue, is_low=is_low or trial.precision.is_low)
     return scaled is None or not _differing(scaled, is_low=False)  # the same bits, scaled
 
 
@@ -79,12 +81,27 @@ class _Residue:
     left: Mapping[str, float]
 
 
+class _Precision(TorchDispatchMode):
+    """Sees whether anything is computed in less than float32."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_low = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.is_low |= result.dtype in (torch.bfloat16, torch.float16)
+        return result
+
+
 class _Trial:
     """Has gradients of parts of some samples taken from those of all, in the parameters' own."""
 
     def __init__(self, model: nn.Module, root_of: RootOf) -> None:
         self._model = model
         self._root_of = root_of
+        self.precision = _Precision()
         self._trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
         self._sizes: dict[str, float] = {}
         self._starts: list[int] = []  # of what is to come
@@ -119,7 +136,8 @@ class _Trial:
 
         With a factor they are brought to those of the large one.
         """
-        root = self._root_of(part, self._starts.pop(0))
+        with self.precision:
+            root = self._root_of(part, self._starts.pop(0))
         if root is not None and root.requires_grad:
             (factor * root).backward()
         if not self._sizes:
