@@ -325,7 +325,7 @@ def hoard_if_large(x: Tensor) -> None:
 def test_an_error_of_the_users_own_code_is_that_error() -> None:
     with pytest.raises(MineError, match="this model never runs") as caught:
         make_trainer(refuse_all).fit((X, Y), batch_size="auto", verbose=0)
-    (note,) = caught.value.__notes__
+    note = caught.value.__notes__[0]
     assert "traceback of the trial of batch_size 8" in note
     assert "in refuse_all" in note
 
