@@ -327,10 +327,64 @@ def test_a_model_for_batches_of_one_size() -> None:
     for one in (plain, model):
         one.fit(x, TARGETS, **options)
     assert zoo.distance(plain, model) < 1e-12
+    check_refused_by_all_calls(remembering, x, r"for 10 samples.*SingleDeviceStrategy")
+
+
+def check_refused_by_all_calls(make: Any, x: Any, said: str) -> None:
+    batch = x[:10], TARGETS[:10]
     with STRATEGIES["mirrored"]().scope():
-        model = zoo.compiled(remembering)
-    with pytest.raises(ModelError, match=r"for 10 samples.*SingleDeviceStrategy"):
-        model.fit(x, TARGETS, **options)
+        model = zoo.compiled(make)
+    calls: list[Any] = [
+        lambda: model.fit(*batch, batch_size=10, verbose=0),
+        lambda: model.evaluate(*batch, batch_size=10, verbose=0),
+        lambda: model.predict(batch[0], batch_size=10, verbose=0),
+        lambda: model.train_on_batch(*batch),
+        lambda: model.test_on_batch(*batch),
+        lambda: model.predict_on_batch(batch[0]),
+    ]
+    for call in calls:
+        with pytest.raises(ModelError, match=said):
+            call()
+
+
+class Remembering(keras.Model):  # type: ignore[misc]  # Keras is untyped
+    """Has no inputs that say what batches it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = layers.SimpleRNN(5, stateful=True)
+        self.last = layers.Dense(zoo.NUM_CLASSES)
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.recurrent(x))
+
+
+class Moving(layers.Layer):  # type: ignore[misc]  # Keras is untyped
+    """Keeps the mean of its last batch, in every mode."""
+
+    def build(self, shape: Any) -> None:
+        self.mean = self.add_weight(shape=(), trainable=False)
+
+    def call(self, x: Any) -> Any:
+        self.mean.assign(keras.ops.mean(x))
+        return x
+
+
+def remembering_without_inputs() -> Any:
+    model = Remembering()
+    model(np.zeros((10, 4, 2)))
+    return model
+
+
+def moving() -> Any:
+    first = keras.Input((8,))
+    return keras.Model(first, layers.Dense(zoo.NUM_CLASSES)(Moving()(first)))
+
+
+def test_what_fit_refuses_every_call_refuses() -> None:
+    x = VECTORS.reshape(SAMPLES, 4, 2)
+    check_refused_by_all_calls(remembering_without_inputs, x, "for 10 samples")
+    check_refused_by_all_calls(moving, VECTORS, "what a layer keeps must not depend")
 
 
 def test_a_batch_size_of_an_input_binds_nobody() -> None:

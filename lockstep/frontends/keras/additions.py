@@ -11,7 +11,7 @@ neither (a deviation over the batch, a product of two means) is refused.
 from lockstep.data.sources import ArraySource
 from lockstep.data.trees import tensors_of
 from lockstep.errors import ModelError
-from lockstep.frontends.keras.layer_state import check_layer_state
+from lockstep.frontends.keras.layer_state import check_kept, check_layer_state
 from lockstep.frontends.keras.looking import Seen, fixed_batch_size, look
 from lockstep.frontends.keras.losses import Additions
 from lockstep.frontends.keras.model import KerasModel
@@ -49,6 +49,16 @@ def find_additions(module: KerasModel, source: ArraySource, *, is_divided: bool)
         has_masks=any(True for _ in tensors_of(made["masks"])),
         has_rows=all(output.dim() > 1 for output in tensors_of(made["outputs"])),
     )
+
+
+def check_prediction(module: KerasModel, source: ArraySource) -> None:
+    """See that a model can predict on parts of a batch.
+
+    Raises:
+        ModelError: it takes batches of one size only, or its layers keep what depends on samples.
+    """
+    _check_batch_size(module)
+    check_kept(module, look(module, source, is_divided=True, training=False))
 
 
 def _check_batch_size(module: KerasModel) -> None:

@@ -32,6 +32,11 @@ def check_layer_state(module: KerasModel, seen: Sequence[Seen]) -> None:
         ModelError: with the variables, or the metrics.
     """
     check_gradients(module)
+    check_kept(module, seen)
+
+
+def check_kept(module: KerasModel, seen: Sequence[Seen]) -> None:
+    """As ``check_layer_state``, for passes that are not trained on."""
     _refuse_writers(seen[0].written)
     _refuse_kept(kept_variables(module), [one.kept for one in seen])
     _refuse_counts(metrics_of_layers(module), [one.counts for one in seen])

@@ -157,14 +157,14 @@ def few_samples(module: KerasModel, source: ArraySource, *, is_divided: bool = T
 def fixed_batch_size(model: Any) -> int | None:
     """The only number of samples that a model takes at a time; None where it takes any.
 
-    That an Input names one binds stateful layers only.
+    That an Input names one binds stateful layers only, which have states of that size once built.
     """
-    if not any(getattr(layer, "stateful", False) for layer in model._flatten_layers()):
+    stateful = [one for one in model._flatten_layers() if getattr(one, "stateful", False)]
+    if not stateful:
         return None
-    inputs = keras.tree.flatten(getattr(model, "inputs", None))
-    sizes = {one.shape[0] for one in inputs if one is not None}
-    fixed: int | None = next(iter(sizes - {None}), None)
-    return fixed
+    sized = [getattr(model, "inputs", None), [getattr(one, "states", None) for one in stateful]]
+    shapes = [getattr(one, "shape", None) for one in keras.tree.flatten(sized)]
+    return next((shape[0] for shape in shapes if shape and shape[0] is not None), None)
 
 
 def _values(variables: Sequence[Any]) -> list[torch.Tensor]:

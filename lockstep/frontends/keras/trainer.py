@@ -13,7 +13,7 @@ from lockstep.data.order import stream_seed
 from lockstep.data.sources import ArraySource, Source
 from lockstep.data.trees import Tree, concatenate
 from lockstep.errors import ModelError
-from lockstep.frontends.keras.additions import find_additions
+from lockstep.frontends.keras.additions import check_prediction, find_additions
 from lockstep.frontends.keras.attributes import NO_SETTINGS, with_settings
 from lockstep.frontends.keras.checks import has_own_steps
 from lockstep.frontends.keras.computed_loss import loss_of
@@ -291,6 +291,7 @@ class KerasTrainer(KeepingRunner):
 
     def _predict(self, feed: Feed, callbacks: Any) -> Tree:
         self._has_looked, self._own, self._staged = False, None, None
+        self._check_prediction(feed.source)
         self._try_apart(feed.source)
         tells, stops = self._job_context.from_chief(
             (any_acts_in(callbacks, "on_predict_batch_end"), may_stop(callbacks, "predict"))
@@ -384,6 +385,14 @@ class KerasTrainer(KeepingRunner):
         of_layers = [*model._metrics, *(one for layer in layers for one in layer._metrics)]
         metrics = KerasMetrics(model._compile_metrics, of_layers, has_rows=known.has_rows)
         return known.loss, metrics
+
+    def _check_prediction(self, source: Source | SharedStream) -> None:
+        """See that a model can predict on parts of a batch, unless it is known to be divisible."""
+        sample, is_divided = sample_of(source), not isinstance(self._maker(), SingleDevice)
+        if is_divided and not self._is_apart and self._job_context.is_chief:
+            assert isinstance(sample, ArraySource)
+            self.model.look_anew()
+            check_prediction(self.model, sample)
 
     def _try_apart(self, source: Source | SharedStream) -> None:
         """See that in evaluation outputs do not depend on other samples, unless that is known.
