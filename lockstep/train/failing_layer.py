@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.capture.instructions import run_instruction
 from lockstep.data.sources import Batch
-from lockstep.data.trees import Tree
+from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import LockstepError
 from lockstep.parallel import whole_batch
 from lockstep.parallel.passes import Passes, Run
@@ -94,7 +94,8 @@ def _shapes(frames: Sequence[FrameType], inputs: Tree) -> str:
     batch, run = _innermost(frames, Batch), _innermost(frames, Run)
     if batch is None:
         return "" if inputs is None else f"inputs {_shape(inputs)}"
-    targets = "" if batch.targets is None else f", targets {_shape(batch.targets)}"
+    has_targets = next(iter(tensors_of(batch.targets)), None) is not None
+    targets = f", targets {_shape(batch.targets)}" if has_targets else ""
     is_part = run is not None and run.num_samples > batch.num_samples
     whole = f" (of a batch of {run.num_samples})" if run is not None and is_part else ""
     return f"inputs {_shape(batch.inputs)}{targets}{whole}"
@@ -112,5 +113,6 @@ def _shape(tree: Tree) -> str:
     if isinstance(tree, dict):
         return "{" + ", ".join(f"{name!r}: {_shape(one)}" for name, one in tree.items()) + "}"
     if isinstance(tree, list | tuple):
-        return "(" + ", ".join(map(_shape, tree)) + ")"
+        shown = [_shape(one) for one in tree if one is not None]
+        return shown[0] if len(shown) == 1 else f"({', '.join(shown)})"
     return type(tree).__name__

@@ -5,6 +5,7 @@ import pty
 import signal
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 import lockstep
+from lockstep.checkpoint.reading import read_newest
 from tests.faults.jobs import (
+    BATCH_SIZE,
     STEPS_PER_EPOCH,
     fit,
     make_data,
@@ -205,6 +208,70 @@ def test_a_fit_in_a_thread_leaves_ctrl_c_alone() -> None:
     thread.start()
     thread.join(60)
     assert seen == [signal.default_int_handler]
+
+
+@pytest.mark.parametrize(
+    "kind", core_of(["mirrored", "in stages", "one device", "keras"], ["mirrored", "in stages"])
+)
+def test_ctrl_c_writes_a_checkpoint_from_which_all_goes_on(kind: str, tmp_path: Path) -> None:
+    """The next run of the script comes to what one without Ctrl-C has come to, in every bit."""
+    train = _train_keras if kind == "keras" else partial(_train_torch, kind)
+    expected = train(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train(tmp_path / "stopped", press_at=STEPS_PER_EPOCH + 1)
+    left = f"a checkpoint is in {tmp_path / 'stopped'}: the same script goes on from there."
+    assert caught.value.__notes__[-1] == f"Lockstep: stopped by Ctrl-C; {left}"
+    found = read_newest(tmp_path / "stopped")
+    assert found is not None
+    assert STEPS_PER_EPOCH < found.summary.step <= STEPS_PER_EPOCH + 2
+    torch.testing.assert_close(train(tmp_path / "stopped"), expected, rtol=0, atol=0)
+
+
+class _PressAfter(lockstep.Callback):
+    """Presses Ctrl-C at a step, counted from 1."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.step -= 1
+        if self.step == 0:
+            press_ctrl_c()
+
+
+def _train_torch(kind: str, folder: Path, press_at: int = 0) -> Any:
+    trainer = make_trainer(
+        1 if kind == "one device" else 2,
+        in_stages=kind == "in stages",
+        callbacks=(_PressAfter(press_at),) if press_at else (),
+    )
+    fit(trainer, epochs=3, checkpoint=lockstep.Checkpoint(folder, every="1000 steps"))
+    return dict(trainer.model.state_dict())
+
+
+def _train_keras(folder: Path, press_at: int = 0) -> Any:
+    import keras
+
+    import lockstep.keras
+
+    class Press(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
+        left = press_at
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.left -= 1
+            if self.left == 0:
+                press_ctrl_c()
+
+    keras.utils.clear_session()  # names of layers as in a new process
+    keras.utils.set_random_seed(0)
+    inputs, targets = make_data()
+    with lockstep.MirroredStrategy(2).scope():
+        model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(3)])
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    checkpoint = lockstep.keras.Checkpoint(folder, every="1000 steps")
+    callbacks = [checkpoint, Press()]
+    model.fit(inputs, targets, batch_size=BATCH_SIZE, epochs=3, verbose=0, callbacks=callbacks)
+    return [variable.value.detach() for variable in model.weights]
 
 
 TERMINAL = """
