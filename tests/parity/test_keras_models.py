@@ -413,3 +413,62 @@ def test_plans_for_data_as_keras_takes_it() -> None:
         plan = STRATEGIES["pipeline"]().plan(model, batch_size=BATCH, sample=sample)
         assert plan.precision == "fp64"
         assert plan.num_ranks == 2
+
+
+class WithoutWeights(keras.metrics.Metric):  # type: ignore[misc]  # Keras is untyped
+    def update_state(self, targets: Any, outputs: Any) -> None:
+        pass
+
+    def result(self) -> Any:
+        return 0.0
+
+
+def absolute(targets: Any, outputs: Any) -> Any:
+    return keras.ops.mean(keras.ops.abs(targets - outputs), -1)
+
+
+def masked_words(**compiled: Any) -> Any:
+    keras.utils.set_random_seed(0)
+    embedding = layers.Embedding(5, 4, mask_zero=True)
+    recurrent = layers.LSTM(4, return_sequences=True)
+    model = keras.Sequential([keras.Input((6,)), embedding, recurrent, layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), **compiled)
+    return model
+
+
+def with_two_outputs() -> Any:
+    first = keras.Input((8,))
+    outputs = [layers.Dense(3, activation="softmax", name=name)(first) for name in "ab"]
+    model = keras.Model(first, outputs)
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return model
+
+
+WORDS = np.arange(96).reshape(16, 6) % 5 * (np.arange(6) < 4)
+REAL = np.linspace(0, 1, 96).reshape(16, 6, 1)
+BOTH = [np.arange(16) % 3] * 2
+SAID_OR_FOUND: dict[str, Any] = {
+    "own loss": (lambda: masked_words(loss=absolute, metrics=[absolute]), WORDS, REAL, {}),
+    "metric": (lambda: masked_words(loss="mse", metrics=[WithoutWeights()]), WORDS, REAL, {}),
+    "weights": (with_two_outputs, VECTORS[:16], BOTH, {"class_weight": {0: 1.0, 1: 2.0, 2: 3.0}}),
+}
+
+
+@pytest.mark.parametrize("name", SAID_OR_FOUND)
+def test_masks_and_class_weights_are_as_in_keras(name: str) -> None:
+    """The same values, or the same error in the same words."""
+    make, x, y, options = SAID_OR_FOUND[name]
+
+    def come_to() -> Any:
+        model = make()
+        try:
+            found = model.fit(x, y, batch_size=8, shuffle=False, verbose=0, **options).history
+        except (TypeError, ValueError) as error:
+            return type(error), str(error)
+        return {key: values[-1] for key, values in found.items()}
+
+    plain = come_to()
+    with STRATEGIES["mirrored"]().scope():
+        found = come_to()
+    assert found == (pytest.approx(plain, rel=1e-6) if isinstance(plain, dict) else plain)
+    assert isinstance(plain, dict) == (name == "own loss")
