@@ -102,7 +102,8 @@ def all_mean(value: Any, weight: float = 1.0) -> Any:
     """
     check_weight(weight)
     job = current()
-    tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+    is_tensor = isinstance(value, torch.Tensor)
+    tensor = value.detach() if is_tensor else torch.tensor(float(value), dtype=torch.float64)
     flat = tensor.double().cpu().flatten()
     job.check_equal({"the shape of what all_mean is given": str(tuple(tensor.shape))})
     own = torch.cat([torch.tensor([float(weight)], dtype=torch.float64), flat * weight])
@@ -113,7 +114,7 @@ def all_mean(value: Any, weight: float = 1.0) -> Any:
     for row in rows[1:]:
         total += row
     mean = total[1:] / total[0] if total[0] else torch.full_like(flat, math.nan)
-    if not isinstance(value, torch.Tensor):
+    if not is_tensor:
         return float(mean)
     return mean.view(tensor.shape).to(tensor.dtype if tensor.is_floating_point() else mean.dtype)
 

@@ -271,7 +271,7 @@ def _slot_scales(slots: dict[str, dict[str, Any]]) -> dict[str, float]:
     by_slot: dict[str, list[torch.Tensor]] = {}
     for values in slots.values():
         for slot, value in values.items():
-            numbers = [torch.as_tensor(value)] if _is_numeric(value) else []
+            numbers = [_tensor(value)] if _is_numeric(value) else []
             by_slot.setdefault(slot, []).extend(numbers)
     return {slot: norm_of(values) for slot, values in by_slot.items()}
 
@@ -292,7 +292,7 @@ def _measure(theirs: Any, ours: Any, scale: float) -> tuple[float, str]:
         return (0.0, "") if ours is theirs else (math.inf, _presence("one", theirs is not None))
     if not (_is_numeric(ours) and _is_numeric(theirs)):
         return (0.0, "") if ours == theirs else (math.inf, f"{theirs!r} instead of {ours!r}")
-    theirs, ours = torch.as_tensor(theirs).detach().cpu(), torch.as_tensor(ours).detach().cpu()
+    theirs, ours = _tensor(theirs), _tensor(ours)
     if theirs.shape != ours.shape:
         return math.inf, f"shape {tuple(theirs.shape)} instead of {tuple(ours.shape)}"
     if not (ours.is_floating_point() or ours.is_complex()):
@@ -320,6 +320,12 @@ def _shape_of(value: Any) -> tuple[int, ...] | None:
 
 def _is_numeric(value: Any) -> bool:
     return isinstance(value, torch.Tensor | float | int)
+
+
+def _tensor(value: torch.Tensor | float) -> torch.Tensor:
+    """A tensor on the host; a number keeps its digits."""
+    dtype = torch.float64 if isinstance(value, float) else None
+    return torch.as_tensor(value, dtype=dtype).detach().cpu()
 
 
 def _floating(state: dict[str, torch.Tensor], names: Iterable[str]) -> list[torch.Tensor]:

@@ -64,7 +64,7 @@ def _everywhere(norm: type[nn.Module]) -> dict[str, Make]:
     return {
         "relu": nn.ReLU,
         "gelu": nn.GELU,
-        "silu in place": partial(nn.SiLU, inplace=True),
+        "silu in place": lambda: nn.Sequential(nn.GroupNorm(3, WIDTH), nn.SiLU(inplace=True)),
         "softplus": nn.Softplus,
         "prelu": partial(nn.PReLU, WIDTH),
         "batch norm": partial(norm, WIDTH),

@@ -160,11 +160,20 @@ def draw_random(seed: int) -> Case:
         )
     )
     actions = tuple(one for one in case.actions if one != "elsewhere")
+    if strategy == "ParameterServerStrategy":  # keeps gradients sparse, where others do not
+        case = replace(case, shape=_dense(case.shape))
     return allowed(replace(case, strategy=strategy, layout=layout, actions=actions))
 
 
+def _dense(shape: Shape) -> Shape:
+    entry, second = (
+        "tokens" if kind == "tokens, sparse" else kind for kind in (shape.entry, shape.second)
+    )
+    return replace(shape, entry=entry, second=second)
+
+
 def _drawn(rng: random.Random, seed: int, without: set[str]) -> Case:
-    shape = _draw_shape(rng, without)
+    shape = draw_shape(rng, without)
     own = rng.choice(("", "", "", "", "", "model", "step")) if shape.heads == 1 else ""
     names = [
         name
@@ -206,7 +215,7 @@ def _drawn(rng: random.Random, seed: int, without: set[str]) -> Case:
     )
 
 
-def _draw_shape(rng: random.Random, without: set[str]) -> Shape:
+def draw_shape(rng: random.Random, without: set[str]) -> Shape:
     entry = rng.choice(list(HIDDEN))
     kind = HIDDEN[entry]
     per_token = kind == "sequence" and rng.random() < 0.5
@@ -284,6 +293,8 @@ def allowed(case: Case) -> Case:
         shape = _without(shape, "parameter hook")
     if names & {*PIPES, "ParameterServerStrategy"} and case.optimizer == "of the user":
         case = replace(case, optimizer="sgd")
+    if case.loss in ("hardest", "third") and case.count % case.batch_size in (1, 2):
+        case = replace(case, count=case.count + 2)  # they need three samples
     if "tokens, sparse" in (shape.entry, shape.second) and case.optimizer not in ("sgd", "adagrad"):
         case = replace(case, optimizer="sgd")
     case = replace(case, shape=shape)

@@ -16,16 +16,20 @@ class Family:
 
 
 def family(name: str) -> Family:
-    """The family of a name; Keras is imported only where it is wanted."""
+    """The family of a name; what it needs is imported only where it is wanted."""
     match name:
         case "fit":
             return Family(cases.draw, running.run)
         case "bits":
             return Family(cases.draw_random, running.run_bits)
+        case "loops":
+            from tests.fuzz import own_loops
+
+            return Family(own_loops.draw, own_loops.run)
         case _:
             from tests.fuzz import keras_cases
 
             return Family(keras_cases.draw, keras_cases.run)
 
 
-NAMES = ("fit", "bits", "keras")
+NAMES = ("fit", "bits", "keras", "loops")

@@ -297,6 +297,8 @@ def _allowed(case: KerasCase) -> KerasCase:
         case = replace(case, weights="sample")
     if case.style == "two" and case.weights == "class":
         case = replace(case, weights="")
+    if case.loss == "cross entropy, ignoring" and case.style == "two":
+        case = replace(case, form="arrays")  # else Keras masks the other output's weights, too
     if case.loss == "dice":  # has no weights for samples
         case = replace(case, weights="")
     if case.loss == "own root":

@@ -89,6 +89,14 @@ def worst(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).mean(1).max()
 
 
+def hardest(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).abs().mean(1).topk(3).values.mean()
+
+
+def third(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).mean(1).kthvalue(3).values + output.square().mean()
+
+
 def correlation(output: Tensor, target: Tensor) -> Any:
     first, second = output - output.mean(0), target - target.mean(0)
     return 1 - (first * second).sum() / (first.norm() * second.norm())
@@ -249,6 +257,8 @@ LOSSES: dict[str, Loss] = {
     "counted": _of(counted, "values"),
     "decides": _of(decides, "values"),
     "worst": _of(worst, "values"),
+    "hardest": _of(hardest, "values"),
+    "third": _of(third, "values"),
     "correlation": _of(correlation, "values"),
     "contrastive": _of(contrastive, "values"),
     "dice": _of(dice, "chances"),

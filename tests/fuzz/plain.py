@@ -79,3 +79,17 @@ class PlainTraining:
                 continue
             before = self.average.get(name, weight.clone())
             self.average[name] = self.decay * before + (1 - self.decay) * weight
+
+
+def mixed(batch: Batch, seed: int | None) -> Batch:
+    """The batch's samples in another order: the same, but for rounding."""
+    if seed is None:
+        return batch
+    inputs, targets, weights = batch
+    order = torch.randperm(len(inputs[0]), generator=torch.Generator().manual_seed(seed))
+    if isinstance(targets, dict):
+        targets = {name: one[order] for name, one in targets.items()}
+    else:
+        targets = targets[order]
+    own = tuple(one[order] for one in inputs)
+    return own, targets, None if weights is None else weights[order]

@@ -18,8 +18,8 @@ from lockstep.data.order import epoch_order
 from tests.fuzz.cases import STREAMS, Case, make_optimizer
 from tests.fuzz.data import Data
 from tests.fuzz.losses import LOSSES, plain_value
-from tests.fuzz.nets import make_model
-from tests.fuzz.plain import PlainTraining
+from tests.fuzz.nets import Net, make_model
+from tests.fuzz.plain import PlainTraining, mixed
 
 TOLERANCE = 1e-12  # of what is compared, relative to the norm of all that is of its kind
 STEADY = 1e-14  # change by the order of the samples of which nothing more than rounding is made
@@ -127,7 +127,7 @@ class Plain:
             case "fit" | "validate":
                 order = epoch_order(0, self.epoch, case.count, shuffle=self._shuffles)
                 self.epoch += 1
-                training.train([self._mixed(batch) for batch in self.data.batches(order)])
+                training.train([mixed(batch, self.mix) for batch in self.data.batches(order)])
                 if action == "validate":
                     self.found[name] = self._evaluated()
             case "evaluate":
@@ -159,24 +159,6 @@ class Plain:
             total, weight = total + own * value, weight + own
         return total / weight
 
-    def _mixed(self, batch: Any) -> Any:
-        """The batch's samples in another order: the same, but for rounding."""
-        if self.mix is None:
-            return batch
-        inputs, targets, weights = batch
-        generator = torch.Generator().manual_seed(self.mix)
-        order = torch.randperm(len(inputs[0]), generator=generator)
-        mixed = (
-            {name: one[order] for name, one in targets.items()}
-            if isinstance(targets, dict)
-            else targets[order]
-        )
-        return (
-            tuple(one[order] for one in inputs),
-            mixed,
-            None if weights is None else weights[order],
-        )
-
 
 def make_schedule(optimizer: Any) -> optim.lr_scheduler.StepLR:
     return optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
@@ -187,8 +169,9 @@ def change(action: str, model: nn.Module, optimizer: Any) -> None:
     match action:
         case "freeze":
             inner = model.inner if isinstance(model, OwnLossModel) else model
-            assert isinstance(inner.head, nn.Module)
-            inner.head.requires_grad_(False)
+            assert isinstance(inner, Net)
+            if inner.head.bias is not None:  # else it is tied to what may be all else
+                inner.head.requires_grad_(False)
         case "rate":
             for group in optimizer.param_groups:
                 group["lr"] *= 0.5
@@ -388,16 +371,21 @@ def settled(cases: Iterable[Any], plain: Callable[[Any, int | None], Values]) ->
     return Settled(found, outcome="undetermined")
 
 
+def failed(error: Exception, case: Any, kind: str) -> Outcome:
+    """What an error comes to: a refusal, or else what ``kind`` says."""
+    if isinstance(error, lockstep.LockstepError):
+        return Outcome("refused", f"{type(error).__name__}: {error}", case)
+    return Outcome(kind, "".join(traceback.format_exception(error)), case)
+
+
 def judged(one: Settled, divided: Callable[[Any], Values], limit: float = TOLERANCE) -> Outcome:
     """What becomes of a case under Lockstep."""
     if one.values is None:
         return Outcome(one.outcome, one.text, one.case)
     try:
         far, where = difference(divided(one.case), one.values)
-    except lockstep.LockstepError as error:
-        return Outcome("refused", f"{type(error).__name__}: {error}", one.case)
-    except Exception:
-        return Outcome("crashed", traceback.format_exc(), one.case)
+    except Exception as error:
+        return failed(error, one.case, "crashed")
     if far <= limit:
         return Outcome("same", f"{far:.1e}", one.case)
     return Outcome("wrong", f"{where}: {far:.1e}", one.case)
@@ -423,6 +411,6 @@ def run_bits(case: Case) -> Outcome:
         warnings.simplefilter("ignore")
         try:
             ours = Divided(on_one).run()
-        except Exception:
-            return Outcome("void", traceback.format_exc(), case)
+        except Exception as error:
+            return failed(error, case, "void")
         return judged(Settled(case, ours), lambda one: Divided(one).run(), limit=0.0)

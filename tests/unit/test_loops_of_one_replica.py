@@ -78,6 +78,7 @@ def test_share_and_mean_of_one_replica() -> None:
     assert torch.equal(found["pair"][1][0], X)
     assert (lockstep.rank(), lockstep.num_replicas()) == (0, 1)
     assert lockstep.all_mean(2.5, weight=3) == 2.5
+    assert lockstep.all_mean(2.0**24 + 1) == 2.0**24 + 1  # float32 has no such number
     assert math.isnan(lockstep.all_mean(2.5, weight=0))
     assert lockstep.all_mean(torch.ones(2, dtype=torch.float32)).dtype == torch.float32
     # More numbers than replicas tell at once.

@@ -211,6 +211,16 @@ def test_slots_of_whole_parameters_counts_and_strangers() -> None:
     ]
 
 
+def test_numbers_that_are_no_tensors_are_compared_to_all_their_digits() -> None:
+    """torch.as_tensor would make float32 of them, to which these are equal."""
+    slots = {"average": WEIGHT, "step": torch.tensor(3.0), "product": 0.1}
+    whole = PieceSlots(name="weight", start=0, stop=6, slots={**slots, "product": 0.1 + 1e-10})
+    own = record(slots={"weight": slots})
+    assert differences(compare_step(snapshot(slots=[whole]), own)) == [
+        "slot weight product, step 2: relative 1.0e-09"
+    ]
+
+
 def test_rounding_is_small_on_both_sides_and_disagrees() -> None:
     ours = torch.tensor([1e-17, 1e-17, 0.0, 1e-17, 1.0, 0.0], dtype=torch.float64)
     theirs = torch.tensor([2e-17, 1e-17, 3e-18, 1.0, 1e-17, 0.0], dtype=torch.float64)

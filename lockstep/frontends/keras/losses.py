@@ -42,6 +42,10 @@ from lockstep.frontends.keras.reductions import (
 from lockstep.parallel.losses import JointLoss, LossAdapter, LossParts, ShareLoss, Sums, mean
 from lockstep.plan.spec import Plan
 
+# The weight of a share in which nothing counts, by masks or ignored classes: Keras makes a step if
+# that is so of all, with a loss and gradients of 0. Beside other weights it is rounded away.
+_OF_NOTHING = 1e-30
+
 
 @dataclass(frozen=True, kw_only=True)
 class Additions:
@@ -181,7 +185,7 @@ class KerasLoss(LossAdapter):
     def _alone(self, one: Reduced, num_samples: int, factor: float = 1.0) -> ShareLoss:
         """A loss by itself; one that is not divided is a total over all samples of the batch."""
         seed = factor * (1 if one.weight is not None else self.batch_size)
-        weight = float(num_samples) if one.weight is None else one.weight
+        weight = float(num_samples) if one.weight is None else one.weight or _OF_NOTHING
         return ShareLoss(
             values=(one.total,),
             seeds=(seed,),

@@ -201,7 +201,8 @@ def _joined(values: Sequence[Any], sizes: Sequence[int], *, is_sum: bool) -> Any
     first = values[0]
     if first is None or isinstance(first, str | bool):
         return first
-    tensors = [torch.as_tensor(value) for value in values]
+    dtype = torch.float64 if isinstance(first, float) else None  # a number keeps its digits
+    tensors = [torch.as_tensor(value, dtype=dtype) for value in values]
     rows = {len(one) / size if one.dim() else 0.0 for one, size in zip(tensors, sizes, strict=True)}
     if len(rows) == 1 and rows.pop() >= 1:
         return torch.cat(tensors)

@@ -245,10 +245,8 @@ class KerasUpdater(Updater):
             self._active._iterations.assign_add(1)
             return
         if self._idle is None:
-            every = list(self._variables.values())
-            here = [
-                one for one in every if not one._value.is_meta
-            ]  # of other stages there is no value
+            every = list(self._variables.values())  # those of other stages have no values here
+            here = [one for one in every if not one._value.is_meta]
             like = (here or every)[0]
             idle = like._value.detach().new_zeros(1, device=None if here else "cpu")
             variable = stand_in(like, idle)
