@@ -88,6 +88,11 @@ class _Precision(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_low = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch imports torch.compile's machinery, to keep it away: a second."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):

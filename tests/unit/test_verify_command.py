@@ -53,6 +53,7 @@ def fail():
 
 number = 3
 """
+LINE_OF_ERROR = JOB.splitlines().index("    return 1 / 0") + 1
 
 
 @pytest.fixture
@@ -140,7 +141,10 @@ MISTAKES = {
     "no function": ("{file}:make_jobs", "It defines: Net, mean_square, make_job"),
     "no function either": ("{file}:number", "has no function of this name"),
     "no job": ("{file}:make_nothing", "must return a lockstep.Job. Received: int"),
-    "an error": ("{file}:fail", "ZeroDivisionError: division by zero (line 36 of verify_command"),
+    "an error": (
+        "{file}:fail",
+        f"ZeroDivisionError: division by zero (line {LINE_OF_ERROR} of verify_command",
+    ),
 }
 
 
