@@ -31,10 +31,10 @@ from nets import NETS
 
 import lockstep
 from lockstep.checkpoint import generations
-from lockstep.train import checkpoints
-from lockstep.train.backups import Backups
-from lockstep.train.checkpoints import Keeper
-from lockstep.train.resuming import ResumingRunner
+from lockstep.train.checkpointing import checkpoints
+from lockstep.train.checkpointing.checkpoints import CheckpointWriter
+from lockstep.train.fault_tolerance.backups import Backups
+from lockstep.train.resume.resuming_runner import ResumingRunner
 
 NET = NETS["wide"]
 STATE_BYTES = 3 * 4 * sum(one.numel() for one in NET.make_model().parameters())
@@ -73,7 +73,7 @@ class Part:
 PARTS = {
     "checkpoint": Part(
         lambda folder: {"checkpoint": lockstep.Checkpoint(folder, "10 steps", 1)},
-        waits=(Keeper, "_take"),
+        waits=(CheckpointWriter, "_take"),
     ),
     "restarts": Part(
         lambda folder: {"restarts": 3},

@@ -26,9 +26,9 @@ import torch
 from nets import NETS
 
 import lockstep
-from lockstep.train import pace
-from lockstep.train.checkpoints import Keeper
-from lockstep.train.state_transfer import StateSender
+from lockstep.train.checkpointing.checkpoints import CheckpointWriter
+from lockstep.train.checkpointing.state_transfer import StateSender
+from lockstep.train.fault_tolerance import overhead_budget
 
 NET = NETS["wide"]
 MORE_OFTEN = 10
@@ -51,9 +51,9 @@ def host(num_steps: int, folder: str) -> None:
     clock = StepClock()
     taken: list[tuple[float, float]] = []  # from when training waited, until when
     sent: list[tuple[float, float]] = []
-    take, send = Keeper._take, StateSender._send
+    take, send = CheckpointWriter._take, StateSender._send
 
-    def timed_take(self: Keeper, began: float, *, writes: bool) -> None:
+    def timed_take(self: CheckpointWriter, began: float, *, writes: bool) -> None:
         take(self, began, writes=writes)
         taken.append((began, time.monotonic()))
 
@@ -62,9 +62,9 @@ def host(num_steps: int, folder: str) -> None:
         send(self, tree, began)
         sent.append((now, time.monotonic()))
 
-    Keeper._take = timed_take  # type: ignore[method-assign]
+    CheckpointWriter._take = timed_take  # type: ignore[method-assign]
     StateSender._send = timed_send  # type: ignore[method-assign]
-    share, pace.PART = pace.PART, MORE_OFTEN * pace.PART
+    share, overhead_budget.PART = overhead_budget.PART, MORE_OFTEN * overhead_budget.PART
     torch.set_num_threads(1)
     trainer = lockstep.Trainer(
         NET.make_model(),

@@ -23,7 +23,7 @@ from nets import NETS, Net
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.train.runner import Runner
+from lockstep.train.runtime.runner import Runner
 
 STRATEGIES: dict[str, Callable[[], lockstep.Strategy]] = {
     "two replicas": partial(lockstep.MirroredStrategy, 2),

@@ -91,7 +91,7 @@ def own_part(parameter: nn.Parameter) -> tuple[nn.Parameter, slice]:
 
 
 def keep_memory() -> None:
-    from lockstep.parallel.allocator import keep_freed_memory
+    from lockstep.parallel.storage.allocator import keep_freed_memory
 
     if not keep_freed_memory():
         raise RuntimeError("this system's allocator has no such settings")

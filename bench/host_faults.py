@@ -63,7 +63,7 @@ def train(
     from torch import nn
 
     import lockstep
-    from lockstep.train.training_state import TrainingState
+    from lockstep.train.checkpointing.training_state import TrainingState
 
     class Ledger(lockstep.Callback):
         is_observer = True
@@ -119,7 +119,7 @@ def _train_keras(folder: Path, epochs: int, every: str, steps: int, *, is_told: 
     import numpy as np
 
     import lockstep.keras
-    from lockstep.train.training_state import TrainingState
+    from lockstep.train.checkpointing.training_state import TrainingState
 
     class Ledger(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
         num_steps = 0
@@ -445,10 +445,10 @@ def soak(strategy: str, fault: str, faults: int, until: float) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Be a host."""
-    from lockstep.launch import peer
-    from lockstep.train import lost_hosts
+    from lockstep.launch.workers import process_state
+    from lockstep.train.fault_tolerance import lost_hosts
 
-    peer.STOPPED_SECONDS = MOST_STOPPED_SECONDS
+    process_state.STOPPED_SECONDS = MOST_STOPPED_SECONDS
     lost_hosts._MEETING_SECONDS = MEETING_SECONDS
     strategy, folder, epochs, every, steps = arguments
     came_to = train(strategy, Path(folder), int(epochs), every, int(steps), is_told=True)

@@ -35,10 +35,10 @@ from rich.progress import Progress
 import lockstep
 from lockstep import callbacks
 from lockstep.parallel.worker import Worker
-from lockstep.train import metrics
-from lockstep.train.conducting import FitConductor
-from lockstep.train.ensemble import Ensemble
-from lockstep.train.metrics import Metrics
+from lockstep.train.callbacks.fit_driver import FitDriver
+from lockstep.train.callbacks.rank_sync import RankSync
+from lockstep.train.logging import metrics
+from lockstep.train.logging.metrics import Metrics
 
 NET = NETS["mlp"]
 
@@ -152,10 +152,10 @@ def run_in(tree: Path, name: str, options: argparse.Namespace) -> float:
 PARTS: list[tuple[str, Any, str]] = [
     ("metrics, at each step", Metrics, "update"),
     ("metrics, counted now and then", metrics, "update_each"),
-    ("callbacks and progress, at each step", Ensemble, "consult"),
-    ("callbacks and progress, at each epoch", FitConductor, "end_epoch"),
+    ("callbacks and progress, at each step", RankSync, "sync_callback"),
+    ("callbacks and progress, at each epoch", FitDriver, "end_epoch"),
     ("the bar, redrawn", Progress, "refresh"),
-    ("optimizer shown to callbacks, at each epoch", Ensemble, "show_slots"),
+    ("optimizer shown to callbacks, at each epoch", RankSync, "show_slots"),
 ]
 
 

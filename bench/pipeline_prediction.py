@@ -18,13 +18,13 @@ from torch_contenders import FUSED_ADAM
 
 import lockstep
 import lockstep.train.trainer as trainer_module
-from lockstep.comm.board import Board
+from lockstep.comm.shared_memory.status_board import StatusBoard
 from lockstep.parallel.worker import Worker
-from lockstep.plan.lowering import stage_graph
-from lockstep.plan.program import Pass
-from lockstep.plan.schedules import make_schedule
-from lockstep.plan.simulation import StageCosts, run_programs
-from lockstep.train.fit_task import FitTask
+from lockstep.plan.pipeline.schedules import make_schedule
+from lockstep.plan.pipeline.simulation import StageCosts, run_programs
+from lockstep.plan.program.lowering import stage_graph
+from lockstep.plan.program.rank_program import Pass
+from lockstep.train.fit.fit_task import FitTask
 
 NUM_STEPS = 60
 WARM_UP_STEPS = 10
@@ -49,7 +49,7 @@ class Clock:
 class TimedFit(FitTask):
     """A FitTask with a clock around every action of a rank."""
 
-    def run(self, worker: Any, control: Any, conductor: Any) -> Any:
+    def run(self, worker: Any, control: Any, driver: Any) -> Any:
         clock = Clock()
         watch_waits(clock)
         watch_actions(clock)
@@ -63,7 +63,7 @@ class TimedFit(FitTask):
             return result
 
         vars(worker)["train_step"] = timed_step
-        result = super().run(worker, control, conductor)
+        result = super().run(worker, control, driver)
         found = control.gather((dict(clock.passes), clock.steps, clock.rest))
         if control.rank == 0:
             report(found, worker.plan)
@@ -71,14 +71,14 @@ class TimedFit(FitTask):
 
 
 def watch_waits(clock: Clock) -> None:
-    wait = Board._wait
+    wait = StatusBoard._wait
 
-    def timed_wait(board: Board, *arguments: Any) -> None:
+    def timed_wait(board: StatusBoard, *arguments: Any) -> None:
         begin = time.perf_counter()
         wait(board, *arguments)
         clock.waited += time.perf_counter() - begin
 
-    setattr(Board, "_wait", timed_wait)  # noqa: B010 - in this process only
+    setattr(StatusBoard, "_wait", timed_wait)  # noqa: B010 - in this process only
 
 
 def watch_actions(clock: Clock) -> None:

@@ -34,10 +34,10 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.comm.board import PHASES
-from lockstep.launch import peer
-from lockstep.train.run_record import read_record
-from lockstep.train.training_state import TrainingState
+from lockstep.comm.shared_memory.status_board import PHASES
+from lockstep.launch.workers import process_state
+from lockstep.train.checkpointing.training_state import TrainingState
+from lockstep.train.fault_tolerance.run_record import read_record
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "single": lambda: None,
@@ -272,7 +272,7 @@ def main() -> None:
     if asked.script:
         print(json.dumps(be_script(asked.script)))
         return
-    peer.STOPPED_SECONDS = STOPPED_SECONDS
+    process_state.STOPPED_SECONDS = STOPPED_SECONDS
     kinds = [
         (strategy, fault)
         for strategy in asked.strategies

@@ -25,19 +25,19 @@ STEPS = 3
 
 # Of rank 0, in the order in which they come. What a version has not is left out.
 PARTS: list[tuple[str, str, str]] = [
-    ("tracing", "lockstep.train.planning", "trace_modes"),
-    ("sizes of values", "lockstep.train.planning", "value_bytes"),
-    ("measuring, inseparable layers", "lockstep.train.planning", "capture_graph"),
+    ("tracing", "lockstep.train.runtime.planning", "trace_modes"),
+    ("sizes of values", "lockstep.train.runtime.planning", "value_bytes"),
+    ("measuring, inseparable layers", "lockstep.train.runtime.planning", "capture_graph"),
     ("  measuring layers", "lockstep.capture.graph", "measure_layers"),
-    ("describing the model", "lockstep.train.planning", "Planning._digest"),
-    ("cutting the trace", "lockstep.train.planning", "partition"),
-    ("parameters to shared memory", "lockstep.train.session", "Session._adopt"),
-    ("slots to shared memory", "lockstep.train.session", "Session._adopt_slots"),
-    ("packing", "lockstep.train.session", "_pack"),
-    ("asking for helpers", "lockstep.train.session", "Session._take_team"),
-    ("calling helpers", "lockstep.train.session", "Session._call"),
-    ("  waiting for them to be there", "lockstep.launch.team", "Team.wait_until_ready"),
-    ("making the worker", "lockstep.train.session", "make_worker"),
+    ("describing the model", "lockstep.train.runtime.planning", "Planning._digest"),
+    ("cutting the trace", "lockstep.train.runtime.planning", "partition"),
+    ("parameters to shared memory", "lockstep.train.runtime.session", "Session._adopt"),
+    ("slots to shared memory", "lockstep.train.runtime.session", "Session._adopt_slots"),
+    ("packing", "lockstep.train.runtime.session", "_pack"),
+    ("asking for helpers", "lockstep.train.runtime.session", "Session._take_team"),
+    ("calling helpers", "lockstep.train.runtime.session", "Session._call"),
+    ("  waiting for them to be there", "lockstep.launch.workers.team", "Team.wait_until_ready"),
+    ("making the worker", "lockstep.train.runtime.session", "make_worker"),
 ]
 
 Seconds = dict[str, float]

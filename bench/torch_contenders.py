@@ -95,7 +95,7 @@ def train_apart(net: Net, rank: int, seconds: float) -> dict[str, float]:
 
 def train_ddp_keeping_memory(net: Net, rank: int, seconds: float) -> dict[str, float]:
     """DDP with the allocator set as Lockstep sets it: what that alone is worth."""
-    from lockstep.parallel.allocator import keep_freed_memory
+    from lockstep.parallel.storage.allocator import keep_freed_memory
 
     if not keep_freed_memory():
         raise RuntimeError("this system's allocator has no such settings")

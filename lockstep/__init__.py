@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from lockstep import data as data
     from lockstep import keras  # noqa: F401
     from lockstep.capture.scopes import device as device
-    from lockstep.data.own_loss import OwnLoss as OwnLoss
+    from lockstep.custom_loops.replicas import all_mean as all_mean
+    from lockstep.custom_loops.replicas import init as init
+    from lockstep.custom_loops.replicas import num_replicas as num_replicas
+    from lockstep.custom_loops.replicas import rank as rank
+    from lockstep.custom_loops.replicas import share as share
+    from lockstep.data.model_loss import OwnLoss as OwnLoss
     from lockstep.errors import LockstepError as LockstepError
     from lockstep.frontends.cross_replica import CrossReplicaOptimizer as CrossReplicaOptimizer
-    from lockstep.loops.replicas import all_mean as all_mean
-    from lockstep.loops.replicas import init as init
-    from lockstep.loops.replicas import num_replicas as num_replicas
-    from lockstep.loops.replicas import rank as rank
-    from lockstep.loops.replicas import share as share
-    from lockstep.plan.averaging import Nesterov as Nesterov
-    from lockstep.plan.compression import PowerSGD as PowerSGD
-    from lockstep.plan.compression import TopK as TopK
+    from lockstep.plan.makers.averaging import Nesterov as Nesterov
+    from lockstep.plan.program.compression import PowerSGD as PowerSGD
+    from lockstep.plan.program.compression import TopK as TopK
     from lockstep.plan.spec import Plan as Plan
     from lockstep.proof.job import Job as Job
     from lockstep.proof.verification import verify_job
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     )
     from lockstep.strategies.pipeline import PipelineStrategy as PipelineStrategy
     from lockstep.strategies.single import SingleDeviceStrategy as SingleDeviceStrategy
-    from lockstep.train.batch_size import BatchSizeSearch as BatchSizeSearch
-    from lockstep.train.callbacks import Callback as Callback
-    from lockstep.train.checkpoints import Checkpoint as Checkpoint
+    from lockstep.train.batch_size_search.batch_size import BatchSizeSearch as BatchSizeSearch
+    from lockstep.train.callbacks.callback import Callback as Callback
+    from lockstep.train.checkpointing.checkpoints import Checkpoint as Checkpoint
     from lockstep.train.history import History as History
-    from lockstep.train.learning_rates import Schedule as Schedule
+    from lockstep.train.input.input_wait import InputBoundWarning as InputBoundWarning
+    from lockstep.train.optim.learning_rates import Schedule as Schedule
+    from lockstep.train.optim.wrapped_updaters import EMA as EMA
     from lockstep.train.trainer import Trainer as Trainer
-    from lockstep.train.waiting import InputBoundWarning as InputBoundWarning
-    from lockstep.train.wrapped_updaters import EMA as EMA
 
     verify = verify_job
 
@@ -65,14 +65,14 @@ if "keras" not in sys.modules:
 
 # Public name -> (module that defines it, its name there; "" is the module itself).
 _HOMES = {
-    "BatchSizeSearch": ("lockstep.train.batch_size", "BatchSizeSearch"),
-    "Callback": ("lockstep.train.callbacks", "Callback"),
-    "Checkpoint": ("lockstep.train.checkpoints", "Checkpoint"),
+    "BatchSizeSearch": ("lockstep.train.batch_size_search.batch_size", "BatchSizeSearch"),
+    "Callback": ("lockstep.train.callbacks.callback", "Callback"),
+    "Checkpoint": ("lockstep.train.checkpointing.checkpoints", "Checkpoint"),
     "CrossReplicaOptimizer": ("lockstep.frontends.cross_replica", "CrossReplicaOptimizer"),
-    "EMA": ("lockstep.train.wrapped_updaters", "EMA"),
+    "EMA": ("lockstep.train.optim.wrapped_updaters", "EMA"),
     "HybridStrategy": ("lockstep.strategies.hybrid", "HybridStrategy"),
     "History": ("lockstep.train.history", "History"),
-    "InputBoundWarning": ("lockstep.train.waiting", "InputBoundWarning"),
+    "InputBoundWarning": ("lockstep.train.input.input_wait", "InputBoundWarning"),
     "Job": ("lockstep.proof.job", "Job"),
     "LocalSGDStrategy": ("lockstep.strategies.local_sgd", "LocalSGDStrategy"),
     "LockstepError": ("lockstep.errors", "LockstepError"),
@@ -81,29 +81,29 @@ _HOMES = {
         "lockstep.strategies.multi_worker",
         "MultiWorkerMirroredStrategy",
     ),
-    "Nesterov": ("lockstep.plan.averaging", "Nesterov"),
-    "OwnLoss": ("lockstep.data.own_loss", "OwnLoss"),
+    "Nesterov": ("lockstep.plan.makers.averaging", "Nesterov"),
+    "OwnLoss": ("lockstep.data.model_loss", "OwnLoss"),
     "ParameterServerStrategy": (
         "lockstep.strategies.parameter_server",
         "ParameterServerStrategy",
     ),
     "PipelineStrategy": ("lockstep.strategies.pipeline", "PipelineStrategy"),
     "Plan": ("lockstep.plan.spec", "Plan"),
-    "PowerSGD": ("lockstep.plan.compression", "PowerSGD"),
-    "Schedule": ("lockstep.train.learning_rates", "Schedule"),
+    "PowerSGD": ("lockstep.plan.program.compression", "PowerSGD"),
+    "Schedule": ("lockstep.train.optim.learning_rates", "Schedule"),
     "SingleDeviceStrategy": ("lockstep.strategies.single", "SingleDeviceStrategy"),
     "Strategy": ("lockstep.strategies.base", "Strategy"),
-    "TopK": ("lockstep.plan.compression", "TopK"),
+    "TopK": ("lockstep.plan.program.compression", "TopK"),
     "Trainer": ("lockstep.train.trainer", "Trainer"),
-    "all_mean": ("lockstep.loops.replicas", "all_mean"),
+    "all_mean": ("lockstep.custom_loops.replicas", "all_mean"),
     "callbacks": ("lockstep.callbacks", ""),
     "checkpoint": ("lockstep.checkpoint", ""),
     "data": ("lockstep.data", ""),
     "device": ("lockstep.capture.scopes", "device"),
-    "init": ("lockstep.loops.replicas", "init"),
-    "num_replicas": ("lockstep.loops.replicas", "num_replicas"),
-    "rank": ("lockstep.loops.replicas", "rank"),
-    "share": ("lockstep.loops.replicas", "share"),
+    "init": ("lockstep.custom_loops.replicas", "init"),
+    "num_replicas": ("lockstep.custom_loops.replicas", "num_replicas"),
+    "rank": ("lockstep.custom_loops.replicas", "rank"),
+    "share": ("lockstep.custom_loops.replicas", "share"),
     "verify": ("lockstep.proof.verification", "verify_job"),
 }
 

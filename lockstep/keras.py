@@ -4,7 +4,7 @@ from lockstep.extras import import_extra
 
 import_extra("keras", extra="keras", user="lockstep.keras")
 
-from lockstep.frontends.keras.checkpoints import Checkpoint as Checkpoint  # noqa: E402  # it imports Keras
-from lockstep.frontends.keras.checkpoints import Restarts as Restarts  # noqa: E402
+from lockstep.frontends.keras.fit.checkpoints import Checkpoint as Checkpoint  # noqa: E402  # it imports Keras
+from lockstep.frontends.keras.fit.checkpoints import Restarts as Restarts  # noqa: E402
 
 __all__ = ["Checkpoint", "Restarts"]

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.data.sources import Batch
+from lockstep.data.map_style.sources import Batch
 from lockstep.data.trees import tensors_of
 
 

@@ -3,8 +3,8 @@
 import select
 import socket
 
-from lockstep.channel.channel import Channel
 from lockstep.channel.keys import Keys
+from lockstep.channel.sealed_channel import Channel
 
 SECONDS = 30.0  # for what should take none
 CALLER, ANSWERER = (Keys.agreed(bytes(32), is_caller=is_caller) for is_caller in (True, False))

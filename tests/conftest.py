@@ -13,8 +13,8 @@ import torch
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
-from lockstep.launch.pool import keep_teams
-from lockstep.train import session
+from lockstep.launch.workers.pool import keep_teams
+from lockstep.train.runtime import session
 from tests import preloading, warm
 from tests.netns import Hosts, NoHostsError, connected_hosts
 from tests.thorough import CORE

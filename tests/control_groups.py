@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.cluster.place import Address, Place
-from lockstep.launch.control_group import ControlGroup, HostInfo
-from lockstep.launch.rendezvous import meet
-from lockstep.launch.secret import Secret
+from lockstep.launch.rendezvous.control_group import ControlGroup, HostInfo
+from lockstep.launch.rendezvous.host_rendezvous import meet
+from lockstep.launch.security.secret import Secret
 
 SECONDS = 30.0  # for what should take none
 SECRET = Secret(b"known to all hosts of the tests, and to nobody else")

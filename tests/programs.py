@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Sequence, Set
 
 from lockstep.errors import PlanError, Problems
-from lockstep.plan.program import (
+from lockstep.plan.pipeline.schedules import StageGraph
+from lockstep.plan.pipeline.simulation import StageCosts, _check_counts, run_programs
+from lockstep.plan.program.rank_program import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -12,8 +14,6 @@ from lockstep.plan.program import (
     Pass,
     RankProgram,
 )
-from lockstep.plan.schedules import StageGraph
-from lockstep.plan.simulation import StageCosts, _check_counts, run_programs
 
 
 def check_programs(programs: Sequence[RankProgram], graph: StageGraph) -> None:

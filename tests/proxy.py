@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.launch import handshake, sockets
+from lockstep.launch import sockets
+from lockstep.launch.security import handshake
 
 # What a caller and an answerer send in a handshake: greeting and proofs; greeting and proof.
 HANDSHAKE_BYTES = (72 + 64, 72 + 32)

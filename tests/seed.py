@@ -1,10 +1,11 @@
 """Templates that start in an instant, in a script that is a fork itself (``warm``).
 
-Helpers come from a template, an interpreter of its own (``lockstep.launch.template``), which takes
-as long to import torch as the script took. A script that is a fork of a warm interpreter has seeds:
-forks that have run nothing either, each of which waits to be told what a template is told on its
-command line. They are the script's children, as a template is: they die with it. Later templates of
-a script, and those whose libraries need other variables, start as they do for users.
+Helpers come from a template, an interpreter of its own (``lockstep.launch.workers.fork_server``),
+which takes as long to import torch as the script took. A script that is a fork of a warm
+interpreter has seeds: forks that have run nothing either, each of which waits to be told what a
+template is told on its command line. They are the script's children, as a template is: they die
+with it. Later templates of a script, and those whose libraries need other variables, start as they
+do for users.
 """
 
 import fcntl
@@ -21,9 +22,9 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
-from lockstep.launch import interpreter, template
-from lockstep.launch.diagnostics import DiagnosticsFile
-from lockstep.launch.helper import die_with
+from lockstep.launch.health.diagnostics import DiagnosticsFile
+from lockstep.launch.workers import fork_server, interpreter
+from lockstep.launch.workers.helper import die_with
 from lockstep.pickling import search_path
 
 _MOST_BYTES = 1 << 18
@@ -43,7 +44,7 @@ def plant() -> None:
     seeds: list[_Seed] = []
     for _ in range(_NUM_SEEDS):
         seeds.append(_fork(script, [link for _, link in seeds]))
-    loaded_with = template._variables_of_libraries()
+    loaded_with = fork_server._variables_of_libraries()
     start_fresh = interpreter.start_interpreter
 
     def start(
@@ -55,7 +56,7 @@ def plant() -> None:
             return start_fresh(code, descriptors, diagnostics, threads)
         return _Sprout(*seeds.pop(), code, descriptors, diagnostics, variables)
 
-    vars(template)["start_interpreter"] = start
+    vars(fork_server)["start_interpreter"] = start
 
 
 def plant_in_scripts() -> None:

@@ -25,15 +25,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
-from lockstep.launch.helper import die_with
 from lockstep.launch.script import Script
+from lockstep.launch.workers.helper import die_with
 from tests import seed
 
 # What the interpreters of each kind have imported. Dynamo comes with the first optimizer, and
 # TensorFlow with ``keras.utils.set_random_seed``.
 KINDS = {
     "torch": (
-        *("lockstep.train.session", "lockstep.train.trainer"),
+        *("lockstep.train.runtime.session", "lockstep.train.trainer"),
         *("torch._dynamo", "tests.preloading"),
     ),
     "keras": ("lockstep.frontends.keras.preloading", "torch._dynamo", "tensorflow"),

@@ -5,8 +5,8 @@ import os
 from lockstep.callbacks.monitoring import BestEpoch, Monitor, check_monitor
 from lockstep.errors import OptionError, Problems
 from lockstep.options import check_flag, check_path
-from lockstep.train.callbacks import Logs
-from lockstep.train.copies import set_values
+from lockstep.train.callbacks.callback import Logs
+from lockstep.train.callbacks.state_values import set_values
 
 
 class BestWeights(BestEpoch):

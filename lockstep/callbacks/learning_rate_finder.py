@@ -16,7 +16,7 @@ import numpy as np
 from lockstep.errors import NonFiniteError, OptionError, Problems
 from lockstep.extras import import_extra
 from lockstep.options import check_count, check_number
-from lockstep.train.callbacks import ClosingCallback, Logs
+from lockstep.train.callbacks.callback import ClosingCallback, Logs
 from lockstep.train.trainer_protocol import TrainerProtocol
 
 _FEWEST_POINTS = 3

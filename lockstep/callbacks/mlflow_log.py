@@ -12,7 +12,7 @@ from lockstep.callbacks.scalars import learning_rates, scalars
 from lockstep.errors import OptionError, Problems
 from lockstep.extras import import_extra
 from lockstep.options import check_mapping, check_name
-from lockstep.train.callbacks import ClosingCallback, Logs
+from lockstep.train.callbacks.callback import ClosingCallback, Logs
 
 
 class MLflow(ClosingCallback):

@@ -11,8 +11,8 @@ import torch
 
 from lockstep.errors import OptionError, Problems
 from lockstep.options import check_choice, check_name, check_number
-from lockstep.train.callbacks import Callback, Logs
-from lockstep.train.copies import copied_values
+from lockstep.train.callbacks.callback import Callback, Logs
+from lockstep.train.callbacks.state_values import copied_values
 from lockstep.train.trainer_protocol import TrainerProtocol
 from lockstep.units import listed
 

@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.disk import writing
 from lockstep.errors import OptionError, Problems
 from lockstep.options import check_count, check_path
-from lockstep.train.callbacks import Callback, Logs
+from lockstep.train.callbacks.callback import Callback, Logs
 
 Event = dict[str, Any]
 

@@ -7,7 +7,7 @@ from lockstep.callbacks.event_file import EventFile, tensorboard_module
 from lockstep.callbacks.scalars import learning_rates, scalars
 from lockstep.errors import OptionError, Problems
 from lockstep.options import check_count, check_frequency, check_path
-from lockstep.train.callbacks import ClosingCallback, Logs
+from lockstep.train.callbacks.callback import ClosingCallback, Logs
 
 _VALIDATION = "val_"
 

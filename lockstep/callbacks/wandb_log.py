@@ -8,7 +8,7 @@ from lockstep.callbacks.scalars import learning_rates, scalars
 from lockstep.errors import OptionError, Problems
 from lockstep.extras import import_extra
 from lockstep.options import check_choice, check_mapping, check_name, check_path
-from lockstep.train.callbacks import ClosingCallback, Logs
+from lockstep.train.callbacks.callback import ClosingCallback, Logs
 
 _MODES = ("online", "offline", "disabled")
 

@@ -38,7 +38,7 @@ class LeafCall:
         return self._call(*args, **kwargs)
 
 
-class Watch(TorchDispatchMode):
+class CallRecorder(TorchDispatchMode):
     """Sees what kind of operators a call comes down to.
 
     Attributes:

@@ -79,7 +79,7 @@ class NamedFunction:
     """A function of torch that is looked up by its name, ``torch.nn.functional.relu``, per call.
 
     For those that cannot be pickled, and those that others replace for a while
-    (``parallel.redirection``).
+    (``parallel.data_parallel.functional_patch``).
     """
 
     name: str

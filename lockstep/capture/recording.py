@@ -29,8 +29,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from lockstep.capture.calls import (
+    CallRecorder,
     LeafCall,
-    Watch,
     autocast_state,
     describe,
     has_drawn,
@@ -88,7 +88,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def inputs_of(inputs: Tree) -> list[tuple[int | str | None, Any]]:
-    """A model's arguments, with their position or keyword; see ``parallel.forward.call_model``."""
+    """A model's arguments, with position or keyword; see ``parallel.data_parallel.forward``."""
     if isinstance(inputs, tuple):
         return list(enumerate(inputs))
     if isinstance(inputs, dict):
@@ -157,7 +157,7 @@ class Recorder(TorchFunctionMode):
         self._ragged: set[int] = set()  # ids of tensors whose shape depends on the data
         self._stack: list[str] = []  # paths of the modules whose forward is running
         self._raised: BaseException | None = None
-        self._watch = Watch()
+        self._watch = CallRecorder()
         self._thread = threading.get_ident()
         self._is_busy = False
 

@@ -22,10 +22,15 @@ from lockstep.cli.verdict import Finding, judge, network_advice
 from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Place
 from lockstep.errors import HostError, OptionError
-from lockstep.launch.control_group import ControlGroup, HostInfo
-from lockstep.launch.network_measuring import MEASURING_SECONDS, HostSurvey, survey_network
-from lockstep.launch.rendezvous import meet
-from lockstep.launch.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, Secret, find_secret
+from lockstep.launch.health.network_measuring import MEASURING_SECONDS, HostSurvey, survey_network
+from lockstep.launch.rendezvous.control_group import ControlGroup, HostInfo
+from lockstep.launch.rendezvous.host_rendezvous import meet
+from lockstep.launch.security.secret import (
+    SECRET_FILE_VARIABLE,
+    SECRET_VARIABLE,
+    Secret,
+    find_secret,
+)
 from lockstep.launch.untrusted import decode_untrusted
 
 _TIMEOUT_SECONDS = 60.0

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from lockstep.cli.examination import HostReport
 from lockstep.cli.verdict import Finding, format_offset, format_rate
-from lockstep.launch.network_measuring import HostSurvey
+from lockstep.launch.health.network_measuring import HostSurvey
 from lockstep.units import format_bytes, format_count, format_time
 
 # More do not fit side by side.

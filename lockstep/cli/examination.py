@@ -199,7 +199,7 @@ def _load_torch() -> bool:
 
 def _share_memory() -> None:
     """As much as a small model needs, taken and touched."""
-    from lockstep.comm.shared_memory import SharedRegion
+    from lockstep.comm.shared_memory.shared_region import SharedRegion
 
     region = SharedRegion.create(_SHARED_BYTES)
     region.memory[:: mmap.PAGESIZE] = bytes(len(range(0, _SHARED_BYTES, mmap.PAGESIZE)))
@@ -208,9 +208,9 @@ def _share_memory() -> None:
 
 def _start_helpers() -> tuple[float, float]:
     """Seconds until the first helper is there, and until another one is."""
-    from lockstep.launch.team import Team
-    from lockstep.launch.template import Template
-    from lockstep.train.session import PRELOAD
+    from lockstep.launch.workers.fork_server import Template
+    from lockstep.launch.workers.team import Team
+    from lockstep.train.runtime.session import PRELOAD
 
     template = Template(1, PRELOAD)
     try:

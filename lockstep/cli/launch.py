@@ -14,10 +14,10 @@ from typing import TypeVar
 from lockstep.cli.script_words import add_script, take_script
 from lockstep.disk import writing
 from lockstep.errors import OptionError, Problems
-from lockstep.launch.kubernetes import ClusterJob, default_name, write_manifest
-from lockstep.launch.ray_cluster import SPREADS, RayJob, run_on_ray
+from lockstep.launch.launchers.kubernetes import ClusterJob, default_name, write_manifest
+from lockstep.launch.launchers.ray_cluster import SPREADS, RayJob, run_on_ray
+from lockstep.launch.launchers.slurm import BatchJob, write_batch
 from lockstep.launch.script import Script
-from lockstep.launch.slurm import BatchJob, write_batch
 
 _Job = TypeVar("_Job", BatchJob, ClusterJob, RayJob)
 

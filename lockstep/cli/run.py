@@ -14,9 +14,9 @@ from lockstep.cli.script_words import add_script, take_script
 from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import MAX_PORT, Address
 from lockstep.errors import OptionError, Problems
+from lockstep.launch.launchers.supervisor import supervise
 from lockstep.launch.script import Script
-from lockstep.launch.secret import find_secret
-from lockstep.launch.supervisor import supervise
+from lockstep.launch.security.secret import find_secret
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,11 +104,11 @@ def run(options: argparse.Namespace) -> int:
     if options.ssh is not None:
         return _run_over_ssh(options, script, rendezvous)
     if options.processes is not None and options.processes > 1:
-        from lockstep.launch.held_member import run_processes
+        from lockstep.launch.launchers.local_member import run_processes
 
         return run_processes(script, options.processes)
     if options.local:
-        from lockstep.launch.held_member import run_hosts
+        from lockstep.launch.launchers.local_member import run_hosts
 
         return run_hosts(script, options.hosts, devices=options.devices, servers=options.servers)
     environ = {**os.environ, **_variables(options)}
@@ -134,7 +134,7 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _run_over_ssh(options: argparse.Namespace, script: Script, rendezvous: Address | None) -> int:
-    from lockstep.launch.secure_shell import Shells, read_host_file, run_on_hosts
+    from lockstep.launch.launchers.secure_shell import Shells, read_host_file, run_on_hosts
 
     shells = Shells(
         command=tuple(shlex.split(options.ssh_command or "ssh")),

@@ -14,8 +14,8 @@ from pathlib import Path
 from rich.table import Table
 
 from lockstep.errors import OptionError, printable
-from lockstep.launch.peer import start_of
-from lockstep.train.rank_states import (
+from lockstep.launch.workers.process_state import start_of
+from lockstep.train.fault_tolerance.rank_states import (
     BAD_RECORD,
     DATA_EXHAUSTED,
     DEAD,
@@ -29,7 +29,7 @@ from lockstep.train.rank_states import (
     TOLD_TO_END,
     RankState,
 )
-from lockstep.train.run_record import NAME, Event, Fault, read_record
+from lockstep.train.fault_tolerance.run_record import NAME, Event, Fault, read_record
 from lockstep.units import format_seconds
 
 # Of the time of training: so much others have waited for a straggler, which has waited for few.

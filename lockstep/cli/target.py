@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from lockstep.errors import LockstepError, OptionError
-from lockstep.plan.schedules import SCHEDULES
+from lockstep.plan.pipeline.schedules import SCHEDULES
 from lockstep.proof.job import Job
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.hybrid import HybridStrategy

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from lockstep.cli.examination import HostReport
 from lockstep.errors import problem
-from lockstep.launch.network_measuring import HostSurvey, PairReport
+from lockstep.launch.health.network_measuring import HostSurvey, PairReport
 from lockstep.units import format_bytes, format_time, listed
 
 # What a process takes that has imported torch, and some room to train in.

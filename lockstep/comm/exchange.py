@@ -4,7 +4,7 @@ On one host it all lies in one region that all ranks map: the board; a line of l
 mark per rank, whether it has a gradient; rows that shares offer (statistics); the gradients of
 every group of parameters; and room for the mail between stages. One rank alone needs no region.
 
-On several hosts each has a region of its own (``comm.host_exchange``).
+On several hosts each has a region of its own (``comm.collectives.host_exchange``).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,20 +14,20 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.board import LINE_BYTES, Board, look_around_of
-from lockstep.comm.compressed_sums import CompressedSums, Residual
-from lockstep.comm.domain_sums import DomainSums, members_by_domain
-from lockstep.comm.early_sums import EarlySums
-from lockstep.comm.gradient_rows import GradientRows
-from lockstep.comm.gradient_spec import GradientSpec
-from lockstep.comm.gradients import Gradients, GroupGradients, OwnGradients
-from lockstep.comm.late_losses import LateLosses, LateTotal
-from lockstep.comm.process_group import ProcessGroups
-from lockstep.comm.shared_memory import SharedRegion, dense_stride
+from lockstep.comm.collectives.gradient_spec import GradientSpec
+from lockstep.comm.collectives.gradients import Gradients, GroupGradients, OwnGradients
+from lockstep.comm.collectives.late_losses import LateLosses, LateTotal
+from lockstep.comm.collectives.overlapped_reduce import OverlappedReduce
+from lockstep.comm.collectives.reduce_scatter import ReduceScatter, members_by_domain
+from lockstep.comm.collectives.shm_gradient_buffer import SharedGradientBuffer
+from lockstep.comm.compression.compressed_sums import CompressedSums, Residual
+from lockstep.comm.shared_memory.shared_region import SharedRegion, dense_stride
+from lockstep.comm.shared_memory.status_board import LINE_BYTES, StatusBoard, look_around_of
 from lockstep.comm.transport import Transport
+from lockstep.comm.transports.process_group import ProcessGroups
 from lockstep.errors import ModelError
-from lockstep.plan.compression import Compression
 from lockstep.plan.layout import align
+from lockstep.plan.program.compression import Compression
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Exchange:
         spec: ExchangeSpec,
         region: SharedRegion | None,
         *,
-        board: Board | None,
+        board: StatusBoard | None,
         rank: int,
         ranks_here: range | None = None,
         domains: Sequence[range] | None = None,
@@ -244,16 +244,16 @@ class Exchange:
         stride = dense_stride(torch.empty(shape, device="meta"))
         return self._region.tensor(offset, dtype, shape, stride)
 
-    def _open_rows(self, group: GroupSpec, offset: int) -> GradientRows:
+    def _open_rows(self, group: GroupSpec, offset: int) -> SharedGradientBuffer:
         assert self._region is not None
         here = group.rows_of(self._domain) or group.rows_of(self.ranks_here)
-        return GradientRows(group.gradients, self._region, offset, here, self._device)
+        return SharedGradientBuffer(group.gradients, self._region, offset, here, self._device)
 
-    def rows_of(self, number: int) -> GradientRows:
+    def rows_of(self, number: int) -> SharedGradientBuffer:
         """The rows of a group in this host's memory, as this rank sees them."""
         return self._gradient_rows[number]
 
-    def other_view(self, number: int) -> GradientRows:
+    def other_view(self, number: int) -> SharedGradientBuffer:
         """Another view of the same, for another thread."""
         return self._open_rows(self._spec.groups[number], self._spec.offsets()[3 + number])
 
@@ -285,9 +285,9 @@ class Exchange:
             )
         options["is_everywhere"] = [limit > 0 for limit in group.gradients.row_limits]
         if not group.gradients.num_buckets:
-            return DomainSums(rows, **options)
+            return ReduceScatter(rows, **options)
         buckets = [extent.bucket for extent in group.gradients.extents]
-        return EarlySums(rows, buckets=buckets, num_rows=len(group.row_ranks), **options)
+        return OverlappedReduce(rows, buckets=buckets, num_rows=len(group.row_ranks), **options)
 
     # --- what passes come to ---------------------------------------------------------------------
 

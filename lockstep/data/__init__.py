@@ -1,8 +1,8 @@
 """Global batches and their shares: where samples come from and in which order."""
 
+from lockstep.data.iterable.read_ahead import prefetch
+from lockstep.data.map_style.named_columns import columns
 from lockstep.data.mnist import load_mnist
-from lockstep.data.named_columns import columns
-from lockstep.data.read_ahead import prefetch
-from lockstep.data.sample_cache import cache
+from lockstep.data.records.sample_cache import cache
 
 __all__ = ["cache", "columns", "load_mnist", "prefetch"]

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.data.own_loss import OwnLoss
-from lockstep.data.sources import Constant, Source
-from lockstep.data.streams import Stream
+from lockstep.data.iterable.streams import Stream
+from lockstep.data.map_style.sources import Constant, Source
+from lockstep.data.model_loss import OwnLoss
 from lockstep.data.trees import Tree, map_leaves, map_tensors, tensors_of
 from lockstep.errors import DataError, ModelError, OptionError
 

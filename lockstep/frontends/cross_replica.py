@@ -5,7 +5,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from lockstep.loops.optimizer import TorchReplicaOptimizer
+from lockstep.custom_loops.optimizer import TorchReplicaOptimizer
 from lockstep.tracebacks import public_methods
 
 
@@ -41,6 +41,6 @@ class CrossReplicaOptimizer(TorchReplicaOptimizer):
         keras = sys.modules.get("keras")
         if keras is None or not isinstance(optimizer, keras.optimizers.Optimizer):
             return super().__new__(cls)
-        from lockstep.frontends.keras.replica_optimizer import KerasReplicaOptimizer
+        from lockstep.frontends.keras.optim.replica_optimizer import KerasReplicaOptimizer
 
         return KerasReplicaOptimizer(optimizer, model, **options)  # type: ignore[return-value]

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.data.batch_dims import BatchDims
-from lockstep.data.sources import Source, as_input_source, as_source
+from lockstep.data.map_style.sources import Source, as_input_source, as_source
 
 
 def plan_inputs(
@@ -29,8 +29,8 @@ def plan_inputs(
     """
     keras = sys.modules.get("keras")
     if keras is not None and isinstance(model, keras.Model):
-        from lockstep.frontends.keras.intake import samples_in
-        from lockstep.frontends.keras.layout import layout_of
+        from lockstep.frontends.keras.fit.data_adapter import samples_in
+        from lockstep.frontends.keras.fit.layout import layout_of
         from lockstep.frontends.keras.model import module_of
 
         layout = layout_of(dims)

@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from lockstep.launch.diagnostics import stack_of
+from lockstep.launch.health.diagnostics import stack_of
 
 _LOOK_AROUND_SECONDS = 0.02
 _PATIENCE_SECONDS = 2.0

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from lockstep.launch.diagnostics import show
+from lockstep.launch.health.diagnostics import show
 
 FIRST_NOTICE_SECONDS = 2.0
 

@@ -16,7 +16,7 @@ import socket
 import struct
 from typing import Any
 
-from lockstep.channel.waiting import LOOK_AROUND_SECONDS, LookAround, Stopwatch
+from lockstep.channel.polling import LOOK_AROUND_SECONDS, LookAround, Stopwatch
 from lockstep.cluster.place import Address
 from lockstep.launch.forks import give_up_in_forks
 

@@ -11,19 +11,19 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.comm.domain_sums import members_by_domain
+from lockstep.comm.collectives.reduce_scatter import members_by_domain
 from lockstep.comm.exchange import Exchange, ExchangeSpec, GroupSpec
-from lockstep.comm.group_mail import GroupMail
-from lockstep.comm.mail import MailCarrier, SharedMail
-from lockstep.comm.mail_channels import MailChannels
-from lockstep.comm.process_group import ProcessGroups
-from lockstep.parallel.engine import Endpoint
-from lockstep.parallel.exchange_layout import mail_specs
-from lockstep.parallel.model_passes import ModelPasses
+from lockstep.comm.p2p.interface import MailCarrier, SharedMail
+from lockstep.comm.p2p.process_group_p2p import GroupMail
+from lockstep.comm.p2p.tcp_p2p import MailChannels
+from lockstep.comm.transports.process_group import ProcessGroups
+from lockstep.parallel.data_parallel.model_passes import ModelPasses
+from lockstep.parallel.data_parallel.passes import Passes
+from lockstep.parallel.exchange.engine import Endpoint
+from lockstep.parallel.exchange.exchange_layout import mail_specs
 from lockstep.parallel.owned_group import OwnedGroup
-from lockstep.parallel.passes import Passes
-from lockstep.parallel.stage_mail import MailSpec, StageMail
-from lockstep.parallel.stage_passes import StagePasses
+from lockstep.parallel.pipeline.stage_mail import MailSpec, StageMail
+from lockstep.parallel.pipeline.stage_passes import StagePasses
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
 from lockstep.parallel.workload import Workload

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lockstep.parallel.partition import Partition
+from lockstep.parallel.pipeline.partition import Partition
 from lockstep.plan.spec import Plan
 
 

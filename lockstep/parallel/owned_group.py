@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep.comm.collectives.gradients import cut_piece
 from lockstep.comm.exchange import GroupSpec
-from lockstep.comm.gradients import cut_piece
 from lockstep.parallel.update import BoundPiece
 from lockstep.plan.layout import Piece
 

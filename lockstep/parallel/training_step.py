@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import SupportsFloat
 
 from lockstep.comm.exchange import ShareTotals
-from lockstep.parallel.losses import Sums
-from lockstep.parallel.passes import Run
+from lockstep.parallel.data_parallel.passes import Run
+from lockstep.parallel.loss.share_losses import Sums
 
 
 @dataclass(frozen=True, kw_only=True)

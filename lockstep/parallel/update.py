@@ -1,6 +1,7 @@
 """What a Worker asks of an optimizer: to step on pieces of parameters, with slots by name.
 
-The engine's own optimizers are one implementation (``train.updaters``); a front end brings its own.
+The engine's own optimizers are one implementation (``train.optim.updaters``); a front end brings
+its own.
 """
 
 from abc import ABC, abstractmethod
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.gradients import TensorSpec
+from lockstep.comm.collectives.gradients import TensorSpec
 from lockstep.plan.layout import Extent, Piece, elementwise_slices, whole_parameters
 
 # Slots of one parameter: exp_avg, momentum_buffer, step, ...; tensors and plain numbers.
@@ -147,7 +148,7 @@ class Updater(ABC):
         return []
 
     def state(self) -> dict[str, Any]:
-        """The parts of a ``train.training_state.TrainingState`` that it knows, by name; no copies.
+        """The parts of a ``TrainingState`` that it knows, by name; no copies.
 
         They are what the front end's optimizer knows, and what is kept beside it.
         """

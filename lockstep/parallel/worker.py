@@ -1,14 +1,14 @@
 """The Worker: one rank's part of a Plan, run on real tensors.
 
-A training step is the rank's program (``plan.lowering``), action by action: passes over shares of
-the batch, which ``parallel.passes`` runs, and then
+A training step is the rank's program (``plan.program.lowering``), action by action: passes over
+shares of the batch, which ``parallel.data_parallel.passes`` runs, and then
 
     REDUCE  wait for all ranks; sum the gradients of the pieces that this rank updates
     STEP    update these pieces
     SYNC    wait until every rank has updated its own
 
-What trains, evaluates and predicts with a Worker (``train.fit_task``, ``train.tasks``) knows
-nothing of how the Plan divides the model.
+What trains, evaluates and predicts with a Worker (``train.fit.fit_task``, ``train.fit.tasks``)
+knows nothing of how the Plan divides the model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,26 +18,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.comm.collectives.gradients import Gradients, cut_piece
 from lockstep.comm.exchange import Exchange
-from lockstep.comm.gradients import Gradients, cut_piece
-from lockstep.data.read_ahead import Read
-from lockstep.data.sources import Batch, Source
+from lockstep.data.iterable.read_ahead import Read
+from lockstep.data.map_style.sources import Batch, Source
 from lockstep.data.trees import Tree
 from lockstep.errors import NonFiniteError
-from lockstep.parallel.device_store import Mirror, Mirrors
-from lockstep.parallel.gradient_rules import GradientJudge
-from lockstep.parallel.loss_rules import check_used, refuses, unequal_scale
-from lockstep.parallel.losses import Sums
+from lockstep.parallel.data_parallel.gradient_rules import GradientJudge
+from lockstep.parallel.data_parallel.passes import Observe, Passes, Run, StepBatch, Take
+from lockstep.parallel.loss.loss_rules import check_used, refuses, unequal_scale
+from lockstep.parallel.loss.share_losses import Sums
+from lockstep.parallel.loss.whole_batch import SharePart
 from lockstep.parallel.owned_group import OwnedGroup
-from lockstep.parallel.passes import Observe, Passes, Run, StepBatch, Take
-from lockstep.parallel.store import copy_to_views
+from lockstep.parallel.storage.device_store import Mirror, Mirrors
+from lockstep.parallel.storage.store import copy_to_views
 from lockstep.parallel.training_step import StepResult, TrainingStep
 from lockstep.parallel.update import PieceSlots
-from lockstep.parallel.whole_batch import SharePart
 from lockstep.parallel.workload import Workload
 from lockstep.plan.devices import is_cpu
-from lockstep.plan.lowering import leaves_a_rank_idle
-from lockstep.plan.program import (
+from lockstep.plan.program.lowering import leaves_a_rank_idle
+from lockstep.plan.program.rank_program import (
     Action,
     Backward,
     BackwardInput,
@@ -165,7 +165,7 @@ class Worker:
         with self.passes.in_turn(batch.turn):
             try:
                 return self._train(begun())
-            except _GuessError:
+            except _UnknownReductionError:
                 self.passes.restore_buffers()
                 self.passes.take_whole()
                 self.exchange.end_step()  # all have seen it
@@ -205,7 +205,7 @@ class Worker:
         needs_totals = self._rules.on_nonfinite != "ignore"
         now.totals = self.exchange.collect(batch.num_filled, needs_totals=needs_totals)
         if now.totals.is_guess:
-            raise _GuessError
+            raise _UnknownReductionError
         self.passes.check_side_effects()
         batch.end_observing()
         if now.totals.is_refused:
@@ -454,7 +454,7 @@ class Worker:
         self.passes.abandon()
 
 
-class _GuessError(Exception):
+class _UnknownReductionError(Exception):
     """What a share's loss weighs, nobody knows: the step is made once more, otherwise."""
 
 
@@ -462,7 +462,7 @@ _NO_SPAN = nullcontext()
 
 
 def span(*parts: object) -> AbstractContextManager[Any]:
-    """Shows as a block of that name where a trace is taken (``train.tracing``), else nothing."""
+    """A block of that name in a trace (``train.fit.tracing``), if one is taken."""
     if torch._C._autograd._profiler_enabled():
         return torch.profiler.record_function(" ".join(map(str, parts)))
     return _NO_SPAN

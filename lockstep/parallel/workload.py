@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
-from lockstep.parallel.gradient_rules import GradientRules
+from lockstep.parallel.data_parallel.gradient_rules import GradientRules
+from lockstep.parallel.data_parallel.step_functions import StepFunction
 from lockstep.parallel.groups import ParameterGroup
-from lockstep.parallel.losses import LossAdapter
-from lockstep.parallel.partition import Partition
-from lockstep.parallel.step_functions import StepFunction
+from lockstep.parallel.loss.share_losses import LossAdapter
+from lockstep.parallel.pipeline.partition import Partition
 from lockstep.parallel.update import Updater
 from lockstep.plan.spec import Plan
 

@@ -1,5 +1,5 @@
 """What goes where, as pure data: no torch, no process, no clock."""
 
-from lockstep.plan.simulation import Timeline, simulate
+from lockstep.plan.pipeline.simulation import Timeline, simulate
 
 __all__ = ["Timeline", "simulate"]

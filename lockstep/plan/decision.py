@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from lockstep.errors import PlanError, Problems
-from lockstep.plan.averaging import AveragedUpdate, Record
-from lockstep.plan.compression import Compression
+from lockstep.plan.makers.averaging import AveragedUpdate, Record
+from lockstep.plan.program.compression import Compression
 from lockstep.plan.shares import replica_of_share, shares_of_replica
 
 PLAN_VERSION = 1
@@ -187,7 +187,7 @@ class Pipeline(Record, frozen=True, kw_only=True):
     """A model in stages.
 
     Attributes:
-        schedule: the order of the passes; see ``plan.schedules``.
+        schedule: the order of the passes; see ``plan.pipeline.schedules``.
         stages: in the order of the model's layers.
     """
 

@@ -19,7 +19,7 @@ from lockstep.errors import DeviceError, OptionError, Problems
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.decision import ProcessGroup
 from lockstep.plan.devices import is_cpu, kind_of
-from lockstep.plan.makers import Maker, Wrapping
+from lockstep.plan.makers.data_parallel import Maker, Wrapping
 from lockstep.plan.spec import Plan
 
 # The backend that moves what lies on devices of a kind. gloo moves what lies in host memory, and

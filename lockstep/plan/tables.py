@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import (
     Decision,
     LayerPlacement,
@@ -17,6 +16,7 @@ from lockstep.plan.decision import (
     ServedUpdate,
     Stage,
 )
+from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.units import format_bytes, format_count, format_time
 
 _MOST_LAYERS = 40

@@ -1,7 +1,7 @@
 """The loss of a whole batch, as the reference understands what a loss function returns.
 
-Written apart from ``parallel.losses`` on purpose: a misunderstanding there must not be repeated
-here. It needs no denominators of shares, so it says what is meant in a few lines:
+Written apart from ``parallel.loss.share_losses`` on purpose: a misunderstanding there must not be
+repeated here. It needs no denominators of shares, so it says what is meant in a few lines:
 
 - a scalar is the mean, exactly as the function computed it;
 - values of shape (n,) are averaged, weighted by ``sample_weight`` where the data has one;
@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.data.own_loss import OwnLoss
-from lockstep.data.sources import Batch
+from lockstep.data.map_style.sources import Batch
+from lockstep.data.model_loss import OwnLoss
 from lockstep.errors import LossError
 
 _CLASS_LOSSES = (F.cross_entropy, F.nll_loss)

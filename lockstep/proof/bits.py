@@ -18,14 +18,22 @@ from typing import Any
 import torch
 
 from lockstep.cluster.place import Reach
-from lockstep.parallel.module_watch import GRADIENT, INPUT, OUTPUT, Flip, Look, Noted, Spot
-from lockstep.plan.averaging import AveragedUpdate
-from lockstep.plan.makers import Maker, Mirrored, SingleDevice
+from lockstep.parallel.debug.module_watch import (
+    GRADIENT,
+    INPUT,
+    OUTPUT,
+    Flip,
+    Noted,
+    Spot,
+    WatchedSteps,
+)
+from lockstep.plan.makers.averaging import AveragedUpdate
+from lockstep.plan.makers.data_parallel import Maker, Mirrored, SingleDevice
 from lockstep.plan.spec import Plan
+from lockstep.proof.compare_run import Trial, fit_steps, make_trainer
 from lockstep.proof.job import copy_job
-from lockstep.proof.two_sides import Trial, fit_steps, make_trainer
-from lockstep.train.conductor import Snapshot
-from lockstep.train.job_context import DEFAULT_TIMEOUT_SECONDS, StrategyLike
+from lockstep.train.callbacks.driver import Snapshot
+from lockstep.train.runtime.job_context import DEFAULT_TIMEOUT_SECONDS, StrategyLike
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +99,7 @@ _SAID = {
 class _Recorder:
     """Digests of all that a training computes, in the order of computation."""
 
-    def __init__(self, look: Look) -> None:
+    def __init__(self, look: WatchedSteps) -> None:
         self.look = look
         self.prints: _Prints = {}
         self.values: list[tuple[int, Spot]] = []  # what ranks have computed in the last step
@@ -224,7 +232,7 @@ class BitsProof:
         is_double = all(one.dtype == torch.float64 for one in own.model.parameters())
         precision = "fp64" if is_double else "fp32"
         trainer = make_trainer(own, strategy, precision, self.trial.seed)
-        recorder = _Recorder(Look(steps=range(self.trial.steps), flip=flip))
+        recorder = _Recorder(WatchedSteps(steps=range(self.trial.steps), flip=flip))
 
         def on_snapshot(snapshot: Snapshot) -> None:
             recorder.begin(trainer.plan)

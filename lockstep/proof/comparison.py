@@ -22,7 +22,7 @@ import torch
 
 from lockstep.parallel.update import PieceSlots
 from lockstep.proof.reference import Record
-from lockstep.train.conductor import Snapshot
+from lockstep.train.callbacks.driver import Snapshot
 
 TOLERANCE = 1e-12
 

@@ -17,9 +17,9 @@ from torch import nn, optim
 from lockstep.data.batch_dims import BatchDims
 from lockstep.errors import ModelError, OptionError, Problems
 from lockstep.options import is_count
-from lockstep.parallel.loss_options import check_loss
-from lockstep.parallel.serialization import optimizer_contents, rebuild_optimizer
-from lockstep.parallel.store import move_model
+from lockstep.parallel.loss.loss_options import check_loss
+from lockstep.parallel.storage.store import move_model
+from lockstep.parallel.transfer.serialization import optimizer_contents, rebuild_optimizer
 
 
 @dataclass(frozen=True)

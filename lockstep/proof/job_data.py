@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from lockstep.data.batch_dims import BatchDims
-from lockstep.data.excerpts import first_samples
+from lockstep.data.iterable.streams import Stream, as_stream
+from lockstep.data.map_style.samples import first_samples
+from lockstep.data.map_style.sources import Source, as_source
 from lockstep.data.order import batch_bounds, epoch_order, kept_streams, seed_streams
-from lockstep.data.sources import Source, as_source
-from lockstep.data.streams import Stream, as_stream
 from lockstep.proof.job import Job
 from lockstep.proof.reference import DataOfBatch
 

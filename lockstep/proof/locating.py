@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.parallel.module_watch import GRADIENT, INPUT, Noted, Spot
+from lockstep.parallel.debug.module_watch import GRADIENT, INPUT, Noted, Spot
 from lockstep.proof import comparison
 from lockstep.proof.comparison import Comparison, distance, norm_of
-from lockstep.train.conductor import Snapshot
+from lockstep.train.callbacks.driver import Snapshot
 
 _DROPOUTS = (
     nn.Dropout,

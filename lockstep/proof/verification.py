@@ -1,7 +1,7 @@
 """``lockstep.verify``: train a job under a strategy and, beside it, with a plain loop.
 
-The two go step by step (``proof.two_sides``), and a proof costs about one plain step more per step,
-in float64. Where they differ, it is measured what rounding alone can do to this training
+The two go step by step (``proof.compare_run``), and a proof costs about one plain step more per
+step, in float64. Where they differ, it is measured what rounding alone can do to this training
 (``proof.conditioning``); what differs by more is made once more, to see in which module it begins
 (``proof.locating``).
 
@@ -19,19 +19,19 @@ from lockstep.accelerators import rank_device
 from lockstep.data.order import kept_streams
 from lockstep.errors import LockstepError, ModelError, OptionError, Problems
 from lockstep.options import check_count, check_seed
-from lockstep.parallel.module_watch import Look
+from lockstep.parallel.debug.module_watch import WatchedSteps
 from lockstep.plan.spec import Plan
 from lockstep.proof.bits import BitsProof, Verdict
+from lockstep.proof.compare_run import Trial, TwoSides, make_reference
 from lockstep.proof.comparison import KINDS, TOLERANCE, Comparison
 from lockstep.proof.conditioning import Conditioning, measure
 from lockstep.proof.job import Job
 from lockstep.proof.job_data import data_of
 from lockstep.proof.locating import Cause, locate, not_repeated
 from lockstep.proof.report import Report, first_of, make_report
-from lockstep.proof.two_sides import Trial, TwoSides, make_reference
 from lockstep.tracebacks import leaving
-from lockstep.train.checks import check_strategy
-from lockstep.train.job_context import StrategyLike
+from lockstep.train.runtime.job_context import StrategyLike
+from lockstep.train.validation.checks import check_strategy
 
 
 def verify_job(
@@ -128,7 +128,7 @@ def _cause(trial: Trial, first: Comparison | None, conditioning: Conditioning) -
     """Make the steps up to the first difference once more, and look at the modules in it."""
     if first is None:
         return None
-    look = Look(steps=range(first.step, first.step + 1))
+    look = WatchedSteps(steps=range(first.step, first.step + 1))
     sides = TwoSides(trial, look)
     try:
         sides.run(first.step + 1)

@@ -11,7 +11,7 @@ from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Reach
 from lockstep.errors import OptionError
 from lockstep.options import unknown_argument
-from lockstep.plan.makers import Maker
+from lockstep.plan.makers.data_parallel import Maker
 from lockstep.plan.spec import Plan
 from lockstep.strategies.distribute_names import missing
 from lockstep.tracebacks import public_methods
@@ -93,7 +93,7 @@ class Strategy(ABC):
             )
         import torch
 
-        from lockstep.train.planning import Planning
+        from lockstep.train.runtime.planning import Planning
 
         with torch.inference_mode(False):  # to be trained, it is traced with gradients
             return Planning(module, dims).plan(maker, precision, samples, batch_size)[0]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from lockstep.errors import Problems
 from lockstep.options import is_count
-from lockstep.plan.compression import Compression, check_carrier, find_compression
+from lockstep.plan.program.compression import Compression, check_carrier, find_compression
 from lockstep.strategies.pipeline import StagedStrategy, check_counts
 from lockstep.tracebacks import public_methods
 

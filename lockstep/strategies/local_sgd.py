@@ -10,14 +10,14 @@ from lockstep.cluster.environment import find_devices, find_place
 from lockstep.cluster.place import Reach
 from lockstep.errors import DeviceError, OptionError, Problems
 from lockstep.options import check_choice, check_flag, check_timeout
-from lockstep.plan.averaging import AveragedUpdate, Every, Nesterov, is_every
-from lockstep.plan.compressed import compressed
-from lockstep.plan.compression import Compression, find_compression
 from lockstep.plan.devices import device_names
-from lockstep.plan.makers import LocalSteps, Maker
-from lockstep.plan.many_hosts import MirroredHosts
-from lockstep.plan.pipelines import Pipelined, PipelinesOnHosts
-from lockstep.plan.schedules import SCHEDULES
+from lockstep.plan.makers.averaging import AveragedUpdate, Every, Nesterov, is_every
+from lockstep.plan.makers.compressed import compressed
+from lockstep.plan.makers.data_parallel import LocalSteps, Maker
+from lockstep.plan.makers.many_hosts import MirroredHosts
+from lockstep.plan.pipeline.pipelines import Pipelined, PipelinesOnHosts
+from lockstep.plan.pipeline.schedules import SCHEDULES
+from lockstep.plan.program.compression import Compression, find_compression
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import check_format
 from lockstep.strategies.multi_worker import check_number, num_replicas

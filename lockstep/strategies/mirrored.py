@@ -9,7 +9,7 @@ from lockstep.errors import OptionError, Problems
 from lockstep.options import check_count, check_timeout
 from lockstep.plan.devices import Devices, check_devices, device_names
 from lockstep.plan.engines import backend_for, check_engine, check_leave, over
-from lockstep.plan.makers import Maker, Mirrored
+from lockstep.plan.makers.data_parallel import Maker, Mirrored
 from lockstep.strategies.base import Strategy
 from lockstep.tracebacks import public_methods
 

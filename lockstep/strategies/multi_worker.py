@@ -5,11 +5,11 @@ from dataclasses import replace
 from lockstep.cluster.place import Reach
 from lockstep.errors import DeviceError, OptionError, Problems
 from lockstep.options import check_positive, check_timeout, is_count
-from lockstep.plan.compressed import compressed
-from lockstep.plan.compression import Compression, check_carrier, find_compression
 from lockstep.plan.engines import check_engine, over
-from lockstep.plan.makers import Maker
-from lockstep.plan.many_hosts import DEFAULT_GBIT_PER_SECOND, MirroredHosts
+from lockstep.plan.makers.compressed import compressed
+from lockstep.plan.makers.data_parallel import Maker
+from lockstep.plan.makers.many_hosts import DEFAULT_GBIT_PER_SECOND, MirroredHosts
+from lockstep.plan.program.compression import Compression, check_carrier, find_compression
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import check_format, check_shares
 from lockstep.tracebacks import public_methods
@@ -107,7 +107,7 @@ def check_number(name: str, devices: object) -> None:
 
 def num_replicas(maker: MirroredHosts, timeout_seconds: float, *, on_cores: bool = False) -> int:
     """Replicas of all hosts; see ``num_replicas_in_sync``."""
-    from lockstep.train.hosts import find_cluster, find_num_ranks
+    from lockstep.train.multihost.hosts import find_cluster, find_num_ranks
 
     num_ranks = find_num_ranks()
     if num_ranks is not None:

@@ -9,9 +9,9 @@ from lockstep.errors import OptionError, Problems
 from lockstep.options import check_count, check_timeout, is_count
 from lockstep.plan.decision import ServedUpdate
 from lockstep.plan.devices import device_names
-from lockstep.plan.makers import Maker
-from lockstep.plan.many_hosts import MirroredHosts
-from lockstep.plan.served import Served
+from lockstep.plan.makers.data_parallel import Maker
+from lockstep.plan.makers.many_hosts import MirroredHosts
+from lockstep.plan.makers.parameter_servers import Served
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import check_format
 from lockstep.strategies.multi_worker import num_replicas

@@ -7,13 +7,13 @@ from typing import Any, TypeGuard
 from lockstep.cluster.place import Reach
 from lockstep.errors import OptionError, Problems
 from lockstep.options import check_choice, check_count, check_timeout
-from lockstep.plan.compressed import compressed
-from lockstep.plan.compression import Compression
 from lockstep.plan.devices import check_devices
 from lockstep.plan.engines import check_engine, check_leave, over
-from lockstep.plan.makers import Maker
-from lockstep.plan.pipelines import Pipelined
-from lockstep.plan.schedules import SCHEDULES
+from lockstep.plan.makers.compressed import compressed
+from lockstep.plan.makers.data_parallel import Maker
+from lockstep.plan.pipeline.pipelines import Pipelined
+from lockstep.plan.pipeline.schedules import SCHEDULES
+from lockstep.plan.program.compression import Compression
 from lockstep.strategies.base import Strategy
 from lockstep.tracebacks import public_methods
 

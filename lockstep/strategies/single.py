@@ -2,7 +2,7 @@
 
 from lockstep.cluster.place import Reach
 from lockstep.plan.devices import check_devices
-from lockstep.plan.makers import Maker, SingleDevice
+from lockstep.plan.makers.data_parallel import Maker, SingleDevice
 from lockstep.strategies.base import Strategy
 from lockstep.tracebacks import public_methods
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 from lockstep.errors import OptionError
-from lockstep.parallel.torch_losses import ClassLoss
+from lockstep.parallel.loss.torch_losses import ClassLoss
 from lockstep.units import listed
 
 _LOSSES: dict[str, Callable[[], nn.Module]] = {
@@ -125,7 +125,7 @@ def _accuracy(loss: Any) -> Any:
     forward = getattr(type(loss), "forward", None) if isinstance(loss, nn.Module) else loss
     of_logits = forward in (nn.BCEWithLogitsLoss.forward, F.binary_cross_entropy_with_logits)
     if of_logits or forward in (nn.BCELoss.forward, F.binary_cross_entropy):
-        from lockstep.train.binary_accuracy import BinaryAccuracy
+        from lockstep.train.logging.binary_accuracy import BinaryAccuracy
 
         return BinaryAccuracy(of_logits=of_logits)
     raise OptionError(

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from torch import nn
 
 from lockstep.data.batch_dims import BatchDims
-from lockstep.data.sources import Source
+from lockstep.data.map_style.sources import Source
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import DataError, OptionError
-from lockstep.parallel.blank import allocate, build_on_meta, check_on_meta
-from lockstep.train.checks import prepare_model
-from lockstep.train.feeding import SharedStream
+from lockstep.parallel.storage.meta_init import allocate, build_on_meta, check_on_meta
+from lockstep.train.input.stream_broadcast import SharedStream
 from lockstep.train.scope import current_dims
+from lockstep.train.validation.checks import prepare_model
 
 
 def made_models(

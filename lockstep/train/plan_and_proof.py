@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from lockstep.data.sources import joined
+from lockstep.data.map_style.sources import joined
 from lockstep.errors import OptionError
-from lockstep.launch.failure import ending_with
+from lockstep.launch.health.failure import ending_with
 from lockstep.options import checks_names
 from lockstep.plan.spec import Plan
 from lockstep.tracebacks import public_methods
-from lockstep.train.checks import check_counts
-from lockstep.train.feeding import sample_of
-from lockstep.train.fitting import FittingRunner
-from lockstep.train.intake import DEFAULT_BATCH_SIZE, Wish, take_in
+from lockstep.train.fit.fitting import FittingRunner
+from lockstep.train.input.data_adapter import DEFAULT_BATCH_SIZE, DataOptions, adapt_data
+from lockstep.train.input.stream_broadcast import sample_of
+from lockstep.train.validation.checks import check_counts
 from lockstep.units import listed
 
 
@@ -44,14 +44,14 @@ class ProvingRunner(FittingRunner):
             The Plan for this host: ``print(plan)`` shows it.
         """
         (batch_size,) = check_counts({"batch_size": batch_size})
-        wish = Wish(name="data", batch_size=batch_size, seed=self.seed, dims=self._dims)
+        wish = DataOptions(name="data", batch_size=batch_size, seed=self.seed, dims=self._dims)
         maker = self._maker()
-        feed = take_in(joined(data, y, None), wish)
+        feed = adapt_data(joined(data, y, None), wish)
         with ending_with(feed.close), torch.inference_mode(False):
             maker.check_batch_size(feed.batch_size)
             samples = sample_of(feed.source)
             plan, _ = self._planning.plan(maker, self.precision, samples, feed.batch_size)
-            return self._recipe.plan(plan)
+            return self._update_config.plan(plan)
 
     @checks_names
     def verify(
@@ -94,7 +94,7 @@ class ProvingRunner(FittingRunner):
                 fix="Give the Trainer one: lockstep.MirroredStrategy(devices=2), for example.",
             )
         self._check_trainable()
-        if self._recipe.train_step is None:
+        if self._update_config.train_step is None:
             self._need_loss("verify")
         self._initialize()
         job = public.Job(

@@ -13,45 +13,50 @@ from typing import Any, Literal
 import torch
 from torch import nn, optim
 
-from lockstep.data.bad_records import OnBadRecord
 from lockstep.data.batch_dims import BatchDims
-from lockstep.data.sources import as_input_source, joined
+from lockstep.data.map_style.sources import as_input_source, joined
+from lockstep.data.records.bad_records import OnBadRecord
 from lockstep.data.trees import Tree, concatenate, map_tensors
-from lockstep.launch.failure import ending_with
+from lockstep.launch.health.failure import ending_with
 from lockstep.options import checks_names
-from lockstep.parallel.gradient_rules import OnNonFinite
-from lockstep.parallel.loss_options import adapt_loss
+from lockstep.parallel.data_parallel.gradient_rules import OnNonFinite
+from lockstep.parallel.loss.loss_options import adapt_loss
 from lockstep.tracebacks import public_methods
-from lockstep.train.batch_size import BatchSizeSearch
+from lockstep.train.batch_size_search.batch_size import BatchSizeSearch
 from lockstep.train.by_name import loss_named, metrics_named, optimizer_named
-from lockstep.train.callbacks import Callback, Logs
-from lockstep.train.checkpoints import Checkpoint
-from lockstep.train.checks import (
+from lockstep.train.callbacks.callback import Callback, Logs
+from lockstep.train.callbacks.driver import TaskDriver
+from lockstep.train.callbacks.interrupt import held_termination
+from lockstep.train.checkpointing.checkpoints import Checkpoint
+from lockstep.train.fit.fitting import FitRequest
+from lockstep.train.fit.tasks import EvaluateTask, PredictTask
+from lockstep.train.history import History
+from lockstep.train.input.data_adapter import (
+    DEFAULT_BATCH_SIZE,
+    DataOptions,
+    DataPipeline,
+    adapt_data,
+)
+from lockstep.train.input.stream_broadcast import sample_of
+from lockstep.train.logging.metrics import Metrics
+from lockstep.train.model_making import check_scope, made_models, shaped_inputs
+from lockstep.train.optim.learning_rates import make_schedule
+from lockstep.train.optim.optimizers import Optimizers, make_optimizers
+from lockstep.train.optim.rate_rules import rule_of
+from lockstep.train.optim.update_config import AnyUpdater, UpdateConfig
+from lockstep.train.optim.wrapped_updaters import EMA
+from lockstep.train.plan_and_proof import ProvingRunner
+from lockstep.train.preloadable_modules import known_modules
+from lockstep.train.representation import describe
+from lockstep.train.runtime.job_context import JobContext, StrategyLike
+from lockstep.train.scope import current_strategy
+from lockstep.train.validation.checks import (
     check_arguments,
     check_counts,
     check_names,
     check_targets,
     log_names,
 )
-from lockstep.train.conductor import Conductor
-from lockstep.train.describing import describe
-from lockstep.train.feeding import sample_of
-from lockstep.train.fitting import FitRequest
-from lockstep.train.history import History
-from lockstep.train.intake import DEFAULT_BATCH_SIZE, Feed, Wish, take_in
-from lockstep.train.interrupt import held_termination
-from lockstep.train.job_context import JobContext, StrategyLike
-from lockstep.train.known_modules import known_modules
-from lockstep.train.learning_rates import make_schedule
-from lockstep.train.metrics import Metrics
-from lockstep.train.model_making import check_scope, made_models, shaped_inputs
-from lockstep.train.optimizers import Optimizers, make_optimizers
-from lockstep.train.plan_and_proof import ProvingRunner
-from lockstep.train.rate_rules import rule_of
-from lockstep.train.recipe import AnyUpdater, Recipe
-from lockstep.train.scope import current_strategy
-from lockstep.train.tasks import EvaluateTask, PredictTask
-from lockstep.train.wrapped_updaters import EMA
 
 
 @public_methods
@@ -152,7 +157,7 @@ class Trainer(ProvingRunner):
         check_arguments(
             model, loss, loss_weights, strategy, precision, seed, deterministic, callbacks
         )
-        recipe = Recipe(
+        update_config = UpdateConfig(
             precision=precision,
             clip_norm=clip_norm,
             clip_value=clip_value,
@@ -173,7 +178,7 @@ class Trainer(ProvingRunner):
                 meta_model=meta_model,
                 job_context=JobContext(strategy),
                 strategy=strategy,
-                recipe=recipe,
+                update_config=update_config,
                 precision=precision,
                 seed=seed,
                 dims=dims,
@@ -218,15 +223,15 @@ class Trainer(ProvingRunner):
 
     def log_names(self) -> list[str]:
         """Names of the values that an epoch may have in the history, with validation or without."""
-        names = log_names(self._loss, self.metrics, self._recipe, has_validation=True)
+        names = log_names(self._loss, self.metrics, self._update_config, has_validation=True)
         rates = [] if self.schedule is None else ["lr"]
-        skipped = ["skipped_steps"] if self._recipe.rules.on_nonfinite == "skip" else []
+        skipped = ["skipped_steps"] if self._update_config.rules.on_nonfinite == "skip" else []
         return [*names, *rates, *skipped]
 
     @property
     def loss_scale(self) -> float | None:
         """By how much losses are scaled at present, with ``precision="fp16-mixed"``."""
-        scale = self._recipe.rules.loss_scale
+        scale = self._update_config.rules.loss_scale
         return None if scale is None else scale.scale
 
     @checks_names
@@ -296,7 +301,8 @@ class Trainer(ProvingRunner):
             record: folder for a record of the run, ``record.jsonl``, from which ``lockstep doctor``
                 tells what has gone wrong; None is the checkpoint's, or that which
                 ``LOCKSTEP_RECORD`` names, or none.
-            on_snapshot: called with a ``train.conductor.Snapshot`` after every step: gradients,
+            on_snapshot: called with a ``train.callbacks.driver.Snapshot`` after every step:
+            gradients,
                 every rank's state and the optimizer's slots. For proofs; slow. Its attribute
                 ``look``, if it has one, says of which steps modules' values are to be noted.
 
@@ -359,14 +365,14 @@ class Trainer(ProvingRunner):
     def _evaluate(self, data: Any, batch_size: int | None) -> Logs:
         (batch_size,) = check_counts({"batch_size": batch_size})
         loss = self._need_loss("evaluate")
-        wish = Wish(
+        wish = DataOptions(
             name="data",
             batch_size=batch_size,
             seed=self.seed,
             is_read_here=self._is_chief,
             dims=self._dims,
         )
-        feed = self._job_context.agreed_feed(take_in(data, wish))
+        feed = self._job_context.agreed_feed(adapt_data(data, wish))
         check_targets(sample_of(feed.source), loss, self.metrics)
         # Within a fit, the user's metrics are busy with the training data.
         metrics = self.metrics.for_validation
@@ -379,7 +385,7 @@ class Trainer(ProvingRunner):
         )
         self._tell_callbacks("on_test_begin")
         with ending_with(feed.close):
-            logs: Logs = self._run(task, loss, None, Conductor(), feed.batch_size)
+            logs: Logs = self._run(task, loss, None, TaskDriver(), feed.batch_size)
         logs = self._job_context.from_chief(logs)
         self._tell_callbacks("on_test_end", logs)
         return logs
@@ -401,7 +407,7 @@ class Trainer(ProvingRunner):
 
     def _predict_all(self, inputs: Any, batch_size: int | None) -> Tree:
         (batch_size,) = check_counts({"batch_size": batch_size})
-        wish = Wish(
+        wish = DataOptions(
             name="inputs",
             batch_size=batch_size,
             seed=self.seed,
@@ -409,7 +415,7 @@ class Trainer(ProvingRunner):
             is_read_here=self._is_chief,
             dims=self._dims,
         )
-        feed = self._job_context.agreed_feed(take_in(inputs, wish))
+        feed = self._job_context.agreed_feed(adapt_data(inputs, wish))
         self._tell_callbacks("on_predict_begin")
         with ending_with(feed.close):
             outputs = self._predict_none(feed) if feed.num_steps == 0 else self._predict(feed)
@@ -437,23 +443,23 @@ class Trainer(ProvingRunner):
 
     def _make_updater(self) -> AnyUpdater:
         changes_by_step = self.schedule is not None and self.schedule.every == "step"
-        return self._recipe.updater(
+        return self._update_config.updater(
             self.optimizer,
             self.model,
             changes_by_step=changes_by_step,
             has_outer=self._maker().outer is not None,
         )
 
-    def _predict(self, feed: Feed) -> Tree:
+    def _predict(self, feed: DataPipeline) -> Tree:
         task = PredictTask(source=feed.source, batch_size=feed.batch_size)
-        parts = self._run(task, None, None, Conductor(), feed.batch_size)
+        parts = self._run(task, None, None, TaskDriver(), feed.batch_size)
         return self._job_context.from_chief(concatenate(parts) if self._is_chief else None)
 
-    def _predict_none(self, feed: Feed) -> Tree:
+    def _predict_none(self, feed: DataPipeline) -> Tree:
         """No samples: outputs of the right kind and shape, found with one made-up sample."""
         made_up = map_tensors(
             lambda tensor: tensor.new_zeros(1, *tensor.shape[1:]), shaped_inputs(feed.source)
         )
         source = as_input_source(made_up, name="inputs")
-        outputs = self._predict(Feed(source=source, batch_size=1, num_steps=1))
+        outputs = self._predict(DataPipeline(source=source, batch_size=1, num_steps=1))
         return map_tensors(lambda tensor: tensor[:0], outputs)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from lockstep.plan.spec import Plan
-from lockstep.train.conductor import Place
+from lockstep.train.callbacks.driver import Place
 from lockstep.train.history import History
 
 
@@ -77,7 +77,7 @@ class TrainerProtocol(Protocol):
     def load_state_dict(self, state: Any) -> None:
         """Go on from a state."""
 
-    def stand_at(self, place: Place | None, history: History) -> None:
+    def record_position(self, place: Place | None, history: History) -> None:
         """Callbacks are called there next."""
 
     def averaged(self) -> AbstractContextManager[None]:

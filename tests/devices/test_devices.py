@@ -16,7 +16,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import DeviceError, OptionError, WorkerError
-from lockstep.parallel.device_memory import noting_shortage
+from lockstep.parallel.storage.device_memory import noting_shortage
 from tests.devices.found import ACCELERATORS, KIND, ranks_on_devices
 from tests.faults.jobs import helpers_of
 

@@ -11,8 +11,8 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[2] / "bench"))  # where its own launcher starts it
 import host_faults
 
-from lockstep.train import pace
-from lockstep.train.state_transfer import StateSender
+from lockstep.train.checkpointing.state_transfer import StateSender
+from lockstep.train.fault_tolerance import overhead_budget
 
 TORN = "LOCKSTEP_TEST_TORN"
 _NUM_WHOLE = 2  # that come before: the beginning's, and one
@@ -41,7 +41,7 @@ def break_off_once(mark: Path) -> None:
 
 
 if __name__ == "__main__":
-    pace.PART = 1e9
+    overhead_budget.PART = 1e9
     if TORN in os.environ:
         break_off_once(Path(sys.argv[2]) / "torn")
     host_faults.main(sys.argv[1:])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.launch import peer
+from lockstep.launch.workers import process_state
 from tests.launching import be_strict
 
 STEPS = 4  # of an epoch
@@ -117,7 +117,7 @@ def main() -> None:
     special = {"error": fail, "compute": compute}.get(how) if host == 1 else None
     trainer = make(timeout, engine or None, special)
     if how == "compute":
-        peer.STOPPED_SECONDS = MOST_STOPPED_SECONDS
+        process_state.STOPPED_SECONDS = MOST_STOPPED_SECONDS
     if how == "absent" and host == 1:
         tell("HERE")
         time.sleep(10 * timeout)

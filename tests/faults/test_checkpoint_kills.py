@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import nn
 import lockstep
-from lockstep.train.training_state import TrainingState
+from lockstep.train.checkpointing.training_state import TrainingState
 
 class Slow(lockstep.Callback):
     is_observer = True
@@ -50,7 +50,7 @@ import json, sys, time
 import lockstep
 import keras
 import numpy as np
-from lockstep.train.training_state import TrainingState
+from lockstep.train.checkpointing.training_state import TrainingState
 
 class Slow(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):

@@ -41,7 +41,7 @@ def answer(context, body, descriptors):
 TEAM = """
 import atexit, ctypes, os, signal, sys, threading, time
 import work
-from lockstep.launch.pool import take_team
+from lockstep.launch.workers.pool import take_team
 
 team = take_team(3, None)
 team.call(work.{function}, b"", position=lambda rank: "here", timeout_seconds=60)

@@ -13,10 +13,10 @@ from torch import nn, optim
 
 import lockstep
 from lockstep.errors import DataError, NonFiniteLossError, WorkerError
-from lockstep.launch.failure import as_raised, pack_failure, trouble_of, unpack_failure
-from lockstep.train.conducting import FitConductor
-from lockstep.train.intake import Feed
-from lockstep.train.session import Session, _Part
+from lockstep.launch.health.failure import as_raised, pack_failure, trouble_of, unpack_failure
+from lockstep.train.callbacks.fit_driver import FitDriver
+from lockstep.train.input.data_adapter import DataPipeline
+from lockstep.train.runtime.session import Session, _RunningCall
 from tests.faults.jobs import (
     BATCH_SIZE,
     fit,
@@ -201,10 +201,10 @@ def test_each_failure_of_what_ends_a_call_is_a_note(monkeypatch: pytest.MonkeyPa
     trainer = make_trainer(2, lambda: fail(AsAsked("true")), on="rank 0")
     ends = {
         (Session, "close"): "the team",
-        (_Part, "look_at_ranks"): "the ranks",
-        (_Part, "abandon"): "the weights",
-        (FitConductor, "close"): "the screen",
-        (Feed, "close"): "the data",
+        (_RunningCall, "look_at_ranks"): "the ranks",
+        (_RunningCall, "abandon"): "the weights",
+        (FitDriver, "close"): "the screen",
+        (DataPipeline, "close"): "the data",
     }
     for (kind, name), what in ends.items():
         plain = getattr(kind, name)

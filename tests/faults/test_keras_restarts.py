@@ -14,13 +14,13 @@ import pytest
 import lockstep
 import lockstep.keras
 from lockstep.errors import OptionError, WorkerError
-from lockstep.frontends.keras.checkpoints import Beginning
+from lockstep.frontends.keras.fit.checkpoint_runner import CheckpointRunner
+from lockstep.frontends.keras.fit.checkpoints import Beginning
 from lockstep.frontends.keras.fit_options import FitOptions
-from lockstep.frontends.keras.keeping import KeepingRunner
-from lockstep.train import pace
-from lockstep.train.memory_checkpoints import MemoryCheckpoints
-from lockstep.train.run_record import VARIABLE, read_record
-from lockstep.train.training_state import TrainingState
+from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
+from lockstep.train.checkpointing.training_state import TrainingState
+from lockstep.train.fault_tolerance import overhead_budget
+from lockstep.train.fault_tolerance.run_record import VARIABLE, read_record
 from tests.thorough import core_of
 
 SAMPLES, BATCH, EPOCHS = 48, 12, 3
@@ -33,7 +33,7 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-class Seen(keras.callbacks.Callback):  # type: ignore[misc]
+class MetricUpdate(keras.callbacks.Callback):  # type: ignore[misc]
     """Notes all that it is told, and kills a helper after some steps, counted from 1."""
 
     def __init__(self, *kills: int) -> None:
@@ -78,12 +78,12 @@ class Meddler(keras.callbacks.Callback):  # type: ignore[misc]
 @pytest.fixture(params=["from the beginning", "from the last step"])
 def replays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     often = request.param == "from the last step"
-    monkeypatch.setattr(pace, "LEAST_SECONDS", 0.0 if often else 1e9)
-    monkeypatch.setattr(pace, "PART", 1e9)
+    monkeypatch.setattr(overhead_budget, "LEAST_SECONDS", 0.0 if often else 1e9)
+    monkeypatch.setattr(overhead_budget, "PART", 1e9)
 
 
 def trained(
-    strategy: str, seen: Seen, *others: Any, restarts: int = 0, **options: Any
+    strategy: str, seen: MetricUpdate, *others: Any, restarts: int = 0, **options: Any
 ) -> tuple[Any, ...]:
     keras.utils.clear_session()  # layers have their first names again
     keras.utils.set_random_seed(0)
@@ -108,15 +108,15 @@ def trained(
 @pytest.mark.usefixtures("replays")
 @pytest.mark.parametrize("strategy", core_of(list(STRATEGIES), ["mirrored"]))
 def test_helpers_are_killed(strategy: str) -> None:
-    expected = trained(strategy, Seen())
-    assert trained(strategy, Seen(2, 9), restarts=2) == expected
+    expected = trained(strategy, MetricUpdate())
+    assert trained(strategy, MetricUpdate(2, 9), restarts=2) == expected
 
 
 @pytest.mark.usefixtures("replays")
 @pytest.mark.thorough
 def test_what_callbacks_have_changed_is_changed_again() -> None:
-    expected = trained("mirrored", Seen(), Meddler())
-    assert trained("mirrored", Seen(3, 7), Meddler(), restarts=2) == expected
+    expected = trained("mirrored", MetricUpdate(), Meddler())
+    assert trained("mirrored", MetricUpdate(3, 7), Meddler(), restarts=2) == expected
 
 
 @pytest.mark.usefixtures("replays")
@@ -130,20 +130,20 @@ def test_streams_are_not_read_again() -> None:
                 num_read.append(epoch)
                 yield X[start : start + BATCH], Y[start : start + BATCH]
 
-    def run(seen: Seen, restarts: int) -> tuple[Any, ...]:
+    def run(seen: MetricUpdate, restarts: int) -> tuple[Any, ...]:
         num_read.clear()
         data = {"x": batches(), "y": None, "batch_size": None, "steps_per_epoch": 4}
         found = trained("mirrored", seen, restarts=restarts, **data)
         return found, len(num_read)
 
-    assert run(Seen(2, 7), 2) == run(Seen(), 0)
+    assert run(MetricUpdate(2, 7), 2) == run(MetricUpdate(), 0)
 
 
 @pytest.mark.thorough
 def test_restarts_are_used_up(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     with pytest.raises(WorkerError, match="SIGKILL"):
-        trained("mirrored", Seen(2, 3), restarts=1)
+        trained("mirrored", MetricUpdate(2, 3), restarts=1)
     faults = [event.fault for event in read_record(tmp_path) if event.fault is not None]
     assert [fault.kind for fault in faults] == ["dead", "dead"]
     assert faults[0].then.startswith("Restart 1 of 1")
@@ -191,12 +191,12 @@ def test_what_cannot_be_asked() -> None:
         lockstep.keras.Restarts(-1)
     STRATEGIES["local"] = lambda: lockstep.LocalSGDStrategy(3, devices=2)
     with pytest.raises(OptionError, match="Restarts under LocalSGDStrategy"):
-        trained("local", Seen(), restarts=1)
+        trained("local", MetricUpdate(), restarts=1)
     place = SimpleNamespace(launcher="TF_CONFIG", num_processes=1)
     hosts = SimpleNamespace(is_one_process=False, has_followers=False, place=place)
     runner: Any = SimpleNamespace(_job_context=SimpleNamespace(hosts=hosts, reach="all hosts"))
     options = FitOptions(epochs=1, initial_epoch=0, shuffle=True, evaluates=(), restarts=1)
-    keep = partial(KeepingRunner.kept, runner, None, partial(pytest.fail, "asked"), [], options)
+    keep = partial(CheckpointRunner.kept, runner, None, partial(pytest.fail, "asked"), [], options)
     match = r"need a checkpoint.*a lockstep.keras.Checkpoint"
     with pytest.raises(OptionError, match=match), keep(MemoryCheckpoints(), 0):
         raise AssertionError("trained without a checkpoint")

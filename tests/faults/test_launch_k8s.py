@@ -18,7 +18,7 @@ import yaml
 from kubernetes.client import ApiClient
 
 from lockstep.cli.main import main
-from lockstep.launch.kubernetes import default_name
+from lockstep.launch.launchers.kubernetes import default_name
 from lockstep.launch.script import Script
 from tests.launching import (
     LOCKSTEP,

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.cli.main import main
 from lockstep.errors import ExtraError
-from lockstep.launch import ray_cluster
+from lockstep.launch.launchers import ray_cluster
 from lockstep.launch.script import Script
 from tests.faults.processes import is_alive, running, wait_until
 from tests.launching import LOCKSTEP, MEET, call, clean_environment, write

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.parallel.worker import Worker
-from lockstep.plan.program import Backward, BackwardInput, Reduce, Step, Sync
-from lockstep.train.run_record import read_record
+from lockstep.plan.program.rank_program import Backward, BackwardInput, Reduce, Step, Sync
+from lockstep.train.fault_tolerance.run_record import read_record
 from tests.faults.processes import running
 from tests.thorough import core_of
 

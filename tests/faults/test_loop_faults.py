@@ -130,7 +130,7 @@ told("killed", step)
 @pytest.mark.parametrize("stopped", core_of(range(3), (0,)))
 def test_a_stopped_replica_is_named(tmp_path: Path, stopped: int) -> None:
     text = f"""
-from lockstep.launch import peer
+from lockstep.launch.workers import process_state
 peer.STOPPED_SECONDS = 0.5
 step()
 print("stepped", flush=True)

@@ -16,7 +16,7 @@ import pytest
 
 from lockstep.checkpoint.reading import read_newest
 from lockstep.errors import OptionError
-from lockstep.train.lost_hosts import check_restarts_on
+from lockstep.train.fault_tolerance.lost_hosts import check_restarts_on
 from tests.faults import host_copies
 from tests.faults.host_copies import TORN
 from tests.faults.host_starts import expected, how_to_start

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import OptionError, WorkerError
-from lockstep.launch import peer
+from lockstep.launch.workers import process_state
 from lockstep.parallel.worker import Worker
-from lockstep.plan.program import Backward, Reduce, Step, Sync
-from lockstep.train import pace
-from lockstep.train.training_state import TrainingState
-from lockstep.train.updaters import TorchUpdater
+from lockstep.plan.program.rank_program import Backward, Reduce, Step, Sync
+from lockstep.train.checkpointing.training_state import TrainingState
+from lockstep.train.fault_tolerance import overhead_budget
+from lockstep.train.optim.updaters import TorchUpdater
 from tests.faults.jobs import make_trainer as make_acting
 from tests.faults.jobs import warm_up
 from tests.faults.processes import is_alive
@@ -91,8 +91,8 @@ class Meddler(lockstep.Callback):
 def replays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backup at the beginning only, or after every step."""
     often = request.param == "from the last step"
-    monkeypatch.setattr(pace, "LEAST_SECONDS", 0.0 if often else 1e9)
-    monkeypatch.setattr(pace, "PART", 1e9)
+    monkeypatch.setattr(overhead_budget, "LEAST_SECONDS", 0.0 if often else 1e9)
+    monkeypatch.setattr(overhead_budget, "PART", 1e9)
 
 
 def trained(
@@ -229,7 +229,7 @@ def test_a_helper_dies_in_a_phase(phase: str, tmp_path: Path) -> None:
 def test_without_restarts_weights_are_put_back(
     phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "LEAST_SECONDS", 1e9)
+    monkeypatch.setattr(overhead_budget, "LEAST_SECONDS", 1e9)
     act = partial(act_in, phase, str(tmp_path / "once"))
     trainer = make_acting(2, act, step=3)
     before = digest_of(trainer)
@@ -272,7 +272,7 @@ def test_restarts_are_a_number(restarts: Any) -> None:
 
 def test_a_stopped_helper_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is killed: if it was woken up it could change nothing."""
-    monkeypatch.setattr(peer, "STOPPED_SECONDS", 0.5)
+    monkeypatch.setattr(process_state, "STOPPED_SECONDS", 0.5)
     warm_up(2)
     seen = Seen(2, number=signal.SIGSTOP)
     assert trained("mirrored", seen, restarts=1) == trained("mirrored", Seen())
@@ -280,7 +280,7 @@ def test_a_stopped_helper_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_notice(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "LEAST_SECONDS", 1e9)
+    monkeypatch.setattr(overhead_budget, "LEAST_SECONDS", 1e9)
     trainer = make_acting(2, callbacks=(Seen(2),))
     trainer.fit((X, Y), batch_size=BATCH, epochs=2, restarts=3)
     shown = capsys.readouterr().out

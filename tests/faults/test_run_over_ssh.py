@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.orders import Orders
+from lockstep.launch.launchers.launch_spec import Orders
 from lockstep.launch.script import Script
 from tests.faults.processes import MARK, marked, running, wait_until
 from tests.launching import (
@@ -276,7 +276,7 @@ def test_orders_show_no_secret() -> None:
 def test_orders_that_do_not_come_start_nothing(tmp_path: Path) -> None:
     for text in ("", '{"script"'):
         done = subprocess.run(
-            [sys.executable, "-m", "lockstep.launch.held_script"],
+            [sys.executable, "-m", "lockstep.launch.launchers.remote_agent"],
             input=text,
             capture_output=True,
             text=True,

@@ -24,10 +24,10 @@ from lockstep.errors import (
     OptionError,
     WorkerError,
 )
-from lockstep.launch import peer
-from lockstep.launch.peer import start_of
-from lockstep.train.rank_states import RankState, kind_of, last_line
-from lockstep.train.run_record import NAME, Event, read_record
+from lockstep.launch.workers import process_state
+from lockstep.launch.workers.process_state import start_of
+from lockstep.train.fault_tolerance.rank_states import RankState, kind_of, last_line
+from lockstep.train.fault_tolerance.run_record import NAME, Event, read_record
 from tests.faults.jobs import fit, make_trainer, warm_up
 from tests.faults.processes import JOB, running, wait_until
 
@@ -75,7 +75,7 @@ def test_the_verdict_names_fault_rank_step_and_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(peer, "STOPPED_SECONDS", 0.5)
+    monkeypatch.setattr(process_state, "STOPPED_SECONDS", 0.5)
     warm_up(2)
     act, error = FAULTS[kind]
     with pytest.raises(error) as caught:

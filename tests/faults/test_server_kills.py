@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import WorkerError
-from lockstep.parallel.second_copy import SecondCopy
-from lockstep.parallel.served_worker import ServedWorker
-from lockstep.train.updaters import TorchUpdater
+from lockstep.parallel.parameter_server.async_worker import AsyncWorker
+from lockstep.parallel.parameter_server.update_rollback import SecondCopy
+from lockstep.train.optim.updaters import TorchUpdater
 from tests.thorough import core_of
 
 SAMPLES, BATCH = 400, 10
@@ -91,7 +91,7 @@ class Linear(nn.Module):
 
 def die_in_updates(folder: Path) -> None:
     """On a server every other update looks for a death, and dies it where it says."""
-    apply = ServedWorker._apply
+    apply = AsyncWorker._apply
     calls = 0
 
     def applied(self: Any, step: int, total: Any) -> None:
@@ -104,7 +104,7 @@ def die_in_updates(folder: Path) -> None:
         if phase is not None and phase != "forget":
             die()
 
-    ServedWorker._apply = applied  # type: ignore[method-assign]
+    AsyncWorker._apply = applied  # type: ignore[method-assign]
     die_in_steps(folder)
 
 

@@ -75,7 +75,7 @@ def test_modules_beside_the_script_and_a_change_of_directory(tmp_path: Path) -> 
 RELATIVE = """
 import os
 import beside
-from lockstep.launch.pool import take_team
+from lockstep.launch.workers.pool import take_team
 os.chdir("../elsewhere")
 team = take_team(1, None)
 team.call(beside.work, b"", position=lambda rank: "here", timeout_seconds=60)
@@ -137,7 +137,7 @@ import os
 for number in range(3):
     os.close(number)
 import beside
-from lockstep.launch.pool import take_team
+from lockstep.launch.workers.pool import take_team
 team = take_team(2, None)
 team.call(beside.work, b"", position=lambda rank: "here", timeout_seconds=60)
 team.finish(60)

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from lockstep.cluster.place import Address
-from lockstep.comm.tensor_channels import TensorChannels
+from lockstep.comm.transports.tensor_channels import TensorChannels
 from lockstep.errors import HostError
-from lockstep.launch.control_group import ControlGroup
-from lockstep.launch.pair_channels import open_channels
+from lockstep.launch.rendezvous.control_group import ControlGroup
+from lockstep.launch.rendezvous.pair_channels import open_channels
 from tests.control_groups import SECONDS, address, enter, together
 from tests.launchers import on_loopback
 from tests.proxy import BACK, THERE, Fault, Proxy, detour

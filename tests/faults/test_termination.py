@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import nn
 import lockstep
-from lockstep.train.training_state import TrainingState
+from lockstep.train.checkpointing.training_state import TrainingState
 
 class Rows(torch.utils.data.Dataset):
     def __len__(self):

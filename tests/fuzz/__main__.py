@@ -18,7 +18,7 @@ from contextlib import suppress
 
 import torch
 
-from lockstep.launch.pool import keep_teams
+from lockstep.launch.workers.pool import keep_teams
 from tests.fuzz.families import NAMES, family
 from tests.fuzz.refusals import reason_of
 from tests.fuzz.running import Outcome

@@ -21,14 +21,14 @@ from lockstep.capture.tracing import trace_modes
 from lockstep.cluster.topology import Cluster, Device, Host
 from lockstep.data.trees import map_tensors
 from lockstep.graph.layer_graph import LayerCosts, LayerGraph
-from lockstep.plan.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.decision import ServedUpdate
-from lockstep.plan.lowering import lower_forward, lower_train
-from lockstep.plan.makers import LocalSteps, Maker, Mirrored, SingleDevice
-from lockstep.plan.many_hosts import MirroredHosts
-from lockstep.plan.pipelines import Pipelined
-from lockstep.plan.program import format_program
-from lockstep.plan.served import Served
+from lockstep.plan.makers.averaging import AveragedUpdate, Nesterov
+from lockstep.plan.makers.data_parallel import LocalSteps, Maker, Mirrored, SingleDevice
+from lockstep.plan.makers.many_hosts import MirroredHosts
+from lockstep.plan.makers.parameter_servers import Served
+from lockstep.plan.pipeline.pipelines import Pipelined
+from lockstep.plan.program.lowering import lower_forward, lower_train
+from lockstep.plan.program.rank_program import format_program
 from lockstep.plan.spec import Plan
 from tests.zoo import Case, case
 

@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.comm.board import LINE_BYTES, Board
+from lockstep.comm.collectives.gradient_spec import GradientSpec
+from lockstep.comm.collectives.gradients import Gradients, TensorSpec
 from lockstep.comm.exchange import Exchange, ExchangeSpec, GroupSpec
-from lockstep.comm.gradient_spec import GradientSpec
-from lockstep.comm.gradients import Gradients, TensorSpec
-from lockstep.comm.shared_memory import SharedRegion
-from lockstep.launch.helper import HelperContext
-from lockstep.launch.pool import take_team
-from lockstep.launch.team import Team
-from lockstep.parallel.control import FollowerControl, LeaderControl, open_region
+from lockstep.comm.shared_memory.shared_region import SharedRegion
+from lockstep.comm.shared_memory.status_board import LINE_BYTES, StatusBoard
+from lockstep.launch.workers.helper import HelperContext
+from lockstep.launch.workers.pool import take_team
+from lockstep.launch.workers.team import Team
+from lockstep.parallel.exchange.control import FollowerControl, LeaderControl, open_region
 from lockstep.plan.layout import elementwise_slices
 from lockstep.plan.shares import replica_of_share
 
 TIMEOUT_SECONDS = 180.0
-PRELOAD = ("lockstep.train.session",)
+PRELOAD = ("lockstep.train.runtime.session",)
 
 Part = Callable[..., Any]
 
@@ -81,7 +81,7 @@ def cross_barriers(
     Each rank notes the number of the barrier before it enters. Past it, all must have noted that
     number, and none more than the next.
     """
-    board = Board(region, rank=rank, num_ranks=num_ranks, look_around=look_around)
+    board = StatusBoard(region, rank=rank, num_ranks=num_ranks, look_around=look_around)
     notes = region.tensor(num_ranks * LINE_BYTES, torch.int64, (num_ranks,), (1,)).numpy()
     dice = random.Random(f"{seed} {rank}")
     wrong = 0
@@ -112,7 +112,7 @@ def post_and_read(
     num_posts: int,
 ) -> int:
     """A chain: each rank waits for the one before it; returns how often a value was not there."""
-    board = Board(region, rank=rank, num_ranks=num_ranks, look_around=look_around)
+    board = StatusBoard(region, rank=rank, num_ranks=num_ranks, look_around=look_around)
     values = region.tensor(num_ranks * LINE_BYTES, torch.int64, (num_ranks,), (1,)).numpy()
     before, wrong = (rank - 1) % num_ranks, 0
     for number in range(1, num_posts + 1):
@@ -134,7 +134,7 @@ def announce_and_hear(
     seed: int,
 ) -> int:
     """Up to four announcements between barriers, as in training; returns how many were misheard."""
-    board = Board(region, rank=rank, num_ranks=num_ranks, look_around=look_around)
+    board = StatusBoard(region, rank=rank, num_ranks=num_ranks, look_around=look_around)
     common, own = random.Random(seed), random.Random(f"{seed} {rank}")
     wrong = 0
     for _ in range(num_steps):
@@ -155,7 +155,7 @@ def halt_at(
     seed: int,
 ) -> int:
     """Cross barriers until rank 0 wants to stop; returns after how many this rank did."""
-    board = Board(region, rank=rank, num_ranks=num_ranks, look_around=look_around)
+    board = StatusBoard(region, rank=rank, num_ranks=num_ranks, look_around=look_around)
     dice = random.Random(f"{seed} {rank}")
     last = random.Random(seed).randrange(1, 50)
     if rank == 0:
@@ -208,7 +208,7 @@ def exchange_gradients(
 ) -> list[list[Tensor | None]]:
     """Steps with random delays; every step's whole summed gradients as this rank sees them."""
     spec = make_spec(num_ranks, num_shares)
-    board = Board(region, rank=rank, num_ranks=num_ranks, look_around=look_around)
+    board = StatusBoard(region, rank=rank, num_ranks=num_ranks, look_around=look_around)
     exchange = Exchange(spec, region, board=board, rank=rank)
     mine = elementwise_slices(spec.groups[0].gradients.extents, num_ranks, num_shares)[rank]
     dice = random.Random(f"{seed} {rank}")
@@ -241,7 +241,7 @@ def exchange_rows(
 ) -> int:
     """Rows of one share per rank; returns how often the gathered rows were not all ranks' own."""
     spec = make_spec(num_ranks, num_ranks)
-    board = Board(region, rank=rank, num_ranks=num_ranks, look_around=look_around)
+    board = StatusBoard(region, rank=rank, num_ranks=num_ranks, look_around=look_around)
     exchange = Exchange(spec, region, board=board, rank=rank)
     dice = random.Random(f"{seed} {rank}")
     wrong = 0

@@ -42,8 +42,8 @@ def add_up(context, body, descriptors):
 
 def sum_over_ranks(rank, num_ranks, descriptor, look_around):
     import torch
-    from lockstep.comm.board import LINE_BYTES, Board
-    from lockstep.comm.shared_memory import SharedRegion
+    from lockstep.comm.shared_memory.status_board import LINE_BYTES, Board
+    from lockstep.comm.shared_memory.shared_region import SharedRegion
     region = SharedRegion(descriptor, os.fstat(descriptor).st_size)
     board = Board(region, rank=rank, num_ranks=num_ranks, look_around=look_around)
     values = region.tensor(num_ranks * LINE_BYTES, torch.int64, (num_ranks,), (1,))
@@ -62,7 +62,7 @@ def fail(context, body, descriptors):
 def wait(context, body, descriptors):
     "Rank 1 waits for data, rank 2 at the board."
     if context.rank == 2:
-        import lockstep.comm.board  # which takes a while
+        import lockstep.comm.shared_memory.status_board  # which takes a while
     context.send(b"waits")
     if context.rank == 2:
         sum_over_ranks(context.rank, 3, descriptors[0], context.look_around)
@@ -88,7 +88,7 @@ import faulthandler, gc, os, pickle, signal, sys, threading, time
 import roles
 from lockstep.cluster.place import Place
 from lockstep.errors import WorkerError
-from lockstep.launch.attached import attach, attach_team
+from lockstep.launch.workers.external_workers import attach, attach_team
 
 if "TORCHELASTIC_RUN_ID" in os.environ:
     NUMBER, NUM_FOLLOWERS = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]) - 1
@@ -308,7 +308,7 @@ def lead():
     region = make_region()
     call(team, roles.wait, b"", (region,))
     if AT_BOARD:
-        import lockstep.comm.board
+        import lockstep.comm.shared_memory.status_board
     team.gather(WAIT)
     say("waits")
     if ONE_IS_STOPPED:
@@ -493,7 +493,7 @@ def test_fits_in_attached_processes_give_the_weights_of_one(tmp_path: Path) -> N
     source = """
 import torch
 import lockstep
-from lockstep.train import session
+from lockstep.train.runtime import session
 
 def fit(devices):
     torch.manual_seed(7)

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from lockstep.comm.board import LINE_BYTES, Board
-from lockstep.comm.shared_memory import SharedRegion
-from lockstep.launch.team import Team
+from lockstep.comm.shared_memory.shared_region import SharedRegion
+from lockstep.comm.shared_memory.status_board import LINE_BYTES, StatusBoard
+from lockstep.launch.workers.team import Team
 from tests.parallel import calls
 from tests.thorough import core_of
 
@@ -55,7 +55,9 @@ def test_who_is_awaited() -> None:
         if len(seen) == 2:
             raise TimeoutError
 
-    boards = [Board(region, rank=rank, num_ranks=3, look_around=look_around) for rank in range(3)]
+    boards = [
+        StatusBoard(region, rank=rank, num_ranks=3, look_around=look_around) for rank in range(3)
+    ]
     assert not boards[0].is_awaited(1)
     boards[1]._own.barriers = 1  # rank 1 has entered, rank 2 has not
     with pytest.raises(TimeoutError):

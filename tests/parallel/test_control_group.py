@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.channel.channel import Channel
+from lockstep.channel.sealed_channel import Channel
 from lockstep.errors import HostError
-from lockstep.launch import framed_channel, pair_channels
-from lockstep.launch.control_group import ControlGroup
-from lockstep.launch.pair_channels import open_channels
+from lockstep.launch.rendezvous import framed_channel, pair_channels
+from lockstep.launch.rendezvous.control_group import ControlGroup
+from lockstep.launch.rendezvous.pair_channels import open_channels
 from tests.channels import receive, send
 from tests.control_groups import (
     SECONDS,

@@ -12,16 +12,16 @@ from queue import Queue
 import pytest
 import torch
 
-from lockstep.channel.channel import Channel
-from lockstep.comm.domain_sums import DomainSums, pairs, partner
-from lockstep.comm.gradient_rows import GradientRows
-from lockstep.comm.gradient_spec import GradientSpec
-from lockstep.comm.gradients import TensorSpec
-from lockstep.comm.meeting_point import MeetingPoint
-from lockstep.comm.process_group import ProcessGroups, ProcessGroupTransport
-from lockstep.comm.shared_memory import SharedRegion
-from lockstep.comm.tensor_channels import TensorChannels
+from lockstep.channel.sealed_channel import Channel
+from lockstep.comm.collectives.gradient_spec import GradientSpec
+from lockstep.comm.collectives.gradients import TensorSpec
+from lockstep.comm.collectives.reduce_scatter import ReduceScatter, pairs, partner
+from lockstep.comm.collectives.shm_gradient_buffer import SharedGradientBuffer
+from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.comm.transport import Buffers, Transport
+from lockstep.comm.transports.memfd_store import MeetingPoint
+from lockstep.comm.transports.process_group import ProcessGroups, ProcessGroupTransport
+from lockstep.comm.transports.tensor_channels import TensorChannels
 from lockstep.errors import HostError
 from lockstep.plan.layout import elementwise_slices
 from tests.channels import channel_pair, send
@@ -96,7 +96,7 @@ class World:
             SharedRegion.create(self.spec.num_bytes, self.spec.holes(ranks)) for ranks in self.hosts
         ]
         self.rows = [
-            GradientRows(self.spec, region, 0, ranks)
+            SharedGradientBuffer(self.spec, region, 0, ranks)
             for region, ranks in zip(regions, self.hosts, strict=True)
         ]
         self.barriers = [threading.Barrier(count, timeout=SECONDS) for count in counts]
@@ -131,8 +131,8 @@ class World:
                 names = {other: f"host {self.host_of(other)}" for other in range(self.num_ranks)}
                 return TensorChannels(self.channels[rank], names, be_patient, SECONDS)
 
-    def sums_of(self, rank: int) -> DomainSums:
-        sums = DomainSums(
+    def sums_of(self, rank: int) -> ReduceScatter:
+        sums = ReduceScatter(
             self.rows[self.host_of(rank)],
             rank=rank,
             domains=self.hosts,

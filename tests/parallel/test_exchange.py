@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lockstep.launch.team import Team
+from lockstep.launch.workers.team import Team
 from tests.parallel import calls
 from tests.sums import tree_sum
 

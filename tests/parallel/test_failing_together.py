@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from lockstep.cluster.place import Address
-from lockstep.comm.shared_memory import SharedRegion
+from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.errors import DataError, HostError, WorkerError
-from lockstep.launch.rendezvous import meet
-from lockstep.train.hosts import Hosts
-from lockstep.train.own_info import own_info
+from lockstep.launch.rendezvous.host_rendezvous import meet
+from lockstep.train.multihost.hosts import Hosts
+from lockstep.train.multihost.local_host_info import own_info
 from tests.control_groups import SECONDS, SECRET, address, place, together
 from tests.thorough import core_of
 

@@ -13,16 +13,17 @@ from functools import partial
 
 import pytest
 
-from lockstep.channel.channel import Channel
 from lockstep.channel.records import Sealer
+from lockstep.channel.sealed_channel import Channel
 from lockstep.errors import HostError
-from lockstep.launch import framed_channel, sockets
-from lockstep.launch.framed_channel import ERROR, Frame, FramedChannel, Peer
+from lockstep.launch import sockets
+from lockstep.launch.rendezvous import framed_channel
+from lockstep.launch.rendezvous.framed_channel import ERROR, Frame, FramedChannel, RemotePeer
 from lockstep.launch.sockets import is_unanswered, tune
 from tests.channels import sealed, send
 from tests.control_groups import SECONDS, together
 
-LEFT, RIGHT = Peer(host=0, name="left"), Peer(host=1, name="right")
+LEFT, RIGHT = RemotePeer(host=0, name="left"), RemotePeer(host=1, name="right")
 _ATTACH_FILTER = 26  # SO_ATTACH_FILTER
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.comm.board import Board
 from lockstep.comm.exchange import ExchangeSpec
-from lockstep.comm.group_mail import GroupMail, Pair, channel_name
-from lockstep.comm.mail import MailKey
-from lockstep.comm.mailboxes import MailboxSpec
-from lockstep.comm.meeting_point import MeetingPoint
-from lockstep.comm.process_group import ProcessGroups
+from lockstep.comm.p2p.interface import MailKey
+from lockstep.comm.p2p.process_group_p2p import GroupMail, Pair, channel_name
+from lockstep.comm.p2p.shm_p2p import MailboxSpec
+from lockstep.comm.shared_memory.status_board import StatusBoard
+from lockstep.comm.transports.memfd_store import MeetingPoint
+from lockstep.comm.transports.process_group import ProcessGroups
 
 SECONDS = 20.0
 KEY, OTHER, BACK = (MailKey("value", 3, 0, 0), MailKey("value", 5, 0, 0), MailKey("value", 1, 1, 1))
@@ -43,7 +43,7 @@ def run(bodies: list[Callable[[GroupMail], None]], num_slots: int = 4) -> None:
 
     def live(rank: int) -> None:
         try:
-            board = Board(region, rank=rank, num_ranks=len(ranks), look_around=be_patient)
+            board = StatusBoard(region, rank=rank, num_ranks=len(ranks), look_around=be_patient)
             groups = ProcessGroups(
                 {channel_name(pair): pair for pair in channels},
                 rank=rank,

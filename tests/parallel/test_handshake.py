@@ -11,11 +11,12 @@ from functools import partial
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from lockstep.channel.channel import Channel
-from lockstep.launch import handshake, rendezvous_server
-from lockstep.launch.control_group import ControlGroup
-from lockstep.launch.handshake import Admission, Gate, HandshakeError, call, purpose_of
-from lockstep.launch.secret import Secret
+from lockstep.channel.sealed_channel import Channel
+from lockstep.launch.rendezvous import rendezvous_server
+from lockstep.launch.rendezvous.control_group import ControlGroup
+from lockstep.launch.security import handshake
+from lockstep.launch.security.handshake import Admission, Gate, HandshakeError, call, purpose_of
+from lockstep.launch.security.secret import Secret
 from lockstep.launch.sockets import listen
 from tests import channels
 from tests.control_groups import SECONDS, SECRET, address, enter, num_descriptors, together

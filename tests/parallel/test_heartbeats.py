@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from lockstep.errors import HostError
-from lockstep.launch import peer
-from lockstep.launch.heartbeats import Heartbeats
+from lockstep.launch.health.heartbeats import Heartbeats
+from lockstep.launch.workers import process_state
 from tests.channels import channel_pair
 from tests.faults.processes import is_alive
 
@@ -29,7 +29,7 @@ def look_for(heartbeats: Heartbeats, seconds: float) -> None:
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     """Those of two hosts, which have begun to beat."""
-    monkeypatch.setattr(peer, "STOPPED_SECONDS", 2.0)
+    monkeypatch.setattr(process_state, "STOPPED_SECONDS", 2.0)
     first, second = channel_pair()
     ours, theirs = Heartbeats({1: first}), Heartbeats({0: second})
     try:

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import WorkerError
-from lockstep.launch import template as template_module
-from lockstep.launch.link import Link, Message
-from lockstep.launch.pool import give_back, keep_teams, take_team, warm_template
-from lockstep.launch.team import Team
-from lockstep.launch.template import Template
+from lockstep.launch.workers import fork_server as template_module
+from lockstep.launch.workers.fork_server import Template
+from lockstep.launch.workers.link import Link, Message
+from lockstep.launch.workers.pool import give_back, keep_teams, take_team, warm_template
+from lockstep.launch.workers.team import Team
 from tests.control_groups import num_descriptors
 from tests.faults.processes import is_alive, wait_until
 from tests.parallel import calls

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.channel.waiting import Stopwatch, is_readable
-from lockstep.launch.link import Link, Message
+from lockstep.channel.polling import Stopwatch, is_readable
+from lockstep.launch.workers.link import Link, Message
 from tests.control_groups import num_descriptors
 from tests.thorough import core_of
 

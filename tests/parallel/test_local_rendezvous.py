@@ -17,9 +17,10 @@ import pytest
 
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import WorkerError
-from lockstep.launch import handshake, local_rendezvous
-from lockstep.launch.local_rendezvous import LocalPeer, meet_followers, meet_leader
-from lockstep.launch.peer import Peer, user_of
+from lockstep.launch.rendezvous import local_rendezvous
+from lockstep.launch.rendezvous.local_rendezvous import LocalPeer, meet_followers, meet_leader
+from lockstep.launch.security import handshake
+from lockstep.launch.workers.process_state import PeerProcess, user_of
 from tests.control_groups import num_descriptors
 from tests.faults.processes import wait_until
 
@@ -326,7 +327,7 @@ def test_a_peer_that_has_ended() -> None:
             stdin=subprocess.PIPE,
         )
         accepted, _ = listener.accept()
-        peer = Peer(accepted)
+        peer = PeerProcess(accepted)
         assert (peer.pid, user_of(accepted)) == (process.pid, os.geteuid())
         assert (peer.has_ended(), peer.is_ending()) == (False, False)
         process.communicate(timeout=SECONDS)

@@ -8,8 +8,8 @@ from itertools import combinations
 
 import pytest
 
-from lockstep.channel.channel import Channel
-from lockstep.comm.mail_channels import _HEADER, MailChannels
+from lockstep.channel.sealed_channel import Channel
+from lockstep.comm.p2p.tcp_p2p import _HEADER, MailChannels
 from lockstep.errors import HostError
 from tests.channels import channel_pair, send
 from tests.control_groups import num_descriptors

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.comm.board import LINE_BYTES, Board
-from lockstep.comm.mailboxes import Mailbox, MailboxSpec
-from lockstep.comm.shared_memory import SharedRegion
+from lockstep.comm.p2p.shm_p2p import Mailbox, MailboxSpec
+from lockstep.comm.shared_memory.shared_region import SharedRegion
+from lockstep.comm.shared_memory.status_board import LINE_BYTES, StatusBoard
 from lockstep.errors import ModelError
 from lockstep.plan.layout import align
 
@@ -30,7 +30,7 @@ def make_boxes(spec: MailboxSpec, num_ranks: int) -> list[Mailbox]:
             spec,
             region,
             start,
-            Board(region, rank=rank, num_ranks=num_ranks, look_around=give_up),
+            StatusBoard(region, rank=rank, num_ranks=num_ranks, look_around=give_up),
         )
         for rank in range(num_ranks)
     ]

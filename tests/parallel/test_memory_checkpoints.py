@@ -14,21 +14,22 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.channel.channel import Channel
+from lockstep.channel.sealed_channel import Channel
 from lockstep.cluster.memory_limits import FreeMemory
 from lockstep.cluster.place import Address
 from lockstep.errors import CheckpointError, HostError
-from lockstep.launch.rendezvous import meet
-from lockstep.train import pace, state_transfer
-from lockstep.train.checkpoints import Checkpoint, Keeper
-from lockstep.train.hosts import Hosts
-from lockstep.train.interrupt import Termination
-from lockstep.train.lost_hosts import going_on, newest_of_all
-from lockstep.train.memory_checkpoints import MemoryCheckpoints
-from lockstep.train.own_info import own_info
-from lockstep.train.pace import Pace
-from lockstep.train.state_transfer import StateReceiver, StateSender, received
-from lockstep.train.training_state import TrainingState
+from lockstep.launch.rendezvous.host_rendezvous import meet
+from lockstep.train.callbacks.interrupt import Termination
+from lockstep.train.checkpointing import state_transfer
+from lockstep.train.checkpointing.checkpoints import Checkpoint, CheckpointWriter
+from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
+from lockstep.train.checkpointing.state_transfer import StateReceiver, StateSender, received
+from lockstep.train.checkpointing.training_state import TrainingState
+from lockstep.train.fault_tolerance import overhead_budget
+from lockstep.train.fault_tolerance.lost_hosts import going_on, newest_of_all
+from lockstep.train.fault_tolerance.overhead_budget import OverheadBudget
+from lockstep.train.multihost.hosts import Hosts
+from lockstep.train.multihost.local_host_info import own_info
 from tests.channels import sealed
 from tests.control_groups import SECONDS, SECRET, address, place, together
 
@@ -64,8 +65,8 @@ def test_what_costs_little_is_done_every_second_and_what_costs_much_less_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: now))
-    own = Pace()
+    monkeypatch.setattr(overhead_budget, "time", SimpleNamespace(monotonic=lambda: now))
+    own = OverheadBudget()
     assert own.is_due, "the first time at once"
     for cost, wait in ((0.0, 1.0), (0.01, 1.0), (0.1, 5.0), (2.0, 100.0)):
         began, now = now, now + cost
@@ -78,7 +79,7 @@ def test_what_costs_little_is_done_every_second_and_what_costs_much_less_often(
 
 
 def test_the_time_on_the_network_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(overhead_budget, "LEAST_SECONDS", 0.0)
     near, far = channel_ends()
     with closing(StateSender(near, "Host 1")) as sender:
         sender.send({"a": torch.zeros(1 << 20)}, time.monotonic())
@@ -87,7 +88,7 @@ def test_the_time_on_the_network_counts(monkeypatch: pytest.MonkeyPatch) -> None
         with closing(StateReceiver(far, "Host 0", lambda message: None)):
             wait_for(lambda: sender.is_idle)
             assert not sender.is_due, "for fifty times as long as it took"
-            monkeypatch.setattr(pace, "PART", 1e9)
+            monkeypatch.setattr(overhead_budget, "PART", 1e9)
             assert sender.is_due
 
 
@@ -159,7 +160,9 @@ def test_a_host_that_goes_on_where_nobody_has_anything_says_so() -> None:
 
 def test_hosts_that_were_asked_for_other_restarts_say_so(tmp_path: Path) -> None:
     def act(own: Hosts) -> None:
-        keeper = Keeper(Checkpoint(tmp_path), Termination(), MemoryCheckpoints(), 1, print)
+        keeper = CheckpointWriter(
+            Checkpoint(tmp_path), Termination(), MemoryCheckpoints(), 1, print
+        )
         with going_on(keeper, own, own.host, is_chief=own.host == 0):
             raise AssertionError("went on")
 
@@ -290,8 +293,8 @@ def test_what_was_tampered_with_is_not_kept_and_said() -> None:
 
 def test_a_host_without_room_for_a_copy_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_transfer, "free_memory", lambda: FreeMemory(5000, "in a test"))
-    monkeypatch.setattr(pace, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(pace, "PART", 1e9)
+    monkeypatch.setattr(overhead_budget, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(overhead_budget, "PART", 1e9)
     near, far = channel_ends()
     kept: list[memoryview] = []
     memory = MemoryCheckpoints()
@@ -336,8 +339,8 @@ def test_a_host_that_is_gone_is_no_warning_but_a_loss(monkeypatch: pytest.Monkey
         memory.keep({"a": torch.zeros(1)}, RECORD, time.monotonic())
         wait_for(lambda: sender.is_idle)
         assert not memory.wants_another()  # for now: the hosts may be about to find out
-        monkeypatch.setattr(pace, "LEAST_SECONDS", 0.0)
-        monkeypatch.setattr(pace, "PART", 1e9)
+        monkeypatch.setattr(overhead_budget, "LEAST_SECONDS", 0.0)
+        monkeypatch.setattr(overhead_budget, "PART", 1e9)
         with pytest.raises(HostError, match="gone"):
             memory.wants_another()
 
@@ -346,8 +349,8 @@ def test_whatever_a_copy_fails_of_ends_the_copies_alone(monkeypatch: pytest.Monk
     def fail(tree: Any) -> Any:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(pace, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(pace, "PART", 1e9)
+    monkeypatch.setattr(overhead_budget, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(overhead_budget, "PART", 1e9)
     near, far = channel_ends()
     memory = MemoryCheckpoints()
     with (

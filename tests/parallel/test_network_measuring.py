@@ -11,20 +11,20 @@ from typing import TypeVar
 
 import pytest
 
-from lockstep.channel.channel import Channel
+from lockstep.channel.sealed_channel import Channel
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError
-from lockstep.launch import network_measuring
-from lockstep.launch.control_group import HostInfo
-from lockstep.launch.network_measuring import (
+from lockstep.launch.health import network_measuring
+from lockstep.launch.health.network_measuring import (
     Conversation,
     HostSurvey,
     answer_pair,
     measure_pair,
     survey_network,
 )
-from lockstep.launch.rendezvous import meet
-from lockstep.launch.secret import Secret
+from lockstep.launch.rendezvous.control_group import HostInfo
+from lockstep.launch.rendezvous.host_rendezvous import meet
+from lockstep.launch.security.secret import Secret
 from lockstep.launch.untrusted import decode_untrusted
 from tests.channels import sealed
 

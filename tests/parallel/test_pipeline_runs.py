@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import LockstepError, OptionError
-from lockstep.parallel.microbatch_run import MicrobatchRun
+from lockstep.parallel.pipeline.microbatch_run import MicrobatchRun
 from tests.thorough import core_of
 from tests.zoo import case
 

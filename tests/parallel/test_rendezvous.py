@@ -16,16 +16,17 @@ from typing import Any
 
 import pytest
 
-from lockstep.channel.waiting import Stopwatch
+from lockstep.channel.polling import Stopwatch
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError
-from lockstep.launch import notices, rendezvous, rendezvous_server
-from lockstep.launch.control_group import ControlGroup, HostInfo
-from lockstep.launch.framed_channel import Frame, FramedChannel
-from lockstep.launch.pair_channels import open_channels
-from lockstep.launch.rendezvous import RendezvousClient, meet
-from lockstep.launch.rendezvous_server import Deadline, RendezvousServer
-from lockstep.launch.secret import Secret
+from lockstep.launch import notices
+from lockstep.launch.rendezvous import host_rendezvous, rendezvous_server
+from lockstep.launch.rendezvous.control_group import ControlGroup, HostInfo
+from lockstep.launch.rendezvous.framed_channel import Frame, FramedChannel
+from lockstep.launch.rendezvous.host_rendezvous import RendezvousClient, meet
+from lockstep.launch.rendezvous.pair_channels import open_channels
+from lockstep.launch.rendezvous.rendezvous_server import Deadline, RendezvousServer
+from lockstep.launch.security.secret import Secret
 from lockstep.launch.sockets import resolve
 from tests.control_groups import (
     SECONDS,
@@ -162,13 +163,13 @@ def test_a_name_may_become_known_later(monkeypatch: pytest.MonkeyPatch) -> None:
         return resolve(Address(name="127.0.0.1", port=name.port))
 
     monkeypatch.setattr(rendezvous_server, "resolve", resolve_late)
-    monkeypatch.setattr(rendezvous, "resolve", resolve_late)
+    monkeypatch.setattr(host_rendezvous, "resolve", resolve_late)
     close(together(*(partial(enter, host, 2, where) for host in range(2))))
 
 
 def test_the_first_candidate_that_is_free_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when others listen at the candidates before it, and say nothing or nonsense."""
-    monkeypatch.setattr(rendezvous, "_CALL_SECONDS", 0.5)
+    monkeypatch.setattr(host_rendezvous, "_CALL_SECONDS", 0.5)
     with contextlib.ExitStack() as stack:
         silent, rude = (stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in "12")
         rude.settimeout(SECONDS)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.data.sources import Source, as_source
+from lockstep.data.map_style.sources import Source, as_source
 from lockstep.errors import DataError, HostError
-from lockstep.train import same_data
-from lockstep.train.hosts import Hosts
-from lockstep.train.same_data import check_same_data
+from lockstep.train.input import same_data
+from lockstep.train.input.same_data import check_same_data
+from lockstep.train.multihost.hosts import Hosts
 from tests.control_groups import address, together
 from tests.map_datasets import AsRead, Rows
 from tests.parallel.test_failing_together import enter

@@ -11,11 +11,11 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.channel import channel, records
-from lockstep.channel.channel import Channel
+from lockstep.channel import records, sealed_channel
 from lockstep.channel.keys import Keys
 from lockstep.channel.records import HEADER_BYTES, MOST_BYTES, Opener, Sealer, TamperedError
-from lockstep.launch import handshake
+from lockstep.channel.sealed_channel import Channel
+from lockstep.launch.security import handshake
 from tests.channels import ANSWERER, CALLER, channel_pair, receive, send
 from tests.control_groups import SECRET
 
@@ -176,7 +176,7 @@ def test_parts_of_all_sizes_become_records_and_come_out_in_order(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many bytes the reader takes at a time; and none is left in the channel."""
-    monkeypatch.setattr(channel, "MOST_BYTES", 64)
+    monkeypatch.setattr(sealed_channel, "MOST_BYTES", 64)
     generator = random.Random(seed)
     sizes = [generator.choice([0, 1, 5, 63, 64, 65, 1000, 20_000]) for _ in range(60)]
     parts = [generator.randbytes(size) for size in sizes]

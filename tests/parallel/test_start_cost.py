@@ -9,10 +9,10 @@ import torchmetrics
 from torch import nn
 
 import lockstep
-from lockstep.launch import pool
-from lockstep.launch.pool import keep_teams
-from lockstep.train import session
-from lockstep.train.known_modules import known_modules
+from lockstep.launch.workers import pool
+from lockstep.launch.workers.pool import keep_teams
+from lockstep.train.preloadable_modules import known_modules
+from lockstep.train.runtime import session
 from tests.faults.jobs import fit, make_trainer
 from tests.faults.mishaps import fail
 from tests.faults.processes import run

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.comm.board import Board
-from lockstep.comm.mail_channels import MailChannels
-from lockstep.comm.shared_memory import SharedRegion
-from lockstep.comm.tensor_channels import TensorChannels
+from lockstep.comm.p2p.tcp_p2p import MailChannels
+from lockstep.comm.shared_memory.shared_region import SharedRegion
+from lockstep.comm.shared_memory.status_board import StatusBoard
+from lockstep.comm.transports.tensor_channels import TensorChannels
 from lockstep.errors import WorkerError
-from lockstep.launch.team import Team
-from lockstep.train.watch import Watch
+from lockstep.launch.workers.team import Team
+from lockstep.train.runtime.helper_watchdog import HelperWatchdog
 from tests.channels import channel_pair
 from tests.faults.processes import wait_until
 from tests.parallel import calls
@@ -36,7 +36,7 @@ def failed_team() -> Iterator[Team]:
 
 
 def waits(
-    board: Board, mail_channels: MailChannels, channels: TensorChannels
+    board: StatusBoard, mail_channels: MailChannels, channels: TensorChannels
 ) -> dict[str, Callable[[], Any]]:
     return {
         "the mail thread": lambda: mail_channels.take(0, 1, RANK_ABROAD),
@@ -50,9 +50,9 @@ def waits(
 )
 def test_a_failure_is_heard_wherever_rank_0_waits(where: str, failed_team: Team) -> None:
     """Another host may wait for the rank that has failed, and rank 0 for that host."""
-    watch = Watch(failed_team, SECONDS, None)
+    watch = HelperWatchdog(failed_team, SECONDS, None)
     region = SharedRegion.create(4096)
-    board = Board(region, rank=0, num_ranks=2, look_around=watch.look_around)
+    board = StatusBoard(region, rank=0, num_ranks=2, look_around=watch.look_around)
     watch.watch(board)
     here, there = channel_pair()
     with closing(here), closing(there):
@@ -81,7 +81,7 @@ def test_a_helper_that_waits_for_another_host_is_the_first_to_say_so() -> None:
     """It knows which host is gone; rank 0, which waits for the helper, does not."""
     team = calls.start_team(2)
     team.wait_until_ready()
-    alone, among = Watch(team, 2.0, None), Watch(team, 2.0, _OtherHosts())  # type: ignore[arg-type]
+    alone, among = HelperWatchdog(team, 2.0, None), HelperWatchdog(team, 2.0, _OtherHosts())  # type: ignore[arg-type]
     among.look_around(3.0)
     for watch, waited_seconds in ((alone, 3.0), (among, 8.0)):
         with pytest.raises(WorkerError, match="has waited"):

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.train.training_state import TrainingState
+from lockstep.train.checkpointing.training_state import TrainingState
 from tests.launching import be_strict
 
 GENERATOR = torch.Generator().manual_seed(5)

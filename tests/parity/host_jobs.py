@@ -28,9 +28,9 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 import lockstep
 from lockstep.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
-from lockstep.comm.codec import encode
+from lockstep.comm.codec.message_codec import encode
 from lockstep.data.trees import map_tensors, tensors_of
-from lockstep.train.optimizers import each_optimizer
+from lockstep.train.optim.optimizers import each_optimizer
 from tests.launching import be_strict
 from tests.loss_zoo import JOBS as LOSS_JOBS
 from tests.parity.test_custom_steps import NOISE, OPTIMIZERS, REAL, STEPS, Gan

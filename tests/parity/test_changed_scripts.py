@@ -17,8 +17,8 @@ from torch.optim import lr_scheduler
 
 import lockstep
 from lockstep.errors import CheckpointError
-from lockstep.train.fit_record import FitRecord
-from lockstep.train.training_state import TrainingState
+from lockstep.train.checkpointing.training_state import TrainingState
+from lockstep.train.resume.fit_record import FitRecord
 
 GENERATOR = torch.Generator().manual_seed(5)
 X = torch.randn(40, 6, generator=GENERATOR, dtype=torch.float64)

@@ -22,8 +22,8 @@ import lockstep
 from lockstep.checkpoint.generations import generations, write_generation
 from lockstep.checkpoint.reading import read_checkpoint, read_newest
 from lockstep.errors import CheckpointError, DataError, OptionError
-from lockstep.train import checkpoints
-from lockstep.train.training_state import TrainingState
+from lockstep.train.checkpointing import checkpoints
+from lockstep.train.checkpointing.training_state import TrainingState
 from tests.parity.test_resume import BATCH, STRATEGIES, X, Y, make_model, make_trainer
 from tests.thorough import core_of
 

@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep import accelerators
-from lockstep.comm.early_sums import EarlySums
-from lockstep.comm.gradient_rows import GradientRows
-from lockstep.comm.late_losses import LateLosses, LateTotal
-from lockstep.comm.process_group import ProcessGroupTransport
-from lockstep.parallel.losses import ShareLoss
+from lockstep.comm.collectives.late_losses import LateLosses, LateTotal
+from lockstep.comm.collectives.overlapped_reduce import OverlappedReduce
+from lockstep.comm.collectives.shm_gradient_buffer import SharedGradientBuffer
+from lockstep.comm.transports.process_group import ProcessGroupTransport
+from lockstep.parallel.loss.share_losses import ShareLoss
 from lockstep.parallel.worker import Worker
 
 GLOO = partial(lockstep.MirroredStrategy, engine="gloo")
@@ -102,24 +102,28 @@ def test_buckets_are_sent_while_backward_runs(
 ) -> None:
     """All but what is complete only when the last share has gone backward: nothing."""
     events: list[str] = []
-    send, hand_over, begin = ProcessGroupTransport.send, EarlySums.hand_over, EarlySums.expect
+    send, hand_over, begin = (
+        ProcessGroupTransport.send,
+        OverlappedReduce.hand_over,
+        OverlappedReduce.expect,
+    )
 
     def sent(self: ProcessGroupTransport, *args: Any) -> Any:
         events.append("send")
         return send(self, *args)
 
-    def handed_over(self: EarlySums, num_rows: int) -> None:
+    def handed_over(self: OverlappedReduce, num_rows: int) -> None:
         events.append("|")
         hand_over(self, num_rows)
         events.append("end")
 
-    def begun(self: EarlySums, num_rows: int) -> None:
+    def begun(self: OverlappedReduce, num_rows: int) -> None:
         events.append("step")
         begin(self, num_rows)
 
     monkeypatch.setattr(ProcessGroupTransport, "send", sent)
-    monkeypatch.setattr(EarlySums, "hand_over", handed_over)
-    monkeypatch.setattr(EarlySums, "expect", begun)
+    monkeypatch.setattr(OverlappedReduce, "hand_over", handed_over)
+    monkeypatch.setattr(OverlappedReduce, "expect", begun)
     trained(perceptron(), GLOO(2), **options)
     steps = "".join(f" {event}" for event in events).split(" step")[1:]
     before, after = zip(*(step.split(" end")[0].split(" |") for step in steps), strict=True)
@@ -130,13 +134,13 @@ def test_buckets_are_sent_while_backward_runs(
 
 def test_what_changes_after_it_was_sent_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     marks: list[int] = []
-    mark = GradientRows.mark
+    mark = SharedGradientBuffer.mark
 
-    def marked(self: GradientRows, rows: range, parameters: Any) -> None:
+    def marked(self: SharedGradientBuffer, rows: range, parameters: Any) -> None:
         marks.append(len(parameters))
         mark(self, rows, parameters)
 
-    monkeypatch.setattr(GradientRows, "mark", marked)
+    monkeypatch.setattr(SharedGradientBuffer, "mark", marked)
     expected = trained(Recomputed(), lockstep.SingleDeviceStrategy(), precision="fp64")
     found = trained(Recomputed(), GLOO(2), precision="fp64")
     assert marks
@@ -189,7 +193,7 @@ def guarded(guard: TorchDispatchMode | None = None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, guard:
         patch.setattr(Tensor, "tolist", refuse)
         # The first step tries the model on samples and on their halves, and waits for the result.
-        patch.setattr("lockstep.parallel.model_passes.is_tried", lambda step: False)
+        patch.setattr("lockstep.parallel.data_parallel.model_passes.is_tried", lambda step: False)
         yield
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.data.trees import map_tensors
-from lockstep.parallel.forward import call_model
+from lockstep.parallel.data_parallel.forward import call_model
 from tests.thorough import core_of
 from tests.zoo import case, cases
 

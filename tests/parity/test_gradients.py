@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import NonFiniteGradientError, NonFiniteLossError, OptionError
-from lockstep.plan.makers import Accumulating, Maker
+from lockstep.plan.makers.data_parallel import Accumulating, Maker
 from lockstep.strategies.base import Strategy
 from tests.thorough import core_of
 from tests.zoo import Case, case, make_job

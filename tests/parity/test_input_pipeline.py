@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.data import cache, prefetch
+from lockstep.data.iterable.read_ahead import Read
+from lockstep.data.map_style.sources import as_source
 from lockstep.data.order import kept_streams, seed_streams
-from lockstep.data.read_ahead import Read
-from lockstep.data.sources import as_source
-from lockstep.parallel import readers
-from lockstep.parallel.readers import reading_ahead
+from lockstep.parallel.transfer import readers
+from lockstep.parallel.transfer.readers import reading_ahead
 from tests.map_datasets import Noisy, Rows, readers_in, reads_in
 from tests.thorough import core_of
 from tests.zoo import case

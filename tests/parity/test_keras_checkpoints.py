@@ -12,7 +12,7 @@ from keras import layers, ops
 import lockstep
 from lockstep.checkpoint.generations import generations
 from lockstep.errors import CheckpointError, DataError, OptionError
-from lockstep.train.training_state import TrainingState
+from lockstep.train.checkpointing.training_state import TrainingState
 from tests import keras_zoo as zoo
 from tests.thorough import core_of
 

@@ -13,7 +13,7 @@ from keras import layers, optimizers
 
 import lockstep
 from lockstep.errors import CheckpointError
-from lockstep.train.training_state import TrainingState
+from lockstep.train.checkpointing.training_state import TrainingState
 from tests import keras_zoo as zoo
 from tests.thorough import core_of
 

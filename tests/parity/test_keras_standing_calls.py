@@ -17,7 +17,7 @@ import pytest
 from keras import layers, ops
 
 import lockstep
-from lockstep.train.session import Session
+from lockstep.train.runtime.session import Session
 from tests import keras_zoo as zoo
 from tests.thorough import core_of
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.errors import OptionError
-from lockstep.parallel.forward import attend_in_float32
+from lockstep.parallel.data_parallel.forward import attend_in_float32
 from tests.thorough import core_of
 from tests.zoo import build_seeded, case, cases
 

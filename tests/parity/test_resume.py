@@ -17,7 +17,7 @@ from torch import Tensor, nn, optim
 
 import lockstep
 from lockstep.errors import CheckpointError
-from lockstep.train.training_state import TrainingState
+from lockstep.train.checkpointing.training_state import TrainingState
 from tests.thorough import core_of
 
 GENERATOR = torch.Generator().manual_seed(5)

@@ -27,7 +27,7 @@ TASKS = {
 START = f"""{BEGINNING}
 from functools import partial
 from torch.utils.data import TensorDataset
-from lockstep.launch.pool import keep_teams
+from lockstep.launch.workers.pool import keep_teams
 from tests.parity.test_parameter_servers import (
     SPARSE_OPTIMIZERS, Rated, assert_equal, plain_ratings, ratings)
 from tests.zoo import case
@@ -137,7 +137,8 @@ def test_rows_of_embeddings_are_those_of_one_device(
 
 
 COUNT = """
-from lockstep.comm import tensor_channels, transport
+from lockstep.comm import transport
+from lockstep.comm.transports import tensor_channels
 moved = []
 transfer = tensor_channels.TensorChannels.transfer
 def counting(self, sends, receives):
@@ -214,8 +215,9 @@ def test_every_sample_counts_once_and_no_worker_is_too_far_ahead(
 
 # What host 0's worker asks, is granted and computes; and the bytes that it sends and receives.
 WATCH = """
-from lockstep.parallel import remote_worker, worker_messages
-from lockstep.comm.mail_channels import MailChannels
+from lockstep.parallel.parameter_server import remote_worker
+from lockstep.parallel.parameter_server import worker_messages
+from lockstep.comm.p2p.tcp_p2p import MailChannels
 told = {"ahead": [], "bytes": 0, "rows": 0}
 open_asks = 0  # that are not answered
 

@@ -7,7 +7,7 @@ import msgspec
 import lockstep
 from lockstep.cluster.topology import Cluster
 from lockstep.graph.layer_graph import LayerGraph
-from lockstep.plan.makers import Maker, Mirrored
+from lockstep.plan.makers.data_parallel import Maker, Mirrored
 from lockstep.strategies.base import Strategy
 from tests.zoo import case
 

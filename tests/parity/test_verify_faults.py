@@ -18,17 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.parallel.batch_norm import BatchNorms
-from lockstep.parallel.function_losses import FunctionAdapter
-from lockstep.parallel.losses import ShareLoss
-from lockstep.parallel.passes import StepBatch
+from lockstep.parallel.data_parallel.batch_norm import BatchNorms
+from lockstep.parallel.data_parallel.passes import StepBatch
+from lockstep.parallel.loss.function_losses import FunctionAdapter
+from lockstep.parallel.loss.share_losses import ShareLoss
 from lockstep.parallel.worker import Worker
 from lockstep.proof.comparison import Comparison
 from lockstep.proof.report import Report
-from lockstep.train import fitting, recipe, trainer
-from lockstep.train.fit_task import FitTask
-from lockstep.train.runner import Runner
-from lockstep.train.updaters import TorchUpdater
+from lockstep.train import trainer
+from lockstep.train.fit import fitting
+from lockstep.train.fit.fit_task import FitTask
+from lockstep.train.optim import update_config
+from lockstep.train.optim.updaters import TorchUpdater
+from lockstep.train.runtime.runner import Runner
 from tests.zoo import IGNORED, Case, TiedGPT, build_seeded, case
 
 Fire = Callable[[], None]
@@ -46,10 +48,10 @@ class FaultyFit(FitTask):
     rank: int | None
     marker: Path
 
-    def run(self, worker: Any, control: Any, conductor: Any) -> Any:
+    def run(self, worker: Any, control: Any, driver: Any) -> Any:
         if self.rank in (None, control.rank):
             self.fault(worker, self.marker.touch)
-        return super().run(worker, control, conductor)
+        return super().run(worker, control, driver)
 
 
 @pytest.fixture(autouse=True)
@@ -296,7 +298,7 @@ def test_a_step_on_unused_parameters(marker: Path, monkeypatch: pytest.MonkeyPat
         updater.marker = marker
         return updater
 
-    monkeypatch.setattr(recipe, "TorchUpdater", make)
+    monkeypatch.setattr(update_config, "TorchUpdater", make)
     report = verify(case("unused_branch"), marker)
     assert places(report, "parameter", 0) == {
         (f"never.{kind}", rank) for kind in ("weight", "bias") for rank in (0, 1)

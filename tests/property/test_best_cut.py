@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.errors import PlanError
 from lockstep.graph.layer_graph import Flow
-from lockstep.plan.cuts import CutProblem, LayerCost, best_cut, describe_cut
+from lockstep.plan.pipeline.cuts import CutProblem, LayerCost, best_cut, describe_cut
 
 # Few different values make ties; arbitrary floats make sums that round.
 SECONDS = st.sampled_from([0.0, 0.25, 0.5, 1.0]) | st.integers(0, 10**6).map(lambda n: n * 1e-7)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.comm.codec import decode, encode
+from lockstep.comm.codec.message_codec import decode, encode
 from lockstep.errors import HostError
 
 

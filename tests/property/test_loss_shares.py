@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 
-from lockstep.parallel.function_losses import FunctionAdapter
+from lockstep.parallel.loss.function_losses import FunctionAdapter
 from tests.batches import batch_of
 
 CLASSES = 5

@@ -4,7 +4,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.launch.kubernetes import as_yaml
+from lockstep.launch.launchers.kubernetes import as_yaml
 
 WORDS = ["y", "No", "null", "~", "true", "1", "1e3", "0x1", "1:20", "=", "- a", "a: b", "a #b", ""]
 TEXTS = st.text(max_size=12) | st.sampled_from([*WORDS, "\x7f\x85\u2028\ufeff\U0001f600"])

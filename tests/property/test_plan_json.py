@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from lockstep.plan.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.decision import (
     Axis,
     LayerPlacement,
@@ -18,6 +17,7 @@ from lockstep.plan.decision import (
     StagePrediction,
     Update,
 )
+from lockstep.plan.makers.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.spec import Plan
 
 NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=120)

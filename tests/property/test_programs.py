@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from lockstep.errors import PlanError
 from lockstep.plan.decision import Axis, LocalUpdate, SlicedUpdate
-from lockstep.plan.lowering import lower_forward, lower_train
-from lockstep.plan.program import (
+from lockstep.plan.program.lowering import lower_forward, lower_train
+from lockstep.plan.program.rank_program import (
     Backward,
     BackwardInput,
     BackwardWeight,

@@ -6,9 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.plan.program import Backward, BackwardInput, BackwardWeight, Forward, Pass
-from lockstep.plan.schedules import SCHEDULES, StageGraph, forward_schedule, make_schedule
-from lockstep.plan.simulation import StageCosts, Timeline, run_programs
+from lockstep.plan.pipeline.schedules import SCHEDULES, StageGraph, forward_schedule, make_schedule
+from lockstep.plan.pipeline.simulation import StageCosts, Timeline, run_programs
+from lockstep.plan.program.rank_program import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Pass,
+)
 from tests.programs import check_programs
 from tests.thorough import core_of
 

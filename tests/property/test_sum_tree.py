@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm.gradients import add_up
-from lockstep.plan.sum_tree import additions, subtrees
+from lockstep.comm.collectives.gradients import add_up
+from lockstep.plan.program.sum_tree import additions, subtrees
 from tests.sums import tree_sum
 
 # Of very different sizes, so that the order of a sum shows.

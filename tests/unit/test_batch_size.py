@@ -15,15 +15,15 @@ from torch.utils.data import Dataset
 import lockstep
 from lockstep import errors
 from lockstep.cluster.memory_limits import FreeMemory, Kills
-from lockstep.data.sources import as_source
-from lockstep.launch.failure import describe_exit
-from lockstep.launch.template import Template
-from lockstep.train import batch_size as batch_sizes
-from lockstep.train import session
-from lockstep.train.batch_size_cache import BatchSizeCache, file_path
-from lockstep.train.callbacks import stopping
-from lockstep.train.doubling import Doubling, Measured, TooLarge, Trial
-from lockstep.train.trials import Trials, _Figures, is_shortage
+from lockstep.data.map_style.sources import as_source
+from lockstep.launch.health.failure import describe_exit
+from lockstep.launch.workers.fork_server import Template
+from lockstep.train.batch_size_search import batch_size as batch_sizes
+from lockstep.train.batch_size_search.batch_size_cache import BatchSizeCache, file_path
+from lockstep.train.batch_size_search.search_algorithm import Doubling, Measured, TooLarge, Trial
+from lockstep.train.batch_size_search.trial_process import Trials, _Figures, is_shortage
+from lockstep.train.callbacks.callback import stopping
+from lockstep.train.runtime import session
 from tests.thorough import core_of
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
@@ -53,7 +53,9 @@ def template() -> Iterator[Kept]:
 
 @pytest.fixture(autouse=True)
 def one_template(template: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.train.trials.Template", lambda threads, preload: template)
+    monkeypatch.setattr(
+        "lockstep.train.batch_size_search.trial_process.Template", lambda threads, preload: template
+    )
 
 
 class Net(nn.Module):

@@ -9,9 +9,15 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.data.sources import as_source
-from lockstep.train import batch_size_cache
-from lockstep.train.batch_size_cache import BatchSizeCache, file_path, key_of, recall, remember
+from lockstep.data.map_style.sources import as_source
+from lockstep.train.batch_size_search import batch_size_cache
+from lockstep.train.batch_size_search.batch_size_cache import (
+    BatchSizeCache,
+    file_path,
+    key_of,
+    recall,
+    remember,
+)
 
 FOUND = BatchSizeCache(batch_size=64, seconds_per_step=0.1, peak_bytes=1000, num_samples=None)
 X, Y = torch.zeros(10, 4), torch.zeros(10, dtype=torch.long)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import lockstep
 from lockstep import errors
 from lockstep.callbacks import LambdaCallback
-from lockstep.train.callbacks import Logs
-from lockstep.train.copies import changed_values, copied_values
+from lockstep.train.callbacks.callback import Logs
+from lockstep.train.callbacks.state_values import changed_values, copied_values
 from tests.thorough import core_of
 
 X = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep import errors
 from lockstep.callbacks import LearningRateFinder
-from lockstep.train.callbacks import Logs
+from lockstep.train.callbacks.callback import Logs
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(64, 6, generator=GENERATOR)

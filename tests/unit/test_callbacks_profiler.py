@@ -13,7 +13,7 @@ from torch import nn
 import lockstep
 from lockstep import errors
 from lockstep.callbacks import Profiler
-from lockstep.train.callbacks import Logs
+from lockstep.train.callbacks.callback import Logs
 from tests.thorough import core_of
 
 X = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))

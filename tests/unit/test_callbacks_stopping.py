@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep import errors
 from lockstep.callbacks import BestWeights, EarlyStopping
-from lockstep.train.callbacks import Logs
+from lockstep.train.callbacks.callback import Logs
 
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 3, (48,), generator=torch.Generator().manual_seed(1))

@@ -10,7 +10,7 @@ from torch import nn
 import lockstep
 from lockstep import errors
 from lockstep.callbacks import LambdaCallback
-from lockstep.train.callbacks import Logs
+from lockstep.train.callbacks.callback import Logs
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.comm.codec import decode, encode
+from lockstep.comm.codec.message_codec import decode, encode
 from lockstep.errors import HostError, ShippingError
 
 

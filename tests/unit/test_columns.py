@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lockstep
 from lockstep.data import columns
-from lockstep.data.sources import as_source
+from lockstep.data.map_style.sources import as_source
 from lockstep.errors import DataError, OptionError
 
 ROWS: list[dict[str, Any]] = [

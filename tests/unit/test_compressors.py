@@ -11,12 +11,14 @@ from torch import Tensor
 
 import lockstep
 from lockstep.cluster.topology import Cluster
-from lockstep.comm.compressors import Understood, conversation, first_basis, orthonormal
+from lockstep.comm.compression.compressors import Understood, conversation, first_basis, orthonormal
 from lockstep.errors import DeviceError, OptionError, PlanError
-from lockstep.parallel.store import tensor_spec
-from lockstep.plan.averaging import AveragedUpdate
-from lockstep.plan.compressed import Compressing
-from lockstep.plan.compression import (
+from lockstep.parallel.storage.store import tensor_spec
+from lockstep.plan.makers.averaging import AveragedUpdate
+from lockstep.plan.makers.compressed import Compressing
+from lockstep.plan.makers.data_parallel import LocalSteps
+from lockstep.plan.makers.many_hosts import MirroredHosts
+from lockstep.plan.program.compression import (
     BFloat16,
     Compression,
     Int8,
@@ -25,10 +27,8 @@ from lockstep.plan.compression import (
     compression_of,
     num_bytes,
 )
-from lockstep.plan.makers import LocalSteps
-from lockstep.plan.many_hosts import MirroredHosts
 from lockstep.plan.spec import Plan
-from lockstep.train.residuals import Residuals
+from lockstep.train.optim.error_feedback import ErrorFeedback
 from tests.unit.test_many_hosts import make_cluster, make_graph
 
 WARM = PowerSGD(2, warm_up=5)
@@ -194,8 +194,8 @@ def test_a_plan_that_contradicts_itself_is_refused() -> None:
 # --- what is left ---------------------------------------------------------------------------------
 
 
-def residuals_of(number: int) -> Residuals:
-    found = Residuals()
+def residuals_of(number: int) -> ErrorFeedback:
+    found = ErrorFeedback()
     found.fit([(tensor_spec("weight", torch.zeros(40, 30)), PowerSGD(2))])
     found.tensors["weight: error"] += number
     return found
@@ -206,7 +206,7 @@ def test_what_is_left_is_sent_by_another_number_of_hosts(num_hosts: int) -> None
     told = {key: one for host in range(3) for key, one in residuals_of(host + 1).told(host).items()}
     total = torch.zeros(40, 30)
     for host in range(num_hosts):
-        found = Residuals()
+        found = ErrorFeedback()
         found.load(told, host, num_hosts)
         found.fit([(tensor_spec("weight", torch.zeros(40, 30)), PowerSGD(2))])
         total += found.by_parameter()["weight"].error
@@ -222,7 +222,7 @@ def test_a_host_that_is_new_has_warmed_up_as_long_as_all_others() -> None:
     found.fit(specs)
     found.tensors["weight: count"] += 3
     for host in (0, 1):
-        again = Residuals()
+        again = ErrorFeedback()
         again.load(found.told(0), host, 2)
         again.fit(specs)
         count = again.by_parameter()["weight"].count

@@ -6,9 +6,9 @@ import pytest
 
 from lockstep.errors import OptionError, PlanError
 from lockstep.graph.layer_graph import Flow
-from lockstep.plan.cut_places import stages_from_names, stages_from_scopes
-from lockstep.plan.cuts import Cut, CutProblem, LayerCost, best_cut, describe_cut
-from lockstep.plan.stage_counts import choose_num_stages
+from lockstep.plan.pipeline.cut_places import stages_from_names, stages_from_scopes
+from lockstep.plan.pipeline.cuts import Cut, CutProblem, LayerCost, best_cut, describe_cut
+from lockstep.plan.pipeline.stage_counts import choose_num_stages
 
 NAMES = (
     "embed",

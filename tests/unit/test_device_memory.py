@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lockstep import accelerators
-from lockstep.train import checks
+from lockstep.train.validation import checks
 
 
 def test_no_memory_for_the_model_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

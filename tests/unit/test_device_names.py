@@ -12,8 +12,8 @@ from lockstep.cluster.topology import Cluster, Device, Host
 from lockstep.errors import DeviceError, OptionError, WorkerError
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.engines import over
-from lockstep.plan.makers import Mirrored
-from lockstep.plan.many_hosts import MirroredHosts
+from lockstep.plan.makers.data_parallel import Mirrored
+from lockstep.plan.makers.many_hosts import MirroredHosts
 from lockstep.plan.spec import Plan
 
 GRAPH = LayerGraph(layers=())

@@ -10,7 +10,7 @@ import torch
 from keras import layers, ops
 
 import lockstep  # noqa: F401  # before Keras: it chooses Keras's PyTorch backend
-from lockstep.frontends.keras.direct_calls import DirectCalls
+from lockstep.frontends.keras.layers.fast_forward import DirectCalls
 from tests import keras_zoo as zoo
 
 X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))

@@ -19,8 +19,8 @@ from lockstep.capture.layers import capture_layers
 from lockstep.checkpoint import weights
 from lockstep.disk import writing
 from lockstep.errors import DataError, DeviceError
-from lockstep.parallel import readers
-from lockstep.train import batch_size_cache
+from lockstep.parallel.transfer import readers
+from lockstep.train.batch_size_search import batch_size_cache
 from tests.map_datasets import Rows
 
 FULL = "/dev/full"  # whatever is written to it finds no room

@@ -4,7 +4,14 @@ from collections.abc import Callable
 
 import pytest
 
-from lockstep.train.doubling import Doubling, Failed, Measured, Objective, TooLarge, Trial
+from lockstep.train.batch_size_search.search_algorithm import (
+    Doubling,
+    Failed,
+    Measured,
+    Objective,
+    TooLarge,
+    Trial,
+)
 
 MIB = 1 << 20
 

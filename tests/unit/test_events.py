@@ -14,7 +14,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import WorkerError
-from lockstep.train.run_record import RunRecord
+from lockstep.train.fault_tolerance.run_record import RunRecord
 
 X, Y = torch.randn(16, 4), torch.randint(0, 3, (16,))
 
@@ -92,7 +92,7 @@ def test_a_model_of_keras(told: Any) -> None:
 
 def test_nothing_is_written_where_nobody_listens() -> None:
     code = (
-        "from lockstep.train.run_record import RunRecord\n"
+        "from lockstep.train.fault_tolerance.run_record import RunRecord\n"
         "RunRecord(None, logs=True).note_bad_record(7, 'it is empty')"
     )
     done = subprocess.run(

@@ -15,7 +15,7 @@ from lockstep.cluster import devices
 from lockstep.cluster.devices import usable_cores
 from lockstep.cluster.memory_limits import FreeMemory
 from lockstep.cluster.topology import Device
-from lockstep.comm import shared_memory
+from lockstep.comm.shared_memory import shared_region
 
 
 @pytest.mark.thorough
@@ -59,7 +59,7 @@ def test_what_does_not_work_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("the driver is too old")
 
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    monkeypatch.setattr(shared_memory, "free_memory", lambda: FreeMemory(1000, "in a test"))
+    monkeypatch.setattr(shared_region, "free_memory", lambda: FreeMemory(1000, "in a test"))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", broken_driver)
     report = examine()
     assert list(report.failures) == [

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lockstep
-from lockstep.data.reading import Reading
-from lockstep.data.streams import as_stream
+from lockstep.data.iterable.stream_reader import Reading
+from lockstep.data.iterable.streams import as_stream
 from lockstep.errors import DataError, ModelError
-from lockstep.parallel.staging import Staged
-from lockstep.train import feeding
-from lockstep.train.feeding import SharedStream
+from lockstep.parallel.data_parallel.staging import Staged
+from lockstep.train.input import stream_broadcast
+from lockstep.train.input.stream_broadcast import SharedStream
 
 SAMPLES = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(0, 3, (60,), generator=torch.Generator().manual_seed(1))
@@ -111,9 +111,13 @@ def test_a_device_alone_gets_the_next_batch_while_this_one_trains(
             return Staged(batch=batch, device=cuda, copied=None)
 
     cuda = torch.device("cuda", 0)
-    monkeypatch.setattr(feeding, "Staging", FakeStaging)
+    monkeypatch.setattr(stream_broadcast, "Staging", FakeStaging)
     monkeypatch.setattr(Staged, "take", lambda staged: staged.batch)
-    monkeypatch.setattr(feeding, "_Copies", lambda device, plain=feeding._Copies: plain(cuda))
+    monkeypatch.setattr(
+        stream_broadcast,
+        "_CopiedBatches",
+        lambda device, plain=stream_broadcast._CopiedBatches: plain(cuda),
+    )
     data = Watched(draws=False)
     steps = Steps(data, [False, False, *[True] * 7, False])
     make_trainer(1, steps).fit(data, verbose=0)

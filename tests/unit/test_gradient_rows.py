@@ -7,23 +7,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.comm.gradient_rows import GradientRows
-from lockstep.comm.gradient_spec import GradientSpec
-from lockstep.comm.gradients import TensorSpec
-from lockstep.comm.shared_memory import SharedRegion
+from lockstep.comm.collectives.gradient_spec import GradientSpec
+from lockstep.comm.collectives.gradients import TensorSpec
+from lockstep.comm.collectives.shm_gradient_buffer import SharedGradientBuffer
+from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.plan.layout import elementwise_slices
 
 OUTS, INS, NUM_SHARES = 96, 40, 3
 
 
-def make_rows(dtype: torch.dtype = torch.float64, limit: int = 12) -> GradientRows:
+def make_rows(dtype: torch.dtype = torch.float64, limit: int = 12) -> SharedGradientBuffer:
     """A weight whose factors are exchanged, and a bias."""
     tensors = (
         TensorSpec("weight", (OUTS, INS), (INS, 1), dtype),
         TensorSpec("bias", (OUTS,), (1,), dtype),
     )
     spec = GradientSpec(num_shares=NUM_SHARES, tensors=tensors, row_limits=(limit, 0))
-    return GradientRows(
+    return SharedGradientBuffer(
         spec, SharedRegion.create(spec.num_bytes, spec.holes(range(spec.num_shares))), 0
     )
 
@@ -36,7 +36,7 @@ def factors(seed: int, num_rows: int, dtype: torch.dtype = torch.float64) -> tup
     )
 
 
-def reduce_all(rows: GradientRows, num_ranks: int) -> Tensor | None:
+def reduce_all(rows: SharedGradientBuffer, num_ranks: int) -> Tensor | None:
     """Each rank's pieces in turn, then the whole."""
     rows.collect(NUM_SHARES)
     for pieces in elementwise_slices(rows._spec.extents, num_ranks, NUM_SHARES):
@@ -123,7 +123,7 @@ def test_bfloat16_factors_give_a_float32_gradient() -> None:
 # --- rows of embeddings ---------------------------------------------------------------------------
 
 
-def make_embedding(num_rows: int, num_shares: int) -> tuple[GradientRows, SharedRegion]:
+def make_embedding(num_rows: int, num_shares: int) -> tuple[SharedGradientBuffer, SharedRegion]:
     spec = GradientSpec(
         num_shares=num_shares,
         tensors=(TensorSpec("rows", (num_rows, 64), (64, 1), torch.float32),),
@@ -131,7 +131,7 @@ def make_embedding(num_rows: int, num_shares: int) -> tuple[GradientRows, Shared
         sparse=frozenset({"rows"}),
     )
     region = SharedRegion.create(spec.num_bytes, spec.holes(range(num_shares)))
-    return GradientRows(spec, region, 0), region
+    return SharedGradientBuffer(spec, region, 0), region
 
 
 def touched(num_rows: int, count: int, seed: int) -> Tensor:

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.data.sources import Batch
+from lockstep.data.map_style.sources import Batch
 from lockstep.errors import ModelError
-from lockstep.parallel.independence import check_apart
+from lockstep.parallel.independence.sample_independence import check_sample_independence
 
 TOKENS = torch.tensor([[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 1, 4], [2, 2, 0], [5, 6, 3]])
 FLOATS = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
@@ -117,7 +117,7 @@ def test_what_mixes_samples_in_backward_is_refused(name: str, rows: int) -> None
         model = nn.Sequential(nn.Linear(3, 3), model)
     wanted = "table.weight" if data is TOKENS else "first.weight|0.weight"
     with pytest.raises(ModelError, match=f"gradients of .*({wanted})"):
-        check_apart(model, model, batch_of(data[:rows]))
+        check_sample_independence(model, model, batch_of(data[:rows]))
     assert all(one.grad is None for one in model.parameters())
 
 
@@ -195,7 +195,9 @@ def test_what_does_not_is_not(name: str, dtype: torch.dtype) -> None:
     data = data.to(dtype) if data.is_floating_point() else data
     state = torch.random.get_rng_state()
     for rows in (1, 2, 3, 6):
-        is_linear = check_apart(model, model, batch_of(data[:rows]), is_low=dtype == torch.bfloat16)
+        is_linear = check_sample_independence(
+            model, model, batch_of(data[:rows]), is_low=dtype == torch.bfloat16
+        )
         assert is_linear == (name not in ("hook by row", "clip by element"))
     assert torch.equal(state, torch.random.get_rng_state())
 

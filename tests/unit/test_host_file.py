@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import OptionError
-from lockstep.launch.secure_shell import ListedHost, read_host_file
+from lockstep.launch.launchers.secure_shell import ListedHost, read_host_file
 
 
 def read(folder: Path, text: str) -> tuple[ListedHost, ...]:

@@ -9,8 +9,8 @@ import transformers
 from torch import nn
 
 import lockstep
-from lockstep.data.sources import as_source
-from lockstep.data.streams import as_stream
+from lockstep.data.iterable.streams import as_stream
+from lockstep.data.map_style.sources import as_source
 from lockstep.errors import DataError
 
 ROWS: dict[str, list[Any]] = {

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from lockstep.capture.layers import capture_layers
 from lockstep.cluster.devices import discover
-from lockstep.data.sources import Batch
+from lockstep.data.map_style.sources import Batch
 from lockstep.errors import ModelError
-from lockstep.parallel.forward import ModelCall
-from lockstep.parallel.independence import check_apart
-from lockstep.plan.makers import SingleDevice
+from lockstep.parallel.data_parallel.forward import ModelCall
+from lockstep.parallel.independence.sample_independence import check_sample_independence
+from lockstep.plan.makers.data_parallel import SingleDevice
 
 
 class _Rounds(nn.Module):
@@ -28,7 +28,7 @@ def test_what_computes_in_less_than_float32_may_round_so(is_low: bool) -> None:
     batch = Batch(inputs=torch.ones(4, 3), targets=None, sample_weight=None, num_samples=4)
     model = _Rounds()
     with nullcontext() if is_low else pytest.raises(ModelError, match=r"differ by 0.3%"):
-        check_apart(model, model, batch, is_low=is_low)
+        check_sample_independence(model, model, batch, is_low=is_low)
 
 
 class _Normalises(nn.Module):
@@ -56,16 +56,16 @@ def test_a_model_that_fails_on_halves_is_tried_on_as_many_samples(count: int) ->
     inputs = torch.randn(count, 3)
     batch = Batch(inputs=inputs, targets=None, sample_weight=None, num_samples=count)
     with pytest.raises(ModelError, match="must not depend on the others"):
-        check_apart(model := _Normalises(4), model, batch)
+        check_sample_independence(model := _Normalises(4), model, batch)
     batch = Batch(inputs=torch.randn(4, 3), targets=None, sample_weight=None, num_samples=4)
-    check_apart(model_of_pairs := _Pairs(), model_of_pairs, batch)
+    check_sample_independence(model_of_pairs := _Pairs(), model_of_pairs, batch)
 
 
 def test_a_single_sample_is_tried_beside_another() -> None:
     for inputs in (torch.randn(1, 3), torch.tensor([[1, 2, 3]])):
         batch = Batch(inputs=inputs, targets=None, sample_weight=None, num_samples=1)
         with pytest.raises(ModelError, match="must not depend on the others"):
-            check_apart(nn.Identity(), lambda x: x - 0.5 * x.double().mean(0), batch)
+            check_sample_independence(nn.Identity(), lambda x: x - 0.5 * x.double().mean(0), batch)
 
 
 @pytest.mark.parametrize(

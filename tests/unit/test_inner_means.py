@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.data.sources import Batch
+from lockstep.data.map_style.sources import Batch
 from lockstep.errors import LossError
-from lockstep.parallel.halves import is_tried
-from lockstep.parallel.losses import ShareLoss
-from lockstep.parallel.mean_check import check_mean
-from lockstep.parallel.step_functions import StepFunction
+from lockstep.parallel.data_parallel.step_functions import StepFunction
+from lockstep.parallel.independence.reduction_test import check_mean
+from lockstep.parallel.independence.split_test import is_tried
+from lockstep.parallel.loss.share_losses import ShareLoss
 
 X = torch.linspace(-2, 2, 18, dtype=torch.float64).reshape(6, 3).cos()
 Y = X.flip(0).exp()

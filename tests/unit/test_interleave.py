@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep import accelerators
-from lockstep.parallel.interleave import Interleaver
+from lockstep.parallel.data_parallel.interleave import Interleaver
 
 
 def test_each_thread_works_on_the_ranks_device(monkeypatch: pytest.MonkeyPatch) -> None:

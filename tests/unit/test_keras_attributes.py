@@ -8,7 +8,7 @@ import pytest
 from keras import layers
 
 import lockstep  # noqa: F401  # before Keras: it chooses Keras's PyTorch backend
-from lockstep.frontends.keras.attributes import Attributes
+from lockstep.frontends.keras.layers.attributes import Attributes
 from tests import keras_zoo as zoo
 
 

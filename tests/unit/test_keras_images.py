@@ -8,7 +8,7 @@ import torch
 from keras import layers
 
 import lockstep  # noqa: F401  # before Keras: it chooses Keras's PyTorch backend
-from lockstep.frontends.keras.images import channels_last_in_memory
+from lockstep.frontends.keras.fit.images import channels_last_in_memory
 
 LAYERS: dict[str, Callable[[], Any]] = {
     "convolution": lambda: layers.Conv2D(6, 3),

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 import lockstep
 from lockstep.errors import ModelError
-from lockstep.train.rank_proof import samples_of
-from lockstep.train.runner import Runner
+from lockstep.train.runtime.runner import Runner
+from lockstep.train.validation.rank_consistency import samples_of
 from tests.thorough import core_of
 
 Patch = pytest.MonkeyPatch
@@ -289,7 +289,7 @@ def test_it_is_remembered(owns: bool, monkeypatch: Patch) -> None:
         proofs.append(1)
         return samples_of(*options)
 
-    monkeypatch.setattr("lockstep.train.runner.samples_of", counted)
+    monkeypatch.setattr("lockstep.train.runtime.runner.samples_of", counted)
     model = made(owns=owns)
     for _ in range(3):
         fit(model)

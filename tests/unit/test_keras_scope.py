@@ -13,7 +13,7 @@ from keras.src.callbacks.progbar_logger import ProgbarLogger
 
 import lockstep
 from lockstep.errors import LockstepError, ModelError, OptionError
-from lockstep.frontends.keras import tasks
+from lockstep.frontends.keras.fit import tasks
 from tests import keras_zoo as zoo
 
 X, Y = zoo.vectors(20).astype("float32"), zoo.classes(20)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.parallel.function_losses import FunctionAdapter
-from lockstep.parallel.known_means import Known, KnownMeans
+from lockstep.parallel.loss.function_losses import FunctionAdapter
+from lockstep.parallel.loss.reduction_inference import Known, KnownMeans
 from tests.batches import batch_of
 
 N = 4

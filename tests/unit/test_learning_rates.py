@@ -13,8 +13,8 @@ from torch.optim import lr_scheduler
 
 import lockstep
 from lockstep import errors
-from lockstep.train.learning_rates import RunningSchedule, make_schedule
-from lockstep.train.shared_options import SharedOptions, options_spec
+from lockstep.train.optim.learning_rates import RunningSchedule, make_schedule
+from lockstep.train.runtime.shared_options import SharedOptions, options_spec
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.parallel import linear
-from lockstep.parallel.linear import LinearLayers
+from lockstep.parallel.data_parallel import linear
+from lockstep.parallel.data_parallel.linear import LinearLayers
 
 
 class Taken:

@@ -11,8 +11,8 @@ from torch import nn, optim
 
 import lockstep
 from lockstep.cluster.environment import find_place
+from lockstep.custom_loops.optimizer import check_embeddings
 from lockstep.errors import DataError, ModelError, OptionError
-from lockstep.loops.optimizer import check_embeddings
 
 
 def make(**options: Any) -> tuple[nn.Linear, lockstep.CrossReplicaOptimizer]:

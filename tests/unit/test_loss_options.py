@@ -12,10 +12,10 @@ from torch.utils.data import Dataset
 
 import lockstep
 from lockstep import errors
-from lockstep.data.sources import Batch
-from lockstep.parallel.joint_losses import JointAdapter
-from lockstep.parallel.losses import JointLoss, LossParts, ShareLoss
-from lockstep.parallel.own_losses import OwnLossAdapter
+from lockstep.data.map_style.sources import Batch
+from lockstep.parallel.loss.joint_losses import JointAdapter
+from lockstep.parallel.loss.model_losses import OwnLossAdapter
+from lockstep.parallel.loss.share_losses import JointLoss, LossParts, ShareLoss
 from tests.batches import batch_of
 from tests.loss_zoo import (
     FACTORS,

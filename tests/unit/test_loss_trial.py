@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.data.sources import Batch
-from lockstep.parallel.function_losses import FunctionAdapter
+from lockstep.data.map_style.sources import Batch
+from lockstep.parallel.loss.function_losses import FunctionAdapter
 
 SHARE, BATCH = 4, 12
 PROTOTYPES = torch.randn(2 * SHARE, 3)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import LossError
-from lockstep.parallel.function_losses import FunctionAdapter
-from lockstep.parallel.losses import ShareLoss
+from lockstep.parallel.loss.function_losses import FunctionAdapter
+from lockstep.parallel.loss.share_losses import ShareLoss
 from tests.batches import batch_of
 
 NUM_SAMPLES = 4

@@ -12,7 +12,7 @@ from lockstep.errors import DeviceError, OptionError
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
 from lockstep.plan.decision import LocalUpdate, Pipeline, SlicedUpdate, Stage, StagedUpdate
 from lockstep.plan.devices import MAX_DEFAULT_REPLICAS, device_names
-from lockstep.plan.makers import Mirrored, SingleDevice
+from lockstep.plan.makers.data_parallel import Mirrored, SingleDevice
 
 
 def make_cluster(cores: int) -> Cluster:

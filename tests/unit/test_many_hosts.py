@@ -9,7 +9,7 @@ from lockstep.errors import DeviceError, OptionError, PlanError
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
 from lockstep.plan.decision import LocalUpdate
 from lockstep.plan.host_ranks import ranks_per_host
-from lockstep.plan.many_hosts import MirroredHosts
+from lockstep.plan.makers.many_hosts import MirroredHosts
 from lockstep.plan.spec import Plan
 
 

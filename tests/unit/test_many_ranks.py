@@ -1,8 +1,8 @@
 """Order of messages and sums for thousands of ranks: made, and run to its end, without any device.
 
-What ranks do in a step is run as they would do it over a process group (``comm.group_mail``): a
-channel of each pair hands its messages over in the order in which they were sent, and has slots for
-so many; a sum waits for all ranks of its group.
+What ranks do in a step is run as they would do it over a process group
+(``comm.p2p.process_group_p2p``): a channel of each pair hands its messages over in the order in
+which they were sent, and has slots for so many; a sum waits for all ranks of its group.
 """
 
 import resource
@@ -12,11 +12,18 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from lockstep.parallel.exchange_layout import _slots_in_training
+from lockstep.parallel.exchange.exchange_layout import _slots_in_training
 from lockstep.plan.decision import Axis, Pipeline, Stage, StagedUpdate
-from lockstep.plan.lowering import lower_stages, stage_graph
-from lockstep.plan.program import BackwardWeight, Forward, RankProgram, Reduce, Step, Sync
-from lockstep.plan.schedules import StageGraph
+from lockstep.plan.pipeline.schedules import StageGraph
+from lockstep.plan.program.lowering import lower_stages, stage_graph
+from lockstep.plan.program.rank_program import (
+    BackwardWeight,
+    Forward,
+    RankProgram,
+    Reduce,
+    Step,
+    Sync,
+)
 from lockstep.plan.spec import Plan
 
 Message = tuple[str, int, int]

@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import Dataset
 
 import lockstep
-from lockstep.data.mapped_files import file_part
-from lockstep.data.sources import as_source
-from lockstep.parallel.serialization import SerializedObject, pack, unpack
+from lockstep.data.map_style.mapped_files import file_part
+from lockstep.data.map_style.sources import as_source
+from lockstep.parallel.transfer.serialization import SerializedObject, pack, unpack
 
 ROWS = 4000  # more than a page, so that views begin in other pages
 

@@ -11,10 +11,10 @@ from lockstep.cluster.memory_limits import (
     memory_ceiling,
     memory_kills,
 )
-from lockstep.comm import shared_memory
-from lockstep.comm.shared_memory import SharedRegion
+from lockstep.comm.shared_memory import shared_region
+from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.errors import DeviceError
-from lockstep.launch.failure import MEMORY_RAN_OUT, describe_exit
+from lockstep.launch.health.failure import MEMORY_RAN_OUT, describe_exit
 
 GIB = 1 << 30
 
@@ -98,7 +98,7 @@ def test_this_system() -> None:
 def test_a_region_that_is_too_large_is_refused_before_it_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shared_memory, "free_memory", lambda: FreeMemory(3 << 20, "in this test"))
+    monkeypatch.setattr(shared_region, "free_memory", lambda: FreeMemory(3 << 20, "in this test"))
     with pytest.raises(DeviceError, match=r"4\.0 MiB more[^$]*3\.0 MiB free in this test"):
         SharedRegion.create(4 << 20)
     region = SharedRegion.create(64 << 20, [(1 << 20, 63 << 20)])  # a hole takes nothing

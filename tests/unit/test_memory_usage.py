@@ -12,7 +12,9 @@ MIB = 1 << 20
 
 def measured(code: str) -> int:
     """Bytes that a process says it has taken at most, with all that it has started."""
-    prologue = "import mmap, os, subprocess, sys\nfrom lockstep.comm.memory_usage import *\n"
+    prologue = (
+        "import mmap, os, subprocess, sys\nfrom lockstep.comm.shared_memory.memory_usage import *\n"
+    )
     done = subprocess.run(
         [sys.executable, "-c", prologue + textwrap.dedent(code) + "\nprint(peak_memory())"],
         capture_output=True,

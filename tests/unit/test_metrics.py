@@ -14,11 +14,11 @@ from torchmetrics.text import Perplexity
 
 from lockstep.checkpoint.trees import flattened
 from lockstep.errors import ModelError, OptionError
-from lockstep.parallel.control import Control, SoloControl
-from lockstep.parallel.passes import ShareOutput
-from lockstep.train import metric_kinds
-from lockstep.train.metrics import Metrics
-from lockstep.train.training_state import copied
+from lockstep.parallel.data_parallel.passes import ShareOutput
+from lockstep.parallel.exchange.control import Control, SoloControl
+from lockstep.train.checkpointing.training_state import copied
+from lockstep.train.logging import metric_kinds
+from lockstep.train.logging.metrics import Metrics
 
 CLASSES = 4
 NUM_SAMPLES = 30

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.parallel import processor
-from lockstep.parallel.processor import breaks_channels_last
+from lockstep.parallel.storage import cpu_quirks
+from lockstep.parallel.storage.cpu_quirks import breaks_channels_last
 from tests.faults.processes import run
 
 # Without the remedy it ends in "corrupted double-linked list" or a segmentation fault.
@@ -69,7 +69,7 @@ def test_convolutions_and_lstms_train_without_avx512(
 
 @pytest.mark.parametrize("lacks", [True, False])
 def test_other_convolutions_keep_the_format(lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "_lacks_avx512", lambda: lacks)
+    monkeypatch.setattr(cpu_quirks, "_lacks_avx512", lambda: lacks)
     assert not breaks_channels_last(nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.Conv2d(4, 4, 1)))
     assert not breaks_channels_last(nn.Conv2d(8, 6, 1, 2))
     assert breaks_channels_last(nn.Conv2d(8, 6, 1, 2, groups=2)) == lacks
@@ -79,4 +79,4 @@ def test_other_convolutions_keep_the_format(lacks: bool, monkeypatch: pytest.Mon
 
 def test_this_processor_is_looked_at() -> None:
     capability = torch.backends.cpu.get_cpu_capability()
-    assert processor._lacks_avx512() == (capability in ("DEFAULT", "AVX2"))
+    assert cpu_quirks._lacks_avx512() == (capability in ("DEFAULT", "AVX2"))

@@ -11,8 +11,8 @@ import lockstep
 from lockstep.capture.graph import value_bytes
 from lockstep.capture.tracing import trace_modes
 from lockstep.errors import LockstepError, OptionError
-from lockstep.parallel.partition import partition
-from lockstep.plan.pipelines import Pipelined
+from lockstep.parallel.pipeline.partition import partition
+from lockstep.plan.pipeline.pipelines import Pipelined
 from lockstep.plan.spec import Plan
 from tests.zoo import case
 

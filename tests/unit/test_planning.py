@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lockstep.train.planning import Planning, _place_of
+from lockstep.train.runtime.planning import Planning, _place_of
 
 
 class _Elsewhere(nn.Module):

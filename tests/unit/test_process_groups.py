@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.comm import process_group
-from lockstep.comm.meeting_point import MeetingPoint
-from lockstep.comm.process_group import ProcessGroups
+from lockstep.comm.transports import process_group
+from lockstep.comm.transports.memfd_store import MeetingPoint
+from lockstep.comm.transports.process_group import ProcessGroups
 
 
 class _Group:

@@ -14,8 +14,8 @@ from rich.console import Console
 from torch import nn
 
 import lockstep
-from lockstep.train import progress
-from lockstep.train.progress import ProgressDisplay
+from lockstep.train.logging import progress
+from lockstep.train.logging.progress import ProgressDisplay
 from tests.faults.processes import wait_until
 
 

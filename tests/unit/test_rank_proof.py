@@ -19,18 +19,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
-from lockstep.data.sources import Batch
+from lockstep.data.map_style.sources import Batch
 from lockstep.errors import ModelError
-from lockstep.parallel.losses import ShareLoss
-from lockstep.train.rank_proof import (
+from lockstep.parallel.loss.share_losses import ShareLoss
+from lockstep.train.runtime.runner import Runner
+from lockstep.train.validation.rank_consistency import (
     Print,
+    check_ranks_agree,
     first_difference,
     is_like,
     print_of,
-    prove_alike,
     samples_of,
 )
-from lockstep.train.runner import Runner
 
 X = torch.linspace(-2, 2, 48).reshape(8, 6).sin()
 Y = torch.arange(8) % 3
@@ -388,7 +388,7 @@ def test_accelerators_may_add_in_another_order(
     control: Any = SimpleNamespace(broadcast=lambda samples: samples, gather=told)
     expected = pytest.raises(ModelError, match=message) if message else nullcontext()
     with expected:
-        prove_alike(worker, control, (X, Y, None, len(X)))
+        check_ranks_agree(worker, control, (X, Y, None, len(X)))
 
 
 def test_what_a_copy_has_lost_is_named() -> None:
@@ -553,7 +553,7 @@ def test_it_is_remembered(monkeypatch: Patch) -> None:
         proofs.append(1)
         return samples_of(*options)
 
-    monkeypatch.setattr("lockstep.train.runner.samples_of", counted)
+    monkeypatch.setattr("lockstep.train.runtime.runner.samples_of", counted)
     trainer = trainer_of(Looking())
     for _ in range(3):
         trainer.fit((X, Y), batch_size=4, verbose=0)

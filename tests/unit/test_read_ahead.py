@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader, Dataset
 import lockstep
 from lockstep import accelerators
 from lockstep.data import prefetch
+from lockstep.data.iterable.read_ahead import Prefetch, Read
+from lockstep.data.map_style.sources import as_source
 from lockstep.data.order import seed_streams
-from lockstep.data.read_ahead import Prefetch, Read
-from lockstep.data.sources import as_source
 from lockstep.errors import DataError, OptionError, WorkerError
-from lockstep.parallel import readers
-from lockstep.parallel.readers import reading_ahead
-from lockstep.parallel.staging import Staged
+from lockstep.parallel.data_parallel.staging import Staged
+from lockstep.parallel.transfer import readers
+from lockstep.parallel.transfer.readers import reading_ahead
 from tests.faults.processes import children_of, wait_until
 from tests.map_datasets import AsRead, Noisy, Rows, readers_in, reads_in
 

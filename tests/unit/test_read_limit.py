@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.train import read_limit
-from lockstep.train.read_limit import ReadLimit
+from lockstep.train.input import read_limit
+from lockstep.train.input.read_limit import ReadLimit
 
 SECONDS = 0.3
 LONG = 60.0
@@ -98,7 +98,7 @@ class Counted(ReadLimit):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_read_of_rank_0_is_limited(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.train.session.ReadLimit", Counted)
+    monkeypatch.setattr("lockstep.train.runtime.session.ReadLimit", Counted)
     trainer = lockstep.Trainer(
         nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)),
         loss=nn.MSELoss(),

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from lockstep.data.iterable.stream_reader import Reading
+from lockstep.data.iterable.streams import as_stream
 from lockstep.data.order import same_streams, seed_streams, stream_seed, stream_states
-from lockstep.data.reading import Reading
-from lockstep.data.streams import as_stream
 from lockstep.errors import DataError
 
 DRAWS: dict[str, Callable[[], Any]] = {

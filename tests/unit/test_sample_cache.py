@@ -18,8 +18,9 @@ import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lockstep.cluster.memory_limits import FreeMemory
-from lockstep.data import cache, prefetch, record_file, sample_cache
-from lockstep.data.records import num_bytes, pack_item, unpack_item
+from lockstep.data import cache, prefetch
+from lockstep.data.records import record_file, sample_cache
+from lockstep.data.records.sample_records import num_bytes, pack_item, unpack_item
 from lockstep.errors import DataError, OptionError
 from tests.faults.processes import wait_until
 from tests.map_datasets import AsRead, Listed, Noisy, Rows, reads_in

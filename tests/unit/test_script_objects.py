@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import ShippingError
-from lockstep.parallel.serialization import pack, unpack
+from lockstep.parallel.transfer.serialization import pack, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
 

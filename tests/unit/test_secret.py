@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import HostError
-from lockstep.launch.secret import Secret, find_secret
-from lockstep.train.followers import host_key
+from lockstep.launch.security.secret import Secret, find_secret
+from lockstep.train.multihost.followers import host_key
 
 TEXT = "0123456789abcdef-not-to-be-seen"
 

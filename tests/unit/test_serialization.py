@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.data.trees import tensors_of
-from lockstep.parallel.serialization import pack, unpack
-from lockstep.parallel.store import ParameterStore
+from lockstep.parallel.storage.store import ParameterStore
+from lockstep.parallel.transfer.serialization import pack, unpack
 from tests.zoo import Case, case, cases
 
 LARGE = 1 << 16
@@ -374,7 +374,7 @@ MAIN = """
 import sys
 import torch
 from torch import nn
-from lockstep.parallel.serialization import pack
+from lockstep.parallel.transfer.serialization import pack
 
 SCALE = 5.0
 

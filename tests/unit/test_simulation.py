@@ -4,14 +4,14 @@ import pytest
 
 from lockstep.errors import PlanError
 from lockstep.plan import simulate
-from lockstep.plan.program import RankProgram, parse_program
-from lockstep.plan.schedules import SCHEDULES, StageGraph, forward_schedule, make_schedule
-from lockstep.plan.simulation import (
+from lockstep.plan.pipeline.schedules import SCHEDULES, StageGraph, forward_schedule, make_schedule
+from lockstep.plan.pipeline.simulation import (
     StageCosts,
     Timeline,
     format_grid,
     run_programs,
 )
+from lockstep.plan.program.rank_program import RankProgram, parse_program
 from tests.programs import check_programs
 
 UNIT = StageCosts(forward=1, backward_input=1, backward_weight=1)

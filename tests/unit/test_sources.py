@@ -18,7 +18,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from lockstep.data.sources import Batch, Source, as_input_source, as_source
+from lockstep.data.map_style.sources import Batch, Source, as_input_source, as_source
 from lockstep.data.trees import tensors_of
 from lockstep.errors import DataError
 

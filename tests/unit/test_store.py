@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.shared_memory import SharedRegion, is_dense
+from lockstep.comm.shared_memory.shared_region import SharedRegion, is_dense
 from lockstep.errors import ModelError
-from lockstep.parallel.store import NamedParameters, ParameterStore
+from lockstep.parallel.storage.store import NamedParameters, ParameterStore
 from tests.zoo import Case, case, cases
 
 

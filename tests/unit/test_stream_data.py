@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lockstep
-from lockstep.data.streams import Stream, as_stream
+from lockstep.data.iterable.streams import Stream, as_stream
 from lockstep.errors import DataError, OptionError
 
 X, Y = torch.arange(20.0).reshape(10, 2), torch.arange(10) % 3

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep import errors
-from lockstep.train.callbacks import Logs
+from lockstep.train.callbacks.callback import Logs
 
 X = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 3, (50,), generator=torch.Generator().manual_seed(1))
@@ -449,7 +449,7 @@ def test_one_clear_error_before_any_process_starts(
     def refuse(*arguments: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("lockstep.train.session.take_team", refuse)
+    monkeypatch.setattr("lockstep.train.runtime.session.take_team", refuse)
     act, kind, received = BEFORE_ANY_PROCESS[name]
     with pytest.raises(getattr(errors, kind)) as caught:
         act()

@@ -15,7 +15,7 @@ import lockstep
 from lockstep import errors
 from lockstep.cluster.topology import Cluster, Device, Host
 from lockstep.graph.layer_graph import LayerGraph
-from lockstep.plan.makers import SingleDevice
+from lockstep.plan.makers.data_parallel import SingleDevice
 
 X = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 3, (20,), generator=torch.Generator().manual_seed(1))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.checkpoint.trees import pointer
 from lockstep.errors import CheckpointError
-from lockstep.train.training_state import TrainingState
+from lockstep.train.checkpointing.training_state import TrainingState
 
 X, Y = torch.rand(24, 4), torch.rand(24, 2)
 

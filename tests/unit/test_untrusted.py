@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from lockstep.errors import HostError, printable
-from lockstep.launch.control_group import HostInfo
-from lockstep.launch.fleet import Relay
-from lockstep.launch.rendezvous_server import Entry, peer_of
+from lockstep.launch.launchers.multi_host_run import Relay
+from lockstep.launch.rendezvous.control_group import HostInfo
+from lockstep.launch.rendezvous.rendezvous_server import Entry, peer_of
 from lockstep.launch.untrusted import decode_untrusted
 from tests.control_groups import form, together
 

@@ -18,15 +18,15 @@ from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lockstep
-from lockstep.comm.gradients import cut_piece
+from lockstep.comm.collectives.gradients import cut_piece
 from lockstep.errors import ModelError, OptionError
-from lockstep.parallel.serialization import pack, unpack
-from lockstep.parallel.store import ParameterStore, TensorStore, tensor_spec
+from lockstep.parallel.storage.store import ParameterStore, TensorStore, tensor_spec
+from lockstep.parallel.transfer.serialization import pack, unpack
 from lockstep.parallel.update import BoundPiece, PieceSlots, assemble_slots
 from lockstep.plan.layout import Extent, Piece
-from lockstep.train.optimizer_checks import check_hooks, make_optimizer
-from lockstep.train.optimizer_state import place_slots
-from lockstep.train.updaters import ELEMENTWISE, PARAMETERWISE, TorchUpdater
+from lockstep.train.optim.optimizer_checks import check_hooks, make_optimizer
+from lockstep.train.optim.optimizer_state import place_slots
+from lockstep.train.optim.updaters import ELEMENTWISE, PARAMETERWISE, TorchUpdater
 from tests.thorough import core_of
 
 Parameters = dict[str, nn.Parameter]

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.cli.examination import HostReport
 from lockstep.cli.verdict import format_offset, format_rate, judge, network_advice
-from lockstep.launch.network_measuring import HostSurvey, PairReport
+from lockstep.launch.health.network_measuring import HostSurvey, PairReport
 
 SOUND = HostReport(
     name="node-a",

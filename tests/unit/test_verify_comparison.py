@@ -11,7 +11,7 @@ from lockstep.parallel.update import PieceSlots
 from lockstep.proof.comparison import Comparison, compare_step, norm_of, rounding_mask
 from lockstep.proof.reference import Record
 from lockstep.proof.report import make_report
-from lockstep.train.conductor import Snapshot
+from lockstep.train.callbacks.driver import Snapshot
 
 WEIGHT = torch.arange(6.0, dtype=torch.float64).reshape(2, 3)
 BIAS = torch.tensor([1e-9, 0.0], dtype=torch.float64)

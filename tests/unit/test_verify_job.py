@@ -20,8 +20,8 @@ from lockstep.data.order import stream_states
 from lockstep.errors import LossError, ModelError, NonFiniteLossError, OptionError
 from lockstep.proof.job import copy_job
 from lockstep.proof.report import Report
-from lockstep.train import fitting
-from lockstep.train.fit_task import FitTask
+from lockstep.train.fit import fitting
+from lockstep.train.fit.fit_task import FitTask
 from tests.thorough import core_of
 from tests.zoo import Case, build_seeded, case
 

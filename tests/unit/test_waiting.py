@@ -13,8 +13,8 @@ from torch import nn
 
 import lockstep
 from lockstep.data import prefetch
-from lockstep.train import waiting
-from lockstep.train.waiting import InputClock
+from lockstep.train.input import input_wait
+from lockstep.train.input.input_wait import InputClock
 from tests.faults.processes import wait_until
 from tests.map_datasets import Rows, lines_of
 
@@ -68,7 +68,7 @@ def rows(log: Path | None = None) -> Rows:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "time", SimpleNamespace(perf_counter=lambda: _now[0]))
+    monkeypatch.setattr(input_wait, "time", SimpleNamespace(perf_counter=lambda: _now[0]))
 
 
 @pytest.mark.usefixtures("clock")
@@ -126,7 +126,7 @@ def test_a_short_epoch_and_one_that_waits_little_say_nothing(
 ) -> None:
     with warnings.catch_warnings(action="error"):
         make_trainer(1, seconds=60.0).fit(rows(), batch_size=8, verbose=0)
-        monkeypatch.setattr(waiting, "_SHORTEST_SECONDS", 100.0)
+        monkeypatch.setattr(input_wait, "_SHORTEST_SECONDS", 100.0)
         make_trainer(1).fit(rows(), batch_size=8, verbose=0)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lockstep.frontends.keras.tasks import Telling
+from lockstep.frontends.keras.fit.tasks import Telling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,32 +22,32 @@ from lockstep.data.batch_dims import BatchDims
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import ModelError, OptionError, level_of_user
 from lockstep.frontends.keras.bound_methods import METHODS
-from lockstep.frontends.keras.checkpoints import Beginning, checkpoint_in, restarts_in
-from lockstep.frontends.keras.checks import (
+from lockstep.frontends.keras.fit.checkpoints import Beginning, checkpoint_in, restarts_in
+from lockstep.frontends.keras.fit.data_adapter import adapt_data, warn_if_short
+from lockstep.frontends.keras.fit.fit_driver import telling
+from lockstep.frontends.keras.fit.fit_facts import facts_of_fit
+from lockstep.frontends.keras.fit.layout import layout_of
+from lockstep.frontends.keras.fit.tasks import Evaluation
+from lockstep.frontends.keras.fit_options import FitOptions
+from lockstep.frontends.keras.layers.checks import (
     check_batch_sizes,
     check_integers,
     check_turnable,
     prepare_model,
 )
-from lockstep.frontends.keras.conducting import telling
-from lockstep.frontends.keras.fit_facts import facts_of_fit
-from lockstep.frontends.keras.fit_options import FitOptions
-from lockstep.frontends.keras.intake import take_in, warn_if_short
-from lockstep.frontends.keras.layout import layout_of
 from lockstep.frontends.keras.model import KerasModel, is_model_of
 from lockstep.frontends.keras.settings import random_seed
-from lockstep.frontends.keras.tasks import Evaluation
 from lockstep.frontends.keras.trainer import KerasTrainer
-from lockstep.launch.failure import ending_with
+from lockstep.launch.health.failure import ending_with
 from lockstep.plan.spec import Plan
 from lockstep.tracebacks import public_methods
-from lockstep.train.conductor import Logs
-from lockstep.train.feeding import sample_of
+from lockstep.train.callbacks.driver import Logs
+from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
+from lockstep.train.fault_tolerance.lost_hosts import outlast
 from lockstep.train.history import History
-from lockstep.train.intake import Feed
-from lockstep.train.job_context import JobContext, StrategyLike
-from lockstep.train.lost_hosts import outlast
-from lockstep.train.memory_checkpoints import MemoryCheckpoints
+from lockstep.train.input.data_adapter import DataPipeline
+from lockstep.train.input.stream_broadcast import sample_of
+from lockstep.train.runtime.job_context import JobContext, StrategyLike
 
 
 @public_methods
@@ -120,7 +120,7 @@ class Methods:
             )
         checkpoint = checkpoint_in(callbacks)
 
-        def take_all_in(feeds: ExitStack) -> tuple[Feed, Feed | None]:
+        def take_all_in(feeds: ExitStack) -> tuple[DataPipeline, DataPipeline | None]:
             feed = self._take_in(
                 feeds,
                 *(x, y, sample_weight),
@@ -168,8 +168,8 @@ class Methods:
 
     def _fit(
         self,
-        feed: Feed,
-        validation: Feed | None,
+        feed: DataPipeline,
+        validation: DataPipeline | None,
         options: FitOptions,
         callbacks: Any,
         verbose: Any,
@@ -191,8 +191,8 @@ class Methods:
     def _fit_with_callbacks(
         self,
         trainer: KerasTrainer,
-        feed: Feed,
-        validation: Feed | None,
+        feed: DataPipeline,
+        validation: DataPipeline | None,
         options: FitOptions,
         callbacks: CallbackList,
     ) -> dict[str, Any]:
@@ -249,7 +249,7 @@ class Methods:
         return logs if return_dict else self._model._flatten_metrics_in_order(logs)
 
     def _evaluate_with_callbacks(
-        self, trainer: KerasTrainer, feed: Feed, callbacks: CallbackList
+        self, trainer: KerasTrainer, feed: DataPipeline, callbacks: CallbackList
     ) -> Logs:
         self._model.stop_evaluating = False
         callbacks.on_test_begin()
@@ -286,7 +286,7 @@ class Methods:
         return map_tensors(backend.convert_to_numpy, self.layout.outputs(outputs))
 
     def _predict_with_callbacks(
-        self, trainer: KerasTrainer, feed: Feed, callbacks: CallbackList
+        self, trainer: KerasTrainer, feed: DataPipeline, callbacks: CallbackList
     ) -> Tree:
         self._model.stop_predicting = False
         callbacks.on_predict_begin()
@@ -329,7 +329,11 @@ class Methods:
         return logs if return_dict else model._flatten_metrics_in_order(logs)
 
     def _train_one_batch(
-        self, trainer: KerasTrainer, feed: Feed, options: FitOptions, callbacks: CallbackList
+        self,
+        trainer: KerasTrainer,
+        feed: DataPipeline,
+        options: FitOptions,
+        callbacks: CallbackList,
     ) -> Logs:
         """Train without anything around."""
         self._model.stop_training = False
@@ -360,15 +364,19 @@ class Methods:
         with self._job_context.together(call), ExitStack() as feeds:
             yield feeds
 
-    def _pass_over(self, feed: Feed, callbacks: Any, verbose: Any, act: Callable[..., Any]) -> Any:
+    def _pass_over(
+        self, feed: DataPipeline, callbacks: Any, verbose: Any, act: Callable[..., Any]
+    ) -> Any:
         """What a pass over data comes to, on all processes; ``act`` makes it where rank 0 is."""
         trainer = self._trainer_for(feed)
         listed = self._callback_list(callbacks, verbose, epochs=1, steps=feed.num_steps)
         return trainer.on_all_processes(partial(act, trainer, feed, listed))
 
-    def _take_in(self, feeds: ExitStack, *data: Any, name: str = "x", **options: Any) -> Feed:
+    def _take_in(
+        self, feeds: ExitStack, *data: Any, name: str = "x", **options: Any
+    ) -> DataPipeline:
         """Data, closed with ``feeds``."""
-        feed = take_in(
+        feed = adapt_data(
             *data,
             name=name,
             seed=random_seed(),
@@ -409,7 +417,7 @@ class Methods:
         """Have the model in evaluation mode, as Keras leaves it, unless a ``fit`` goes on."""
         self._model.train(self._job_context.is_aside)
 
-    def _trainer_for(self, feed: Feed) -> KerasTrainer:
+    def _trainer_for(self, feed: DataPipeline) -> KerasTrainer:
         """The Trainer of the model."""
         model = self._model
         prepare_model(model)
@@ -460,7 +468,7 @@ def bind(model: Any, strategy: StrategyLike, dims: BatchDims) -> None:
         vars(model).update(methods, _lockstep=bound)
 
 
-def _evaluation(feed: Feed, callbacks: Any, *, shows_bar: bool = True) -> Evaluation:
+def _evaluation(feed: DataPipeline, callbacks: Any, *, shows_bar: bool = True) -> Evaluation:
     return Evaluation(
         source=feed.source,
         batch_size=feed.batch_size,

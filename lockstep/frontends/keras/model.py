@@ -32,14 +32,14 @@ from lockstep.capture.layers import BatchLayer, FrontEndLayer, FrontEndModel
 from lockstep.capture.sizes import TracedFloat, TracedInt
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import ModelError
-from lockstep.frontends.keras.checks import check_model, has_own_loss, has_own_steps
-from lockstep.frontends.keras.direct_calls import DirectCalls
-from lockstep.frontends.keras.images import channels_last_in_memory, only_keras_sees
-from lockstep.frontends.keras.layout import Layout
+from lockstep.frontends.keras.fit.images import channels_last_in_memory, only_keras_sees
+from lockstep.frontends.keras.fit.layout import Layout
+from lockstep.frontends.keras.layers.checks import check_model, has_own_loss, has_own_steps
+from lockstep.frontends.keras.layers.fast_forward import DirectCalls
 from lockstep.frontends.keras.settings import KerasSettings
-from lockstep.parallel.batch_moments import global_moments
-from lockstep.parallel.batch_norm import global_statistics
-from lockstep.parallel.redirection import Redirection
+from lockstep.parallel.data_parallel.batch_moments import global_moments
+from lockstep.parallel.data_parallel.batch_norm import global_statistics
+from lockstep.parallel.data_parallel.functional_patch import Redirection
 
 _moments = Redirection("_moments", BatchNormalization)
 _generators = Redirection("torch_seed_generator", keras_random)

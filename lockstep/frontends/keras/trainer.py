@@ -9,73 +9,76 @@ from typing import Any, TypeVar
 from torch import optim
 
 from lockstep.cluster.devices import discover
+from lockstep.data.map_style.sources import ArraySource, Source
 from lockstep.data.order import stream_seed
-from lockstep.data.sources import ArraySource, Source
 from lockstep.data.trees import Tree, concatenate
 from lockstep.errors import ModelError
-from lockstep.frontends.keras.additions import check_prediction, find_additions
-from lockstep.frontends.keras.attributes import NO_SETTINGS, with_settings
-from lockstep.frontends.keras.checks import has_own_steps
-from lockstep.frontends.keras.computed_loss import loss_of
-from lockstep.frontends.keras.conducting import (
-    EvaluationConductor,
-    KerasFitConductor,
-    PredictionConductor,
+from lockstep.frontends.keras.custom_steps.custom_step import OwnSteps, check_plan, not_kept
+from lockstep.frontends.keras.custom_steps.custom_step_tasks import (
+    CustomStepEvaluationDriver,
+    CustomStepFitDriver,
+    OwnStepEvaluateTask,
+    OwnStepFitTask,
+    StepMetrics,
+)
+from lockstep.frontends.keras.custom_steps.staged_steps import StagedStep, check_staged
+from lockstep.frontends.keras.custom_steps.step_trial import find_steps
+from lockstep.frontends.keras.fit.checkpoint_runner import CheckpointRunner, check_copied
+from lockstep.frontends.keras.fit.fit_driver import (
+    EvaluationDriver,
+    KerasFitDriver,
+    PredictionDriver,
     any_acts_in,
     may_stop,
     telling,
 )
+from lockstep.frontends.keras.fit.tasks import (
+    Evaluation,
+    KerasEvaluateTask,
+    KerasFitTask,
+    KerasPredictTask,
+)
 from lockstep.frontends.keras.fit_options import FitOptions, FitStart
-from lockstep.frontends.keras.keeping import KeepingRunner, check_copied
-from lockstep.frontends.keras.likeness import facts_of
-from lockstep.frontends.keras.looking import (
+from lockstep.frontends.keras.layers.attributes import NO_SETTINGS, with_settings
+from lockstep.frontends.keras.layers.checks import has_own_steps
+from lockstep.frontends.keras.layers.consistency import facts_of
+from lockstep.frontends.keras.layers.dry_run import (
     counts_kept,
     few_samples,
     fixed_batch_size,
     frozen_as_keras,
     in_evaluation,
 )
-from lockstep.frontends.keras.losses import Additions, KerasLoss
-from lockstep.frontends.keras.metrics import KerasMetrics
+from lockstep.frontends.keras.layers.metrics import KerasMetrics
+from lockstep.frontends.keras.layers.model_fingerprint import (
+    CompiledModelFingerprinter,
+    ModelFingerprint,
+)
+from lockstep.frontends.keras.layers.pickling import reduce
+from lockstep.frontends.keras.loss.add_loss import check_prediction, find_additions
+from lockstep.frontends.keras.loss.computed_loss import loss_of
+from lockstep.frontends.keras.loss.share_losses import Additions, KerasLoss
 from lockstep.frontends.keras.model import KerasModel, giving_losses
-from lockstep.frontends.keras.own_step_tasks import (
-    OwnStepEvaluateTask,
-    OwnStepEvaluationConductor,
-    OwnStepFitConductor,
-    OwnStepFitTask,
-    StepMetrics,
-)
-from lockstep.frontends.keras.own_steps import OwnSteps, check_plan, not_kept
+from lockstep.frontends.keras.optim.updater import KerasUpdater, is_elementwise
+from lockstep.frontends.keras.optim.updater_set import KerasUpdaterSet, OptimizerList, parts_of
 from lockstep.frontends.keras.settings import random_seed
-from lockstep.frontends.keras.shipping import reduce
-from lockstep.frontends.keras.sights import Lookout, Sight
-from lockstep.frontends.keras.staged_steps import StagedStep, check_staged
-from lockstep.frontends.keras.step_trial import find_steps
-from lockstep.frontends.keras.tasks import (
-    Evaluation,
-    KerasEvaluateTask,
-    KerasFitTask,
-    KerasPredictTask,
-)
-from lockstep.frontends.keras.updater import KerasUpdater, is_elementwise
-from lockstep.frontends.keras.updater_set import KerasUpdaterSet, OptimizerList, parts_of
-from lockstep.parallel.forward import call_model
-from lockstep.parallel.independence import check_apart
-from lockstep.parallel.serialization import reducing
-from lockstep.plan.makers import Maker, SingleDevice
-from lockstep.train.assignment import Assignment
-from lockstep.train.backups import Backups
-from lockstep.train.changes import ChangeWatch, settings_of
-from lockstep.train.conductor import Conductor, Logs
-from lockstep.train.ensemble import Resume
-from lockstep.train.feeding import SharedStream, sample_of
-from lockstep.train.intake import Feed
-from lockstep.train.interrupt import Interrupt, held_interrupts, telling_of_interrupts
-from lockstep.train.job_context import JobContext, StrategyLike
-from lockstep.train.recipe import Recipe
-from lockstep.train.returning import FollowingConductor
-from lockstep.train.session import Session
-from lockstep.train.tasks import Task
+from lockstep.parallel.data_parallel.forward import call_model
+from lockstep.parallel.independence.sample_independence import check_sample_independence
+from lockstep.parallel.transfer.serialization import reducing
+from lockstep.plan.makers.data_parallel import Maker, SingleDevice
+from lockstep.train.callbacks.change_detection import ChangeWatch, settings_of
+from lockstep.train.callbacks.driver import Logs, TaskDriver
+from lockstep.train.callbacks.interrupt import Interrupt, held_interrupts, telling_of_interrupts
+from lockstep.train.callbacks.rank_sync import Resume
+from lockstep.train.fault_tolerance.backups import Backups
+from lockstep.train.fault_tolerance.restarting import FollowerDriver
+from lockstep.train.fit.tasks import Task
+from lockstep.train.input.data_adapter import DataPipeline
+from lockstep.train.input.stream_broadcast import SharedStream, sample_of
+from lockstep.train.optim.update_config import UpdateConfig
+from lockstep.train.runtime.assignment import Assignment
+from lockstep.train.runtime.job_context import JobContext, StrategyLike
+from lockstep.train.runtime.session import Session
 from lockstep.units import first_few
 
 _T = TypeVar("_T")
@@ -96,7 +99,7 @@ class _Known:
     has_rows: bool
 
 
-class KerasTrainer(KeepingRunner):
+class KerasTrainer(CheckpointRunner):
     """Trains a Keras model.
 
     Args:
@@ -114,15 +117,15 @@ class KerasTrainer(KeepingRunner):
             job_context=job_context,
             strategy=strategy,
             # As Keras, which has a callback that looks at losses.
-            recipe=Recipe(precision=module.precision, on_nonfinite="ignore"),
+            update_config=UpdateConfig(precision=module.precision, on_nonfinite="ignore"),
             precision=module.precision,
             seed=random_seed(),
         )
         self.callbacks = []
-        self._lookout = Lookout(module)
-        self._sight: Sight | None = None
+        self._lookout = CompiledModelFingerprinter(module)
+        self._sight: ModelFingerprint | None = None
         self._has_looked = False  # since ranks have run the model
-        self._updater: tuple[Sight | None, Any] | None = None
+        self._updater: tuple[ModelFingerprint | None, Any] | None = None
         self._known: _Known | None = None
         self._num_predictions = 0
         self._own: OwnSteps | None = None  # of the call that is made
@@ -136,7 +139,7 @@ class KerasTrainer(KeepingRunner):
         return self._shared(make)
 
     def fit(
-        self, feed: Feed, evaluation: Evaluation | None, options: FitOptions, callbacks: Any
+        self, feed: DataPipeline, evaluation: Evaluation | None, options: FitOptions, callbacks: Any
     ) -> Logs:
         """Train on data; the last epoch's values."""
         self._has_looked = False
@@ -157,15 +160,15 @@ class KerasTrainer(KeepingRunner):
                 backups = self._backups_of(task.sources(), options.restarts)
             if backups is not None:
                 task.takes_states = task.is_kept = True
-            conductor = self._conductor(callbacks, interrupt, backups)
+            driver = self._driver(callbacks, interrupt, backups)
             self._maker().check_batch_size(feed.batch_size)
             self.batch_size = feed.batch_size
-            self._go_on(conductor, task.start)
-            with conductor.raising_failure(self._state_after_failure):
-                self._train(task, loss, conductor, feed.batch_size)
+            self._go_on(driver, task.start)
+            with driver.raising_failure(self._state_after_failure):
+                self._train(task, loss, driver, feed.batch_size)
                 self._is_apart = True
-                self._job_context.share_values(self.model, conductor.updater)
-        return conductor.logs if isinstance(conductor, KerasFitConductor) else {}
+                self._job_context.share_values(self.model, driver.updater)
+        return driver.logs if isinstance(driver, KerasFitDriver) else {}
 
     def _start_of_fit(
         self, evaluation: Evaluation | None, options: FitOptions, callbacks: Any
@@ -187,7 +190,7 @@ class KerasTrainer(KeepingRunner):
     def _fit_task(
         self,
         kind: Callable[..., KerasFitTask],
-        feed: Feed,
+        feed: DataPipeline,
         evaluation: Evaluation | None,
         options: FitOptions,
         start: FitStart,
@@ -228,7 +231,11 @@ class KerasTrainer(KeepingRunner):
         return self._job_context.hosts.agree_on_task(task, facts)  # type: ignore[return-value]  # of the same class
 
     def _resume_of(
-        self, feed: Feed, evaluation: Evaluation | None, options: FitOptions, start: FitStart
+        self,
+        feed: DataPipeline,
+        evaluation: Evaluation | None,
+        options: FitOptions,
+        start: FitStart,
     ) -> Resume:
         """Where training begins; streams are read up to there."""
         if self._resumed is None:
@@ -238,12 +245,12 @@ class KerasTrainer(KeepingRunner):
         self._read_again(resume, start.epoch, feed, others)
         return resume
 
-    def _conductor(
+    def _driver(
         self, callbacks: Any, interrupt: Interrupt, backups: Backups | None
-    ) -> KerasFitConductor | FollowingConductor:
+    ) -> KerasFitDriver | FollowerDriver:
         if not self._job_context.is_chief:
-            return FollowingConductor(interrupt, self.keeper)
-        kind = KerasFitConductor if self._own is None else OwnStepFitConductor
+            return FollowerDriver(interrupt, self.keeper)
+        kind = KerasFitDriver if self._own is None else CustomStepFitDriver
         return kind(
             self.model,
             callbacks,
@@ -264,7 +271,7 @@ class KerasTrainer(KeepingRunner):
             self._job_context.hosts.wait()
             self._job_context.share_values(self.model)
 
-    def evaluate(self, evaluation: Evaluation, feed: Feed, callbacks: Any) -> Logs:
+    def evaluate(self, evaluation: Evaluation, feed: DataPipeline, callbacks: Any) -> Logs:
         """Losses and metrics over data."""
         self._has_looked = False
         own = self._own_steps(feed.source, "test_step")
@@ -275,21 +282,21 @@ class KerasTrainer(KeepingRunner):
         evaluation = replace(evaluation, tells=tells, may_stop=stops)
         options: dict[str, Any] = {"evaluation": evaluation, "metrics": metrics, "loss": loss}
         task = KerasEvaluateTask(**options)
-        kind = EvaluationConductor
+        kind = EvaluationDriver
         if own is not None:
-            task, kind = OwnStepEvaluateTask(**options, own=own), OwnStepEvaluationConductor
-        conductor = Conductor()
+            task, kind = OwnStepEvaluateTask(**options, own=own), CustomStepEvaluationDriver
+        driver = TaskDriver()
         if self._job_context.is_chief:
-            conductor = kind(self.model.model, callbacks)
-        found: Logs = self._run(task, loss, None, conductor, feed.batch_size)
+            driver = kind(self.model.model, callbacks)
+        found: Logs = self._run(task, loss, None, driver, feed.batch_size)
         return self._job_context.from_chief(found)
 
-    def predict(self, feed: Feed, callbacks: Any) -> Tree:
+    def predict(self, feed: DataPipeline, callbacks: Any) -> Tree:
         """The model's outputs for data, in its order."""
         with self.model.predicting():
             return self._predict(feed, callbacks)
 
-    def _predict(self, feed: Feed, callbacks: Any) -> Tree:
+    def _predict(self, feed: DataPipeline, callbacks: Any) -> Tree:
         self._has_looked, self._own, self._staged = False, None, None
         self._check_prediction(feed.source)
         self._try_apart(feed.source)
@@ -306,8 +313,8 @@ class KerasTrainer(KeepingRunner):
         )
         self._num_predictions += 1
         is_chief = self._job_context.is_chief
-        conductor = PredictionConductor(self.model, callbacks) if is_chief else Conductor()
-        parts = self._run(task, None, None, conductor, feed.batch_size)
+        driver = PredictionDriver(self.model, callbacks) if is_chief else TaskDriver()
+        parts = self._run(task, None, None, driver, feed.batch_size)
         return self._job_context.from_chief(
             concatenate(parts) if self._job_context.is_chief else None
         )
@@ -405,7 +412,9 @@ class KerasTrainer(KeepingRunner):
             if isinstance(sample, ArraySource) and fixed_batch_size(model.model) is None:
                 model.look_anew()
                 with in_evaluation(model):
-                    check_apart(model, partial(call_model, model), few_samples(model, sample))
+                    check_sample_independence(
+                        model, partial(call_model, model), few_samples(model, sample)
+                    )
             self._is_apart = True
 
     def _find_additions(
@@ -452,7 +461,7 @@ class KerasTrainer(KeepingRunner):
         self.optimizer = self.model.model.optimizer
         return super()._own_updater()
 
-    def _look(self) -> Sight | None:
+    def _look(self) -> ModelFingerprint | None:
         """See whether the model is what the last call has found, once before ranks run it."""
         if not self._has_looked:
             before, self._sight = self._sight, self._lookout.look()
@@ -476,15 +485,13 @@ class KerasTrainer(KeepingRunner):
         return assignment
 
     def _prepare_proof(
-        self, assignment: Assignment, session: Session, conductor: Conductor
+        self, assignment: Assignment, session: Session, driver: TaskDriver
     ) -> object:
         if self._own is not None and self._staged is None:  # its step is no map to a loss
             return None
-        return super()._prepare_proof(assignment, session, conductor)
+        return super()._prepare_proof(assignment, session, driver)
 
-    def _run(
-        self, task: Task, loss: Any, updater: Any, conductor: Conductor, batch_size: int
-    ) -> Any:
+    def _run(self, task: Task, loss: Any, updater: Any, driver: TaskDriver, batch_size: int) -> Any:
         if self._job_context.hosts is not None:
             self._job_context.check_equal(facts_of(self.model.model))
         self._look()
@@ -495,7 +502,7 @@ class KerasTrainer(KeepingRunner):
                 counts_kept(self.model.model) if self._job_context.is_aside else nullcontext(),
                 reducing(reduce),
             ):
-                return super()._run(task, loss, updater, conductor, batch_size)
+                return super()._run(task, loss, updater, driver, batch_size)
         finally:
             self._has_looked = False
             self.model.model._clear_losses()

@@ -1,0 +1,4 @@
+"""Messages between hosts as bytes, without pickle.
+
+Entry point: ``message_codec``.
+"""

@@ -1,0 +1,6 @@
+"""Sums of gradients over shares, ranks and hosts, in a fixed order.
+
+Entry points: ``gradients`` (the interface), ``shm_gradient_buffer`` (one host),
+``reduce_scatter`` (ranks that share no memory) and ``overlapped_reduce`` (the same, during
+backward). Whatever moves the bytes is a ``comm.transport``.
+"""

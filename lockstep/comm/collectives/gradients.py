@@ -1,0 +1,216 @@
+"""The gradients of a group of parameters, on their way from passes to the update.
+
+A group's parameters are held by the same ranks. Passes put their gradients, each rank gets the sum
+of the pieces that it updates, and afterwards what it has updated comes to all ranks. How that
+happens is one of:
+
+- ``OwnGradients``: one rank alone has the group; gradients stay where autograd left them.
+- ``GradientRows`` (``comm.collectives.shm_gradient_buffer``): the ranks of a host meet in shared
+memory.
+- ``DomainSums`` (``comm.collectives.reduce_scatter``): ranks that share no memory send sums to one
+another;
+  ``EarlySums`` (``comm.collectives.overlapped_reduce``), which is one, does so while backward runs.
+- ``CompressedSums`` (``comm.compression.compressed_sums``): these sums are compressed, and not
+exact.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.plan.layout import Extent, Piece, flat_offsets
+from lockstep.plan.program.sum_tree import additions
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A dense tensor without its values."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def extent(self) -> Extent:
+        """Its size."""
+        return Extent(
+            num_elements=torch.Size(self.shape).numel(), element_bytes=self.dtype.itemsize
+        )
+
+
+def views_in(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    """Tensors one after the other in a buffer of bytes."""
+    extents = [spec.extent for spec in specs]
+    return [
+        buffer[start : start + extent.num_elements * extent.element_bytes]
+        .view(spec.dtype)
+        .as_strided(spec.shape, spec.stride)
+        for spec, extent, start in zip(specs, extents, flat_offsets(extents)[0], strict=True)
+    ]
+
+
+class GroupGradients(ABC):
+    """One rank's end. Parameters are numbered within the group.
+
+    Attributes:
+        factor: by what the sums of the next ``reduce`` are multiplied after it.
+    """
+
+    factor = 1.0
+
+    @abstractmethod
+    def begin_pass(self) -> None:
+        """A new batch: nothing has been put yet."""
+
+    @abstractmethod
+    def put(self, row: int, gradients: Gradients) -> None:
+        """Add gradients to a row of this rank.
+
+        Args:
+            row: one of this rank's.
+            gradients: one per parameter; None where there is none, or no more.
+        """
+
+    @abstractmethod
+    def put_product(
+        self, row: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
+    ) -> None:
+        """Add ``output_gradients.T @ inputs`` to a row's gradient of a weight, before ``put``.
+
+        Args:
+            row: one of this rank's.
+            parameter: the weight, of shape (outs, ins).
+            inputs: shape (n, ins).
+            output_gradients: shape (n, outs).
+        """
+
+    def expect(self, num_rows: int) -> None:
+        """A step begins in which the first ``num_rows`` rows will be filled."""
+        return
+
+    @property
+    def is_early(self) -> bool:
+        """Whether to put gradients by ``arrive``, each as soon as it is complete."""
+        return False
+
+    def arrive(self, row: int, parameter: int, gradient: torch.Tensor | None) -> None:
+        """Add a gradient to a row; with what was put before it is complete."""
+        raise NotImplementedError
+
+    def hand_over(self, num_rows: int) -> None:
+        """This rank has put what it has; the first ``num_rows`` rows count."""
+        return
+
+    @abstractmethod
+    def collect(self, num_rows: int) -> None:
+        """All ranks have put what they have; the first ``num_rows`` rows count."""
+
+    @abstractmethod
+    def reduce(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
+        """Sum each piece over the rows that used its parameter; None if none did.
+
+        The results are flat, or of the parameter's shape where the piece is the whole parameter.
+        """
+
+    @abstractmethod
+    def summed(self, parameter: int) -> torch.Tensor | None:
+        """A parameter's whole gradient, after all ranks have reduced and gathered."""
+
+    def places(self, row: int) -> Sequence[torch.Tensor] | None:
+        """Where a row's gradients may be formed, to be put without a copy; None for nowhere."""
+        return None
+
+    def commit(self) -> None:
+        """The sums of the last ``reduce`` are used, and not thrown away."""
+        return
+
+    def weigh(self, factors: Sequence[float] | None) -> None:
+        """Before ``reduce``: by what each row is multiplied; None for by nothing."""
+        assert factors is None, "a rank alone has nothing to weigh its gradients against"
+
+    def divide(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
+        """From now on each rank updates these pieces, by rank."""
+        return
+
+    def gather(self, pieces: Sequence[Piece], sums: Sequence[torch.Tensor | None]) -> None:
+        """After ``reduce``: have ``summed`` know of other hosts' pieces; every rank calls it."""
+        return
+
+    def spread(self, tensors: Mapping[int, torch.Tensor], *, all_pieces: bool) -> None:
+        """Bring what each rank has updated to all other hosts.
+
+        Args:
+            tensors: parameters, or tensors of their sizes that are divided as they are, by number.
+            all_pieces: also those of parameters that no row has used.
+        """
+        return
+
+
+class OwnGradients(GroupGradients):
+    """One rank alone: nothing moves. Gradients of several shares are added up as they come."""
+
+    def __init__(self) -> None:
+        self._gradients: list[torch.Tensor | None] = []
+
+    def begin_pass(self) -> None:
+        self._gradients = []
+
+    def put(self, row: int, gradients: Gradients) -> None:
+        before = self._gradients
+        self._gradients = added(before, gradients) if before else list(gradients)
+
+    def put_product(
+        self, row: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
+    ) -> None:
+        raise NotImplementedError("one rank alone keeps the gradients that autograd makes")
+
+    def collect(self, num_rows: int) -> None:
+        return
+
+    def reduce(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
+        return [self._gradients[piece.parameter] for piece in pieces]
+
+    def summed(self, parameter: int) -> torch.Tensor | None:
+        return self._gradients[parameter]
+
+
+def added(sums: list[torch.Tensor | None], gradients: Gradients) -> list[torch.Tensor | None]:
+    """The sums with further gradients added in place; what was not used before is taken over."""
+    both = [
+        (own, more)
+        for own, more in zip(sums, gradients, strict=True)
+        if own is not None and more is not None
+    ]
+    if both:
+        torch._foreach_add_([own for own, _ in both], [more for _, more in both])
+    return [more if own is None else own for own, more in zip(sums, gradients, strict=True)]
+
+
+def add_up(summands: Sequence[Mapping[int, torch.Tensor]]) -> list[torch.Tensor]:
+    """Sums of some rows each, or of subtrees by their first rows; formed in place, in the first."""
+    orders = [tuple(sorted(each)) for each in summands]
+    levels: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    for each, rows in zip(summands, orders, strict=True):
+        for number, level in enumerate(additions(rows)):
+            if number == len(levels):
+                levels.append(([], []))
+            for into, source in level:
+                levels[number][0].append(each[rows[into]])
+                levels[number][1].append(each[rows[source]])
+    for sums, sources in levels:  # a call per level, and not per tensor
+        torch._foreach_add_(sums, sources)
+    return [each[rows[0]] for each, rows in zip(summands, orders, strict=True)]
+
+
+def cut_piece(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """A piece of a dense tensor, flat in memory order; the tensor itself where it is whole."""
+    if piece.start == 0 and piece.stop == tensor.numel():
+        return tensor
+    return tensor.as_strided(
+        (piece.stop - piece.start,), (1,), tensor.storage_offset() + piece.start
+    )

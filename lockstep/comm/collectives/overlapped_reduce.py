@@ -1,0 +1,310 @@
+"""Sums over ranks that share no memory, whose exchange begins while backward still runs.
+
+Each rank is a domain of its own (``comm.collectives.reduce_scatter``). Its gradients go to the
+others in buckets (``plan.layout.in_buckets``): a bucket is sent when backward has completed the
+last gradient in it, from the sender's row to where the receiver adds it up, and is not copied on
+its way.
+
+What comes is known before any gradient is: each rank sends whole buckets, also where a parameter
+was not used. Receivers learn of that when all have met. A gradient that changes after its bucket
+was sent (a layer that goes backward twice) is told of there, too, and the bucket is sent once more.
+"""
+
+import ctypes
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lockstep.comm.collectives.gradients import Gradients
+from lockstep.comm.collectives.reduce_scatter import ReduceScatter
+from lockstep.comm.transport import Buffers
+from lockstep.comm.transports.process_group import Message, ProcessGroupTransport
+from lockstep.plan.layout import ALIGNMENT_BYTES, Piece
+from lockstep.plan.program.sum_tree import subtrees
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BucketSlice:
+    """What goes from one rank to another of a bucket: pieces of a subtree's sum.
+
+    Attributes:
+        peer: the rank at the other end.
+        rows: of the subtree.
+        tag: the same at both ends.
+        runs: the memory, as bytes.
+        pieces: what lies there.
+    """
+
+    peer: int
+    rows: range
+    tag: int
+    runs: Sequence[torch.Tensor]
+    pieces: Mapping[Piece, torch.Tensor]
+
+
+@dataclass(kw_only=True)
+class _Bucket:
+    """Parameters whose gradients are sent at a time, and how far that is.
+
+    Attributes:
+        parameters: their numbers.
+        outgoing: what this rank sends.
+        incoming: what it receives.
+        missing: parameters whose gradients are not complete.
+        is_sent: this rank has begun to send.
+        is_late: gradients have changed since.
+        sends: under way.
+        receives: under way.
+    """
+
+    parameters: frozenset[int]
+    outgoing: list[_BucketSlice]
+    incoming: list[_BucketSlice]
+    missing: set[int] = field(default_factory=set)
+    is_sent: bool = False
+    is_late: bool = False
+    sends: list[Message] = field(default_factory=list)
+    receives: list[Message] = field(default_factory=list)
+
+
+class OverlappedReduce(ReduceScatter):
+    """One rank's end.
+
+    Args:
+        buckets: by parameter, the number of its bucket.
+        num_rows: of gradients, of all ranks.
+        options: see ``ReduceScatter``.
+    """
+
+    _transport: ProcessGroupTransport
+
+    def __init__(self, *args: Any, buckets: Sequence[int], num_rows: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._bucket_of = buckets
+        self._num_rows = num_rows
+        self._own_rows = self._rows_of([self._rank])
+        self._buckets: dict[int, _Bucket] = {}
+        self._num_filled = 0  # rows of the step under way
+
+    def divide(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
+        super().divide(pieces)
+        self._buckets = {}
+        for bucket in sorted({*self._bucket_of}, reverse=True):  # as backward completes them
+            parameters = frozenset(
+                number
+                for number, own in enumerate(self._bucket_of)
+                if own == bucket and not self._is_everywhere[number]
+            )
+            outgoing = [self._outgoing(peer, bucket, parameters) for peer in self._clients]
+            incoming = [self._incoming(peer, bucket, parameters) for peer in self._clients]
+            self._buckets[bucket] = _Bucket(
+                parameters=parameters,
+                outgoing=[part for parts in outgoing for part in parts],
+                incoming=[part for parts in incoming for part in parts],
+            )
+
+    def _outgoing(
+        self, peer: int, bucket: int, parameters: frozenset[int]
+    ) -> Iterable[_BucketSlice]:
+        pieces = [piece for piece in self._pieces[peer] if piece.parameter in parameters]
+        for rows in self._subtrees_of(self._rank):
+            cuts = {piece: self._rows.cut(rows.start, piece) for piece in pieces}
+            runs = side_by_side(list(cuts.values()))
+            yield _BucketSlice(
+                peer=peer, rows=rows, tag=self._tag(bucket, rows), runs=runs, pieces=cuts
+            )
+
+    def _incoming(
+        self, peer: int, bucket: int, parameters: frozenset[int]
+    ) -> Iterable[_BucketSlice]:
+        """Memory that lies as the sender's row does."""
+        pieces = [piece for piece in self._pieces[self._rank] if piece.parameter in parameters]
+        own = [self._rows.cut(self._own_rows.start, piece) for piece in pieces]
+        for rows in self._subtrees_of(peer):
+            runs, places = _alike(own)
+            yield _BucketSlice(
+                peer=peer,
+                rows=rows,
+                tag=self._tag(bucket, rows),
+                runs=runs,
+                pieces=dict(zip(pieces, places, strict=True)),
+            )
+
+    def _subtrees_of(self, rank: int) -> Sequence[range]:
+        return subtrees(self._rows_of([rank]), self._num_rows)
+
+    def _tag(self, bucket: int, rows: range) -> int:
+        """Of a message; 0 is left for others."""
+        return 1 + bucket * self._num_rows + rows.start
+
+    # --- while passes run ------------------------------------------------------------------------
+
+    def expect(self, num_rows: int) -> None:
+        if self.is_early:
+            self._begin(num_rows)
+
+    def _begin(self, num_rows: int) -> None:
+        """Be ready to receive."""
+        self._num_filled = num_rows
+        for bucket in self._buckets.values():
+            self._transport.finish([*bucket.receives, *bucket.sends])  # of a step left out
+            bucket.missing = {*bucket.parameters}
+            bucket.is_sent = bucket.is_late = False
+            bucket.sends, bucket.receives = [], self._receive(bucket.incoming)
+
+    @property
+    def is_early(self) -> bool:
+        return len(self._buckets) > 1 and len(self._own_rows) == 1
+
+    def arrive(self, row: int, parameter: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            self._note_late(parameter)
+            self._rows.take({(row, parameter): gradient})
+        bucket = self._buckets[self._bucket_of[parameter]]
+        bucket.missing.discard(parameter)
+        if not (bucket.missing or bucket.is_sent):
+            self._send(bucket)
+
+    def put(self, row: int, gradients: Gradients) -> None:
+        for parameter, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._note_late(parameter)
+        super().put(row, gradients)
+
+    def put_product(
+        self, row: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
+    ) -> None:
+        self._note_late(parameter)
+        super().put_product(row, parameter, inputs, output_gradients)
+
+    def _note_late(self, parameter: int) -> None:
+        bucket = self._buckets[self._bucket_of[parameter]]
+        bucket.is_late |= bucket.is_sent and parameter in bucket.parameters
+
+    def hand_over(self, num_rows: int) -> None:
+        for bucket in self._buckets.values() if self.is_early else ():
+            if bucket.is_late:
+                self._rows.mark(self._own_rows, bucket.parameters)
+            if bucket.is_late or not bucket.is_sent:
+                self._send(bucket)
+
+    def _send(self, bucket: _Bucket) -> None:
+        bucket.is_sent = True
+        for part in self._filled(bucket.outgoing):
+            self._rows.sum_put(list(part.pieces), part.rows)
+            bucket.sends += self._transport.send(part.peer, part.runs, part.tag)
+
+    def _receive(self, parts: Iterable[_BucketSlice]) -> list[Message]:
+        return [
+            message
+            for part in self._filled(parts)
+            for message in self._transport.receive(part.peer, part.runs, part.tag)
+        ]
+
+    def _filled(self, parts: Iterable[_BucketSlice]) -> list[_BucketSlice]:
+        return [part for part in parts if part.rows.start < self._num_filled]
+
+    # --- when all have met -----------------------------------------------------------------------
+
+    def collect(self, num_rows: int) -> None:
+        super().collect(num_rows)
+        if not self.is_early:
+            self._begin(num_rows)
+            for bucket in self._buckets.values():
+                self._send(bucket)
+        for bucket in self._buckets.values():
+            again = [
+                part
+                for part in bucket.incoming
+                if self._rows.is_marked(part.rows, bucket.parameters)
+            ]
+            if again:
+                self._transport.finish(bucket.receives)
+                bucket.receives = self._receive(again)
+
+    @torch.no_grad()
+    def reduce(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
+        rest = [piece for piece in pieces if self._is_everywhere[piece.parameter]]
+        results = dict(zip(rest, super().reduce(rest), strict=True))
+        for bucket in self._buckets.values():
+            results |= self._sums_of(bucket, pieces)
+        for bucket in self._buckets.values():
+            self._transport.finish(bucket.sends)
+            bucket.sends = []
+        return [results[piece] for piece in pieces]
+
+    def _sums_of(
+        self, bucket: _Bucket, pieces: Sequence[Piece]
+    ) -> dict[Piece, torch.Tensor | None]:
+        own = [piece for piece in pieces if piece.parameter in bucket.parameters]
+        self._rows.sum_rows(own)
+        partials = {piece: self._rows.subtree_sums(piece) for piece in own}
+        self._transport.finish(bucket.receives)
+        bucket.receives = []
+        for part in self._filled(bucket.incoming):
+            for piece in own:
+                for first, *_ in self._rows.subtree_rows(piece.parameter, part.rows):
+                    partials[piece][first] = self._rows.weighed(part.pieces[piece], first)
+        return dict(zip(own, self._totals(own, list(partials.values())), strict=True))
+
+    def _exchanged(self, rank: int) -> Sequence[Piece]:
+        """The rest has been exchanged before."""
+        return [piece for piece in self._pieces[rank] if self._is_everywhere[piece.parameter]]
+
+    # --- after the update ------------------------------------------------------------------------
+
+    def _move(self, sends: Buffers, receives: Buffers) -> None:
+        """Pieces of one store lie there as in the others', so that they go without a copy."""
+        begun = [
+            message
+            for peer, pieces in receives.items()
+            for message in self._transport.receive(peer, side_by_side(pieces), 0)
+        ]
+        begun += [
+            message
+            for peer, pieces in sends.items()
+            for message in self._transport.send(peer, side_by_side(pieces), 0)
+        ]
+        self._transport.finish(begun)
+
+
+def side_by_side(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors of one store as bytes: those between which there is only alignment, as one."""
+    return [_bytes_at(start, stop) for start, stop in _spans(tensors)]
+
+
+def _spans(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """First address and the one after the last of each run of such tensors."""
+    found: list[tuple[int, int]] = []
+    for tensor in tensors:
+        start = tensor.data_ptr()
+        if not tensor.nbytes:
+            continue
+        if found and 0 <= start - found[-1][1] < ALIGNMENT_BYTES:
+            found[-1] = found[-1][0], start + tensor.nbytes
+        else:
+            found.append((start, start + tensor.nbytes))
+    return found
+
+
+def _bytes_at(start: int, stop: int) -> torch.Tensor:
+    """Memory that somebody else keeps."""
+    memory = (ctypes.c_char * (stop - start)).from_address(start)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _alike(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """New memory for tensors that lie alike: as bytes, run by run; and the tensors."""
+    runs: list[torch.Tensor] = []
+    places: list[torch.Tensor] = []
+    for start, stop in _spans(tensors):
+        run = torch.empty(stop - start, dtype=torch.uint8)
+        runs.append(run)
+        for one in tensors:
+            at = one.data_ptr() - start
+            if 0 <= at < len(run):
+                own = run[at : at + one.nbytes].view(one.dtype)
+                places.append(own.as_strided(one.shape, one.stride()))
+    return runs, places

@@ -1,0 +1,479 @@
+"""The gradients of one step in shared memory, and how a rank sums what it owns.
+
+Every share has a row with room for the gradient of each parameter. It fills its row in one of two
+ways, and each rank then sums its pieces over all rows, always in the same tree
+(``plan.program.sum_tree``): so the sum does not depend on who computed which share, or when.
+
+The gradient of a weight is a product, that of the layer's output gradients and inputs, summed over
+the rows (samples, tokens) of the batch. Where these *factors* are far smaller than the product, a
+share hands in its factors instead: after the barrier each rank forms its own block of the weight's
+gradient over the whole batch, in one product. The arithmetic is the same in amount, and next to
+nothing is moved. A share decides for itself, by the number of its rows, and the sum takes both
+kinds, so a share with more rows than there is room for hands in its whole gradient.
+
+Of a *sparse* parameter, an embedding, a share hands in the rows that it has touched, and their
+numbers; their sum is a sparse tensor.
+
+Where there are several hosts, each has memory of its own with rows for all shares, so that a share
+has one number everywhere. Of shares of other hosts, the table and the factors are brought here
+(``comm.collectives.host_exchange``); their gradients never are, and have no memory.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lockstep.comm.collectives.gradient_spec import GradientSpec
+from lockstep.comm.collectives.gradients import (
+    Gradients,
+    GroupGradients,
+    add_up,
+    cut_piece,
+    views_in,
+)
+from lockstep.comm.collectives.products import multiply
+from lockstep.comm.shared_memory.shared_region import SharedRegion
+from lockstep.errors import ModelError
+from lockstep.plan.layout import Piece, row_blocks
+from lockstep.plan.program.sum_tree import subtrees
+
+# What a share has published for a parameter.
+_NOTHING, _GRADIENT, _FACTORS, _BFLOAT16_FACTORS, _ROWS = range(5)
+_PRODUCTS = (_FACTORS, _BFLOAT16_FACTORS)
+
+
+@dataclass
+class _Own:
+    """What a share of this rank has published for a parameter so far."""
+
+    kind: int = _NOTHING
+    num_rows: int = 0
+
+
+class SharedGradientBuffer(GroupGradients):
+    """One rank's view of the gradients.
+
+    Args:
+        spec: the layout.
+        region: where they lie.
+        offset_bytes: from where on.
+        here: the rows whose gradients are kept here; None for all.
+        device: in whose memory these lie, in place of the region; None for the region.
+    """
+
+    def __init__(
+        self,
+        spec: GradientSpec,
+        region: SharedRegion,
+        offset_bytes: int,
+        here: range | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self._spec = spec
+        self._region = region
+        self._offset = offset_bytes
+        self._here = range(spec.num_shares) if here is None else here
+        self._row_offsets, self._factor_offsets, _ = spec.offsets()
+        _, count, _ = spec.table_shape
+        self.table = region.tensor(
+            offset_bytes, torch.int64, spec.table_shape, (count * 2, 2, 1)
+        ).numpy()
+        self._blocks = [
+            row_blocks(extent, spec.num_shares) if extent.row_elements else []
+            for extent in spec.extents
+        ]
+        self._cuts: dict[tuple[int, Piece], torch.Tensor] = {}
+        self._rows = [
+            self._rows_in_region(row)
+            if device is None or share not in self._here
+            else self._rows_on(device)
+            for share, row in enumerate(self._row_offsets)
+        ]
+        self._own: dict[tuple[int, int], _Own] = {}
+        self._found: list[list[tuple[int, int, int]]] = []
+        self._reserved: dict[int, int] = {}
+        self._factors_of_rows: Sequence[float] | None = None
+
+    def _rows_in_region(self, offsets: Sequence[int]) -> list[torch.Tensor]:
+        return [
+            self._region.tensor(self._offset + at, tensor.dtype, tensor.shape, tensor.stride)
+            for at, tensor in zip(offsets, self._spec.tensors, strict=True)
+        ]
+
+    def _rows_on(self, device: torch.device) -> list[torch.Tensor]:
+        buffer = torch.empty(self._spec.row_bytes, dtype=torch.uint8, device=device)
+        return views_in(buffer, self._spec.tensors)
+
+    def begin_pass(self) -> None:
+        self._own.clear()
+
+    # --- publishing ------------------------------------------------------------------------------
+
+    def put_product(
+        self, row: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
+    ) -> None:
+        own = self._own_of(row, parameter)
+        kind = _BFLOAT16_FACTORS if inputs.dtype == torch.bfloat16 else _FACTORS
+        start, stop = own.num_rows, own.num_rows + len(inputs)
+        if own.kind in (_NOTHING, kind) and stop <= self._spec.capacity(parameter):
+            own.kind, own.num_rows = kind, stop
+            self._reserve_factors(row, parameter, stop)
+            kept_inputs, kept_gradients = self._factors(row, parameter, kind, stop)
+            kept_inputs[start:].copy_(inputs)
+            kept_gradients[start:].copy_(output_gradients)
+        else:
+            gradient = self._gradient_row(row, parameter, own)
+            multiply(gradient, output_gradients, inputs, adds=own.kind == _GRADIENT)
+            own.kind = _GRADIENT
+
+    def put(self, row: int, gradients: Gradients) -> None:
+        self.take({(row, number): one for number, one in enumerate(gradients) if one is not None})
+        nothing = _Own()
+        found = [self._own.get((row, number), nothing) for number in range(len(gradients))]
+        entries = [(one.kind, one.num_rows) for one in found]
+        self.table[row, : len(entries)] = np.reshape(entries, (-1, 2))
+
+    def take(self, gradients: Mapping[tuple[int, int], torch.Tensor]) -> None:
+        """Add gradients, by row and parameter, of which others hear at the next ``put``."""
+        targets, sources = [], []
+        for (row, parameter), gradient in gradients.items():
+            own = self._own_of(row, parameter)
+            if self._spec.is_sparse(parameter):
+                self._put_rows(row, parameter, own, gradient)
+                continue
+            target = self._gradient_row(row, parameter, own)
+            if own.kind == _GRADIENT and gradient.data_ptr() != target.data_ptr():
+                target.add_(gradient)
+            elif gradient.data_ptr() != target.data_ptr():  # else it was formed in its place
+                targets.append(target)
+                sources.append(gradient)
+            own.kind = _GRADIENT
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _put_rows(self, row: int, parameter: int, own: _Own, gradient: torch.Tensor) -> None:
+        """Add the rows that a share has touched."""
+        if not gradient.is_sparse:
+            raise _not_sparse(self._spec.tensors[parameter].name)
+        if own.kind == _ROWS:
+            gradient = gradient + self._rows_within(row, parameter, own.num_rows)
+        gradient = gradient.coalesce()
+        own.kind, own.num_rows = _ROWS, gradient._nnz()
+        values, numbers = gradient.values(), gradient.indices()[0]
+        self._reserve(self._row_offsets[row][parameter], values.nbytes)
+        self._reserve(self._factor_offsets[row][parameter], numbers.nbytes)
+        kept_numbers, kept_values = self._touched(row, parameter, own.num_rows)
+        kept_numbers.copy_(numbers)
+        kept_values.copy_(values)
+
+    def places(self, row: int) -> Sequence[torch.Tensor] | None:
+        return self._rows[row]
+
+    def _own_of(self, share: int, parameter: int) -> _Own:
+        return self._own.setdefault((share, parameter), _Own())
+
+    def _gradient_row(self, share: int, parameter: int, own: _Own) -> torch.Tensor:
+        """Where a share's whole gradient goes; factors that it has published become one first."""
+        row = self._rows[share][parameter]
+        if share != self._here.start and self._spec.row_limits[parameter]:
+            self._reserve(self._row_offsets[share][parameter], row.nbytes)
+        if own.kind in _PRODUCTS:
+            inputs, gradients = self._factors(share, parameter, own.kind, own.num_rows)
+            multiply(row, gradients, inputs, adds=False)
+            own.kind = _GRADIENT
+        return row
+
+    # --- summing ---------------------------------------------------------------------------------
+
+    def collect(self, num_rows: int) -> None:
+        table = self.table[:num_rows, : len(self._spec.tensors)].tolist()
+        self._found = [
+            [
+                (share, kind, num_rows)
+                for share, (kind, num_rows) in enumerate(column)
+                if kind != _NOTHING
+            ]
+            for column in zip(*table, strict=True)
+        ]
+
+    def is_used(self, parameter: int) -> bool:
+        """Whether any share has published anything for a parameter."""
+        return bool(self._found[parameter])
+
+    def weigh(self, factors: Sequence[float] | None) -> None:
+        self._factors_of_rows = factors
+
+    def reduce(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
+        results = [
+            None
+            if not self._found[piece.parameter]
+            else self._sum_touched(piece)
+            if self._spec.is_sparse(piece.parameter)
+            else self.target(piece)
+            for piece in pieces
+        ]
+        self.sum_rows(pieces)
+        self.add_products(pieces, results)
+        return results
+
+    def published(self, row: int, piece: Piece) -> torch.Tensor | None:
+        """A piece of the gradient that a row holds; None if it has none."""
+        kind, num_rows = self.table[row, piece.parameter].tolist()
+        if kind == _ROWS:
+            return self._rows_within(row, piece.parameter, num_rows, piece)
+        return self.cut(row, piece) if kind == _GRADIENT else None
+
+    def target(self, piece: Piece) -> torch.Tensor:
+        """Where the sum of a piece is placed."""
+        return self.cut(self._target(piece.parameter), piece)
+
+    def base(self, parameter: int) -> torch.Tensor:
+        """The first row's gradient, for which there is always memory here."""
+        return self._rows[self._here.start][parameter]
+
+    def sum_rows(self, pieces: Sequence[Piece]) -> None:
+        """Sum the gradients of each subtree of the rows here, in place, piece by piece."""
+        summands = []
+        for piece in pieces:
+            for rows in self.subtree_rows(piece.parameter, self._here):
+                self._multiply(rows, piece)
+                summands.append({row: self.cut(row, piece) for row in rows})
+        add_up(summands)
+
+    def _multiply(self, rows: Sequence[int], piece: Piece) -> None:
+        """Weigh a piece of some rows, if they have different weights."""
+        if self._factors_of_rows is not None:
+            for row in rows:
+                self.cut(row, piece).mul_(self._factors_of_rows[row])
+
+    def sum_put(self, pieces: Sequence[Piece], rows: range) -> None:
+        """Before others hear of it: sum what this rank has put into its rows, in the first."""
+        if len(rows) == 1:
+            return
+        for piece in pieces:
+            put = [row for row in rows if self._own_of(row, piece.parameter).kind == _GRADIENT]
+            if put:
+                (total,) = add_up([{row: self.cut(row, piece) for row in put}])
+                if put[0] != rows.start:
+                    self.cut(rows.start, piece).copy_(total)
+
+    def weighed(self, partial: torch.Tensor, row: int) -> torch.Tensor:
+        """What a row of elsewhere has of a piece, weighed here."""
+        return (
+            partial if self._factors_of_rows is None else partial.mul_(self._factors_of_rows[row])
+        )
+
+    def mark(self, rows: range, parameters: Collection[int]) -> None:
+        """Tell others once more of gradients in these rows: see ``is_marked``."""
+        self.table[rows.start : rows.stop, sorted(parameters), 1] = 1
+
+    def is_marked(self, rows: range, parameters: Collection[int]) -> bool:
+        """Whether gradients in these rows were marked."""
+        return any(
+            row in rows and kind == _GRADIENT and mark
+            for number in parameters
+            for row, kind, mark in self._found[number]
+        )
+
+    def subtree_sums(self, piece: Piece) -> dict[int, torch.Tensor]:
+        """After ``sum_rows``: the sums of a piece, by the first row of each subtree here."""
+        return {
+            rows[0]: self.cut(rows[0], piece)
+            for rows in self.subtree_rows(piece.parameter, self._here)
+        }
+
+    def subtree_sums_apart(self, piece: Piece) -> dict[int, torch.Tensor]:
+        """The same sums without ``sum_rows``, in memory of their own."""
+        return {
+            rows[0]: add_up([{row: self.cut(row, piece).clone() for row in rows}])[0]
+            for rows in self.subtree_rows(piece.parameter, self._here)
+        }
+
+    def add_products(self, pieces: Sequence[Piece], targets: Sequence[torch.Tensor | None]) -> None:
+        """Add what comes of factors, of all shares, to sums of gradients, or to nothing."""
+        for piece, target in zip(pieces, targets, strict=True):
+            kinds = [kind for _, kind, _ in self._found[piece.parameter]]
+            if target is not None and any(kind in _PRODUCTS for kind in kinds):
+                self._add_product(target, piece, adds=_GRADIENT in kinds)
+
+    def gradient_rows(self, parameter: int, within: range) -> list[int]:
+        """The rows among ``within`` where a gradient has been published."""
+        return [
+            row for row, kind, _ in self._found[parameter] if kind == _GRADIENT and row in within
+        ]
+
+    def subtree_rows(self, parameter: int, within: range) -> list[tuple[int, ...]]:
+        """The same, by subtrees; those without any are left out."""
+        found = (
+            tuple(self.gradient_rows(parameter, each))
+            for each in subtrees(within, self._spec.num_shares)
+        )
+        return [rows for rows in found if rows]
+
+    def published_factors(self, rows: range) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The factors of these rows, parameter by parameter: inputs and output gradients."""
+        return [
+            self._factors(row, parameter, kind, num_rows)
+            for parameter, found in enumerate(self._found)
+            for row, kind, num_rows in found
+            if row in rows and kind in _PRODUCTS
+        ]
+
+    def make_room(self, rows: range) -> None:
+        """Take memory for the factors that these rows are going to hold."""
+        for parameter, found in enumerate(self._found):
+            for row, kind, num_rows in found:
+                if row in rows and kind in _PRODUCTS:
+                    self._reserve_factors(row, parameter, num_rows)
+
+    def summed(self, parameter: int) -> torch.Tensor | None:
+        return self._rows[self._target(parameter)][parameter] if self._found[parameter] else None
+
+    def cut(self, share: int, piece: Piece) -> torch.Tensor:
+        """A piece of a share's gradient: made once, for it takes longer than to sum a small one."""
+        key = share, piece
+        if key not in self._cuts:
+            self._cuts[key] = cut_piece(self._rows[share][piece.parameter], piece)
+        return self._cuts[key]
+
+    def _target(self, parameter: int) -> int:
+        """The row that holds the sum: one with memory for it."""
+        return next(iter(self.gradient_rows(parameter, self._here)), self._here.start)
+
+    def _add_product(self, target: torch.Tensor, piece: Piece, adds: bool) -> None:
+        """Form a weight's gradient over all factors, block by block.
+
+        One product for each block of rows, whoever owns how many: so the sizes of the products,
+        and with them the order of their sums, do not depend on the number of ranks.
+        """
+        factors = [
+            self._factors(share, piece.parameter, kind, num_rows)
+            for share, kind, num_rows in self._found[piece.parameter]
+            if kind in _PRODUCTS
+        ]
+        inputs = torch.cat([inputs for inputs, _ in factors])
+        ins = inputs.shape[1]
+        flat = target.view(-1)
+        for start, stop in self._blocks[piece.parameter]:
+            if piece.start <= start < stop <= piece.stop:
+                gradients = torch.cat([each[:, start // ins : stop // ins] for _, each in factors])
+                block = flat[start - piece.start : stop - piece.start].view(-1, ins)
+                multiply(block, gradients, inputs, adds=adds)
+
+    # --- rows of embeddings ----------------------------------------------------------------------
+
+    def is_sparse(self, parameter: int) -> bool:
+        """Whether shares hand in rows of a parameter."""
+        return self._spec.is_sparse(parameter)
+
+    @property
+    def has_touched(self) -> bool:
+        """Whether any share has published rows."""
+        return any(kind == _ROWS for found in self._found for _, kind, _ in found)
+
+    def touching(self, parameter: int, within: range) -> list[int]:
+        """The shares among ``within`` that have published rows of a parameter."""
+        return [row for row, kind, _ in self._found[parameter] if kind == _ROWS and row in within]
+
+    def height(self, piece: Piece) -> int:
+        """Rows of a sparse piece."""
+        return (piece.stop - piece.start) // self._spec.tensors[piece.parameter].shape[1]
+
+    def _sum_touched(self, piece: Piece) -> torch.Tensor:
+        return sum_of_rows(
+            [
+                self._rows_within(share, piece.parameter, num_rows, piece)
+                for share, _, num_rows in self._found[piece.parameter]
+            ]
+        )
+
+    def _rows_within(
+        self, share: int, parameter: int, num_rows: int, piece: Piece | None = None
+    ) -> torch.Tensor:
+        """The rows of a piece that a share has published, as a sparse tensor of its own."""
+        height, width = self._spec.tensors[parameter].shape
+        numbers, values = self._touched(share, parameter, num_rows)
+        first, last = (0, height) if piece is None else (piece.start // width, piece.stop // width)
+        low, high = torch.searchsorted(numbers, torch.tensor([first, last])).tolist()
+        return torch.sparse_coo_tensor(
+            (numbers[low:high] - first)[None],
+            values[low:high].clone(),
+            (last - first, width),
+            is_coalesced=True,
+            check_invariants=False,
+        )
+
+    def _touched(
+        self, share: int, parameter: int, num_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The numbers of the rows that a share has published, ascending, and the rows."""
+        width, dtype = self._spec.tensors[parameter].shape[1], self._spec.tensors[parameter].dtype
+        numbers = self._offset + self._factor_offsets[share][parameter]
+        values = self._offset + self._row_offsets[share][parameter]
+        return (
+            self._region.tensor(numbers, torch.int64, (num_rows,), (1,)),
+            self._region.tensor(values, dtype, (num_rows, width), (width, 1)),
+        )
+
+    def gather(self, pieces: Sequence[Piece], sums: Sequence[torch.Tensor | None]) -> None:
+        """Have ``summed`` know of sparse sums: whoever asks for it wants all rows."""
+        for piece, total in zip(pieces, sums, strict=True):
+            if total is not None and total.is_sparse:
+                self.reserve_base(piece.parameter)
+                cut = cut_piece(self.base(piece.parameter), piece)
+                cut.copy_(total.to_dense().view_as(cut))
+
+    def reserve_base(self, parameter: int) -> None:
+        """Take memory for the whole gradient of a sparse parameter."""
+        start = self._row_offsets[self._here.start][parameter]
+        self._reserve(start, self.base(parameter).nbytes)
+
+    # --- memory ----------------------------------------------------------------------------------
+
+    def _factors(
+        self, share: int, parameter: int, kind: int, num_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A share's inputs (num_rows, ins) and output gradients (num_rows, outs)."""
+        tensor = self._spec.tensors[parameter]
+        dtype = tensor.dtype if kind == _FACTORS else torch.bfloat16
+        outs, ins = tensor.shape
+        start, middle = self._factor_starts(share, parameter)
+        return (
+            self._region.tensor(self._offset + start, dtype, (num_rows, ins), (ins, 1)),
+            self._region.tensor(self._offset + middle, dtype, (num_rows, outs), (outs, 1)),
+        )
+
+    def _factor_starts(self, share: int, parameter: int) -> tuple[int, int]:
+        """Where a share's inputs and its output gradients begin."""
+        tensor = self._spec.tensors[parameter]
+        start = self._factor_offsets[share][parameter]
+        size = self._spec.capacity(parameter) * tensor.shape[1] * tensor.dtype.itemsize
+        return start, start + size
+
+    def _reserve_factors(self, share: int, parameter: int, num_rows: int) -> None:
+        tensor = self._spec.tensors[parameter]
+        outs, ins = tensor.shape
+        start, middle = self._factor_starts(share, parameter)
+        self._reserve(start, num_rows * ins * tensor.dtype.itemsize)
+        self._reserve(middle, num_rows * outs * tensor.dtype.itemsize)
+
+    def _reserve(self, start: int, num_bytes: int) -> None:
+        """Take memory for a part of a hole, once."""
+        if self._reserved.get(start, 0) < num_bytes:
+            self._region.reserve(self._offset + start, num_bytes)
+            self._reserved[start] = num_bytes
+
+
+def sum_of_rows(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What shares have published of the rows of a piece, but for rows that none has touched."""
+    return sum(gradients[1:], start=gradients[0]).coalesce()
+
+
+def _not_sparse(name: str) -> ModelError:
+    return ModelError(
+        "An embedding with sparse=True must be used for lookups only: its gradient is no rows.",
+        received=f"a dense gradient of {name!r}",
+        fix="Leave out sparse=True where its weight is used otherwise, too.",
+    )

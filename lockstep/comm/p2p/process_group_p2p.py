@@ -1,0 +1,221 @@
+"""Mail between stages that share no memory: announced at the board, sent from rank to rank.
+
+From each rank to each that reads something of it there is a channel: a group of these two for the
+tensors (``comm.transports.process_group``), and a mailbox for what must be known before they can be
+received (``comm.p2p.shm_p2p``, or to other hosts ``comm.p2p.tcp_p2p``). So ranks wait for each
+other where they look around, and no device is asked what is to come.
+
+Messages of a channel are received in the order in which they were sent, which the sender's program
+gives. What is read later is kept until then. A sender never waits for a reader to want a message,
+as long as the mailbox has slots for all that may be on their way. So no order of programs that is
+right with mailboxes alone can come to a deadlock here; and backends that know messages by their
+order only, and not by tags, are fine.
+
+A message is one buffer, whatever it holds.
+"""
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lockstep.comm.codec.message_codec import decode, encode
+from lockstep.comm.collectives.gradients import TensorSpec, views_in
+from lockstep.comm.p2p.interface import MailCarrier, MailKey
+from lockstep.comm.p2p.shm_p2p import Mailbox, MailboxSpec
+from lockstep.comm.p2p.tcp_p2p import MailChannels, RemoteBox
+from lockstep.comm.shared_memory.shared_region import SharedRegion, dense_stride
+from lockstep.comm.shared_memory.status_board import StatusBoard
+from lockstep.comm.transports.process_group import ProcessGroups
+from lockstep.data.trees import Tree, map_tensors, tensors_of
+from lockstep.plan.layout import flat_offsets
+
+# The ranks that send and receive.
+Pair = tuple[int, int]
+
+# Stands for a tensor in the announcement of a message.
+_PLACEHOLDER = torch.empty(0)
+
+
+def channel_name(pair: Pair) -> str:
+    """The name of a channel's group; the sender is its rank 0."""
+    return "mail {} > {}".format(*pair)
+
+
+@dataclass
+class _Arrived:
+    """A message that is here, and how many readers still need it."""
+
+    tree: Tree
+    num_readers: int
+
+
+class GroupMail(MailCarrier):
+    """One rank's end.
+
+    Args:
+        channels: the mailbox of each channel, in the order in which they lie in memory.
+        region: where they lie.
+        offset_bytes: from where on.
+        board: to wait at.
+        groups: this rank's.
+        device: where what arrives is to be.
+        ranks_here: those of this host.
+        mail_channels: to the others; None where there are none.
+        first_box: the number of the first mailbox, as mail threads count them.
+    """
+
+    def __init__(
+        self,
+        channels: Mapping[Pair, MailboxSpec],
+        region: SharedRegion,
+        offset_bytes: int,
+        board: StatusBoard,
+        groups: ProcessGroups,
+        device: torch.device,
+        *,
+        ranks_here: range,
+        mail_channels: MailChannels | None,
+        first_box: int,
+    ) -> None:
+        self._rank = board.rank
+        self._groups = groups
+        self._out: dict[int, _Outgoing] = {}
+        self._in: dict[int, _Incoming] = {}
+        for number, ((sender, receiver), spec) in enumerate(channels.items(), first_box):
+            name = channel_name((sender, receiver))
+            box: Mailbox | RemoteBox = Mailbox(spec, region, offset_bytes, board)
+            slots = spec.num_slots
+            if mail_channels is not None and not {sender, receiver} <= {*ranks_here}:
+                box = RemoteBox(channels=mail_channels, box=number, sender=sender, num_slots=slots)
+            if sender == self._rank:
+                self._out[receiver] = _Outgoing(name, groups, box, receiver, num_slots=slots)
+            elif receiver == self._rank:
+                self._in[sender] = _Incoming(name, groups, box, sender, device=device)
+            offset_bytes += spec.num_bytes
+        self._here: dict[tuple[MailKey, int], _Arrived] = {}
+
+    def put(self, key: MailKey, message: int, tree: Tree, readers: Sequence[int]) -> None:
+        packed = None
+        for reader, count in Counter(readers).items():
+            if reader == self._rank:
+                self._here[key, message] = _Arrived(map_tensors(_copy, tree), count)
+            else:
+                packed = _Packed(tree, self._groups) if packed is None else packed
+                self._out[reader].send((*vars(key).values(), message, count), packed)
+
+    def take(self, key: MailKey, message: int) -> Tree:
+        return map_tensors(_as_leaf, self._arrived(key, message).tree)
+
+    def give_back(self, key: MailKey, message: int, reader: int) -> None:
+        arrived = self._arrived(key, message)
+        arrived.num_readers -= 1
+        if not arrived.num_readers:
+            del self._here[key, message]
+
+    def _arrived(self, key: MailKey, message: int) -> _Arrived:
+        while (key, message) not in self._here:
+            (*parts, number, count), tree = self._in[key.sender].receive()
+            self._here[MailKey(*parts), number] = _Arrived(tree, count)
+        return self._here[key, message]
+
+
+class _Packed:
+    """A tree as one buffer, and what is needed to make it of the buffer again."""
+
+    def __init__(self, tree: Tree, groups: ProcessGroups) -> None:
+        tensors = list(tensors_of(tree))
+        specs = [TensorSpec("", tuple(one.shape), dense_stride(one), one.dtype) for one in tensors]
+        _, self.num_bytes = flat_offsets([spec.extent for spec in specs])
+        self.buffer = groups.buffer(self.num_bytes, groups.device)
+        views = views_in(self.buffer, specs)
+        if views:
+            torch._foreach_copy_(views, [tensor.detach() for tensor in tensors])
+        forms = [
+            (spec.shape, spec.stride, spec.dtype, tensor.requires_grad)
+            for spec, tensor in zip(specs, tensors, strict=True)
+        ]
+        self.form = (self.num_bytes, forms, map_tensors(lambda tensor: _PLACEHOLDER, tree))
+
+
+def _unpacked(form: Any, buffer: torch.Tensor, device: torch.device) -> Tree:
+    """The tree that ``_Packed`` was made of."""
+    _, forms, frame = form
+    specs = [TensorSpec("", shape, stride, dtype) for shape, stride, dtype, _ in forms]
+    flags = [flag for *_, flag in forms]
+    tensors = (
+        view.to(device).requires_grad_(flag)
+        for view, flag in zip(views_in(buffer, specs), flags, strict=True)
+    )
+    return map_tensors(lambda placeholder: next(tensors), frame)
+
+
+@dataclass
+class _Channel:
+    """One end of a channel.
+
+    Attributes:
+        name: of its group.
+        groups: this rank's.
+        box: where its messages are announced.
+        peer: the rank at the other end.
+        number: of the last message.
+    """
+
+    name: str
+    groups: ProcessGroups
+    box: Mailbox | RemoteBox
+    peer: int
+    number: int = field(default=0, init=False)
+
+
+@dataclass
+class _Outgoing(_Channel):
+    """A channel's end where it is sent."""
+
+    num_slots: int
+    # gloo reads from the buffers.
+    _pending: deque[tuple[Any, _Packed]] = field(default_factory=deque, init=False)
+
+    def send(self, address: tuple[Any, ...], packed: _Packed) -> None:
+        """Begin to send a message; wait only while the mailbox has no slot for it."""
+        self.number += 1
+        self._pending.append((self._begun(packed), packed))
+        self.box.put(self.number, encode((address, packed.form)), [self.peer])
+        while len(self._pending) > self.num_slots:  # the one before in this slot was received
+            work, _ = self._pending.popleft()
+            if work is not None:
+                self.groups.finish(work)
+
+    def _begun(self, packed: _Packed) -> Any:
+        if not packed.num_bytes:
+            return None
+        return self.groups[self.name].send([packed.buffer], 1, self.number)
+
+
+@dataclass
+class _Incoming(_Channel):
+    """A channel's end where it is received."""
+
+    device: torch.device
+
+    def receive(self) -> tuple[tuple[Any, ...], Tree]:
+        """Wait for the next message: its address, and what it holds."""
+        self.number += 1
+        address, form = decode(self.box.take(self.number, self.peer))
+        buffer = self.groups.buffer(form[0], self.groups.device)
+        if form[0]:
+            group = self.groups[self.name]
+            self.groups.finish(group.recv([buffer], 0, self.number))
+        self.box.give_back(self.number, 0)
+        return address, _unpacked(form, buffer, self.device)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)

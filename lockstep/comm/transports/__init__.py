@@ -1,0 +1,5 @@
+"""What moves tensors between ranks that share no memory.
+
+Implementations of ``comm.transport``: sealed sockets (``tensor_channels``) and torch.distributed
+(``process_group``).
+"""

@@ -1,0 +1,116 @@
+"""A rank's channels to ranks of other hosts; tensors go over them as they lie in memory.
+
+What goes over a channel has no headers: both ends know from the step what comes, how much, and in
+which order. Both directions move at once, or two ranks that send to each other would wait for ever.
+"""
+
+import select
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from time import monotonic
+
+import torch
+
+from lockstep.channel.sealed_channel import Channel, late, lost
+from lockstep.comm.transport import Buffers, Transport
+
+_LOOK_AROUND_SECONDS = 0.02
+_LONGEST_NAP_SECONDS = 5 * _LOOK_AROUND_SECONDS
+
+
+class TensorChannels(Transport):
+    """One rank's peers.
+
+    Args:
+        channels: by the rank at the other end.
+        names: of the hosts of these ranks, for messages.
+        look_around: called every 20 ms of waiting with the seconds waited so far; it raises if
+            waiting on is in vain.
+        timeout_seconds: longest wait in which nothing moves.
+    """
+
+    def __init__(
+        self,
+        channels: Mapping[int, Channel],
+        names: Mapping[int, str],
+        look_around: Callable[[float], None],
+        timeout_seconds: float,
+    ) -> None:
+        self._channels = dict(channels)
+        self._names = names
+        self._look_around = look_around
+        self._timeout = timeout_seconds
+
+    def transfer(self, sends: Buffers, receives: Buffers) -> None:
+        coming = {peer: _views(tensors) for peer, tensors in receives.items()}
+        for peer, tensors in sends.items():
+            self._channels[peer].put(*_views(tensors))
+        poller = select.poll()
+        peers = {self._channels[peer].fileno(): peer for peer in {*sends, *receives}}
+        # Before the first wait, too: something may have come with what was received last.
+        for descriptor, peer in list(peers.items()):
+            if events := self._move(peer, coming):
+                poller.register(descriptor, events)
+            else:
+                del peers[descriptor]
+        waited, last = 0.0, monotonic()
+        while peers:
+            ready = poller.poll(_LOOK_AROUND_SECONDS * 1000)
+            for descriptor, _ in ready:
+                if events := self._move(peers[descriptor], coming):
+                    poller.modify(descriptor, events)
+                else:
+                    poller.unregister(descriptor)
+                    del peers[descriptor]
+            now = monotonic()
+            # Where bytes move nobody waits.
+            waited, last = (
+                0.0 if ready else waited + min(now - last, _LONGEST_NAP_SECONDS),
+                now,
+            )
+            if waited > self._timeout:
+                names = [self._names[peer] for peer in sorted(peers.values())]
+                raise late(names, waited, self._timeout)
+            if not ready:
+                self._look_around(waited)
+
+    def close(self) -> None:
+        """Close this rank's ends."""
+        while self._channels:
+            self._channels.popitem()[1].close()
+
+    def _move(self, peer: int, coming: Mapping[int, deque[memoryview]]) -> int:
+        """Send and receive over a channel what can be now; returns what to poll for."""
+        channel, views = self._channels[peer], coming.get(peer)
+        try:
+            has_received = not views or _receive(channel, views)
+            has_sent = channel.flush()
+        except OSError as error:
+            raise lost(self._names[peer], error) from error
+        return (0 if has_sent else select.POLLOUT) | (0 if has_received else select.POLLIN)
+
+
+def _views(tensors: Iterable[torch.Tensor]) -> deque[memoryview]:
+    """What has bytes to move."""
+    return deque(view for view in map(bytes_of, tensors) if len(view))
+
+
+def _receive(channel: Channel, views: deque[memoryview]) -> bool:
+    """Fill views with what has come; whether all are full, and none is left."""
+    try:
+        while views:
+            num_bytes = channel.receive_into(views[0])
+            views[0] = views[0][num_bytes:]
+            if not views[0]:
+                views.popleft()
+    except BlockingIOError:
+        return False
+    return True
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a dense tensor on the CPU."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    if not len(flat):
+        return memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # it has a buffer

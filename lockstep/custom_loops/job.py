@@ -1,0 +1,447 @@
+"""The job: the processes that run the same script, each of which is a replica.
+
+A launcher has started them, and none serves another as it would in a call of a Trainer: each goes
+through the user's own loop. They meet once, and from then on where they exchange something, all at
+the same calls in the same order.
+
+The processes of a host share memory. Its first one leads: it makes what they share and hands it to
+the others (``launch.workers.external_workers``). The leaders of several hosts know each other
+(``train.multihost.hosts``).
+"""
+
+import atexit
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lockstep.channel.sealed_channel import Channel
+from lockstep.cluster.environment import find_devices, find_place
+from lockstep.cluster.place import Place
+from lockstep.comm.codec.message_codec import decode, encode
+from lockstep.comm.exchange import Exchange, ExchangeSpec
+from lockstep.comm.shared_memory.shared_region import SharedRegion
+from lockstep.comm.transports.memfd_store import Meeting
+from lockstep.custom_loops.watchdog import LoopWatchdog
+from lockstep.errors import OptionError, WorkerError
+from lockstep.launch.workers.external_workers import Attachment, attach
+from lockstep.launch.workers.helper import HelperContext
+from lockstep.launch.workers.team import Team
+from lockstep.parallel.exchange.control import open_region
+from lockstep.parallel.exchange.engine import Endpoint, Neighbours
+from lockstep.parallel.groups import ParameterGroup
+from lockstep.parallel.storage.allocator import keep_freed_memory
+from lockstep.plan.decision import Axis, LocalUpdate, ProcessGroup, SharedMemory, SlicedUpdate
+from lockstep.plan.spec import Plan
+from lockstep.train.multihost.followers import host_key
+from lockstep.train.multihost.host_channels import HostChannels, meeting_point_of
+from lockstep.train.multihost.hosts import Hosts, find_hosts
+from lockstep.train.runtime.serving import RemoteHosts, channels_abroad
+
+# Numbers that a replica tells the others at once, in float64.
+_ROW_NUMBERS = 1 << 12
+# Rows between two barriers at which they are counted anew.
+_MOST_ROWS = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Handed:
+    """What a leader hands to the other replicas of its host, beside descriptors.
+
+    Attributes:
+        hosts: the number of replicas on each host.
+        regions: how many there are.
+        abroad: the other hosts, if there are any.
+        meeting: where ranks of process groups find each other, if there are any.
+    """
+
+    hosts: tuple[int, ...]
+    regions: int
+    abroad: RemoteHosts | None
+    meeting: Meeting | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What this replica's host has in common, as this replica has it.
+
+    Attributes:
+        region: of an exchange; None where there is one replica alone.
+        stores: descriptors of further regions, where another replica has made them.
+        neighbours: what this replica has of other hosts; None where there are none.
+        meeting: where ranks of process groups find each other, if there are any.
+        kept: what must live as long.
+    """
+
+    region: SharedRegion | None
+    stores: Sequence[int]
+    neighbours: Neighbours | None
+    meeting: Meeting | None
+    kept: object = None
+
+
+class Job:
+    """The replicas, seen from one of them.
+
+    Args:
+        timeout_seconds: longest wait for another replica.
+        engine: a backend of torch.distributed that moves tensors; None to share memory.
+
+    Attributes:
+        hosts: the number of replicas on each host.
+        rank: this replica's number.
+    """
+
+    def __init__(self, timeout_seconds: float, engine: str | None) -> None:
+        keep_freed_memory()
+        self.timeout_seconds = timeout_seconds
+        self.engine = engine
+        self.hosts: tuple[int, ...] = (1,)
+        self.rank = 0
+        self._team: Team | None = None
+        self._attachment: Attachment | None = None
+        self._others: Hosts | None = None
+        self._rows_told = 0
+        place = find_place(os.environ)
+        if place is None or place.num_processes == 1:
+            _check_devices()
+        self.host = 0 if place is None else place.host
+        if place is not None:
+            self._meet(place)
+        _check_engine(engine, self.hosts)
+        self._exchange = self._open_exchange(place)
+
+    @property
+    def num_replicas(self) -> int:
+        """On all hosts."""
+        return sum(self.hosts)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this replica makes what those of its host share."""
+        return self._attachment is None
+
+    @property
+    def is_first_host(self) -> bool:
+        """Whether the values of this host are those that count."""
+        return self.host == 0
+
+    # --- meeting ---------------------------------------------------------------------------------
+
+    def _meet(self, place: Place) -> None:
+        if not place.leads:
+            self._attachment = attach(place, host_key(), timeout_seconds=self.timeout_seconds)
+            return
+        self._others = find_hosts(self.timeout_seconds)
+        assert self._others is not None
+        self.host = self._others.host  # among those that have come
+        self.hosts = tuple(self._others.from_all(place.num_processes))
+        self.rank = sum(self.hosts[: self.host])
+        if place.num_processes > 1:
+            self._team = self._others.attach_team(
+                place.num_processes - 1, self.rank + 1, self.timeout_seconds
+            )
+
+    def _open_exchange(self, place: Place | None) -> Exchange:
+        """What replicas tell each other apart from any optimizer goes over this."""
+        if self._attachment is not None:
+            assert place is not None
+            handed, shared = self._take(lambda hosts: sum(hosts[: place.host]) + place.process)
+            self.hosts = handed.hosts
+            self.rank = sum(self.hosts[: place.host]) + place.process
+        spec = ExchangeSpec(
+            num_ranks=self.num_replicas,
+            share_ranks=tuple(range(self.num_replicas)),
+            groups=(),
+            row_capacity=_ROW_NUMBERS,
+        )
+        if self.leads:
+            shared = self.share([spec.create(self.ranks_here)] if self.num_replicas > 1 else [])
+        return self.exchange(spec, shared, lambda: "a call that all replicas make")
+
+    @property
+    def ranks_here(self) -> range:
+        """The replicas of this host."""
+        start = sum(self.hosts[: self.host])
+        return range(start, start + self.hosts[self.host])
+
+    def plan(self) -> Plan:
+        """The Plan that the replicas follow."""
+        count = self.num_replicas
+        return Plan(
+            strategy="loop of one's own",
+            mesh=(Axis(name="data", size=count),),
+            devices=tuple(f"cpu:{rank}" for rank in range(count)),
+            threads_per_device=None,
+            num_shares=count,
+            interleaved=False,
+            layers=(),
+            update=LocalUpdate() if count == 1 else SlicedUpdate(),
+            precision="fp32",
+            hosts=self.hosts if len(self.hosts) > 1 else (),
+            engine=SharedMemory() if self.engine is None else ProcessGroup(backend=self.engine),
+        )
+
+    def share(
+        self, regions: Sequence[SharedRegion], groups: Sequence[ParameterGroup] = ()
+    ) -> Shared:
+        """Have regions that the leader of each host has made; every replica calls it.
+
+        Args:
+            regions: on a leader, those that it has made; on the others nothing.
+            groups: parameters whose gradients are exchanged with other hosts.
+        """
+        if not self.leads:
+            return self._take(lambda hosts: self.rank)[1]
+        plan = self.plan()
+        connected = HostChannels.of(self._others, plan, groups, self.timeout_seconds, keeps=False)
+        meeting_point = meeting_point_of(plan, connected, self.timeout_seconds)
+        abroad = None if connected is None else connected.abroad
+        channels = [] if connected is None else [*connected.channels.values()]
+        handed = _Handed(
+            hosts=self.hosts,
+            regions=len(regions),
+            abroad=abroad,
+            meeting=None if meeting_point is None else meeting_point.meeting,
+        )
+        if self._team is not None:
+            self._hand(handed, regions, channels)
+        neighbours = None
+        if connected is not None:
+            own = []
+            for (rank, _, _), end in connected.channels.items():
+                if rank == self.rank:
+                    own.append(end)
+                else:
+                    end.close()  # the replica has it
+            neighbours = connected.abroad.neighbours(self.rank, own, ())
+        return Shared(
+            region=regions[0] if regions else None,
+            stores=(),
+            neighbours=neighbours,
+            meeting=handed.meeting,
+            kept=meeting_point,
+        )
+
+    def _hand(
+        self, handed: _Handed, regions: Sequence[SharedRegion], channels: Sequence[Channel]
+    ) -> None:
+        assert self._team is not None
+        descriptors = [region.descriptor for region in regions]
+        descriptors += [channel.fileno() for channel in channels]
+        self._team.call(
+            take,
+            pickle.dumps(handed),
+            tuple(descriptors),
+            position=lambda rank: "in a loop of its own",
+            timeout_seconds=self.timeout_seconds,
+        )
+        self._team.finish(self.timeout_seconds)
+
+    def _take(self, rank_in: Callable[[Sequence[int]], int]) -> tuple[_Handed, Shared]:
+        """What the leader of this host hands over."""
+        assert self._attachment is not None
+        body, descriptors = _taken.pop(self._attachment.serve_call())
+        handed: _Handed = pickle.loads(body)
+        count = handed.regions
+        neighbours = None
+        if handed.abroad is not None:
+            rank = rank_in(handed.hosts)
+            own = channels_abroad(handed.abroad, rank, descriptors[count:])
+            neighbours = handed.abroad.neighbours(rank, own, ())
+        shared = Shared(
+            region=open_region(descriptors[0]),
+            stores=descriptors[1:count],
+            neighbours=neighbours,
+            meeting=handed.meeting,
+        )
+        return handed, shared
+
+    def exchange(
+        self,
+        spec: ExchangeSpec,
+        shared: Shared,
+        position: Callable[[], str],
+        mirrored: Sequence[torch.Tensor] = (),
+    ) -> Exchange:
+        """This replica's end of an exchange.
+
+        Args:
+            spec: its layout.
+            shared: with the memory for it.
+            position: says what all replicas must come to, for messages.
+            mirrored: see ``Neighbours``.
+        """
+        lookout = LoopWatchdog(
+            rank=self.rank,
+            ranks_here=self.ranks_here,
+            timeout_seconds=self.timeout_seconds,
+            team=self._team,
+            attachment=self._attachment,
+            hosts=self._others,
+            position=position,
+        )
+        neighbours = shared.neighbours
+        if neighbours is not None:
+            neighbours = replace(neighbours, mirrored=mirrored)
+        if neighbours is not None and self._others is not None:
+            crossing = self._others.crossing(lookout.look_around)
+            neighbours = replace(neighbours, crossing=crossing)
+        endpoint = Endpoint(
+            plan=self.plan(),
+            spec=spec,
+            rank=self.rank,
+            region=shared.region,
+            look_around=lookout.look_around,
+            neighbours=neighbours,
+            meeting=shared.meeting,
+        )
+        exchange = endpoint.exchange(endpoint.process_groups())
+        lookout.watch(exchange.board)
+        return exchange
+
+    def bring(self, region: SharedRegion) -> None:
+        """On leaders: have a region hold what that of the first host holds."""
+        if self._others is not None and len(self.hosts) > 1:
+            self._others.bring(region, 0, is_here=self.is_first_host)
+
+    # --- what replicas tell each other -----------------------------------------------------------
+
+    def tell_row(self, row: torch.Tensor) -> torch.Tensor:
+        """Every replica's numbers, float64 of shape (replicas, n); all tell as many."""
+        parts = [self._tell_part(part) for part in row.split(_ROW_NUMBERS)]
+        return torch.cat(parts, dim=1)
+
+    def _tell_part(self, part: torch.Tensor) -> torch.Tensor:
+        if self.num_replicas == 1:
+            return part[None]
+        self._rows_told += 1
+        if self._rows_told == _MOST_ROWS:
+            self._exchange.barrier()
+            self._exchange.begin_pass()
+            self._rows_told = 1
+        self._exchange.offer(self.rank, part, last=True)
+        return self._exchange.offered(self.rank, len(part), self.num_replicas)
+
+    def tell(self, obj: Any) -> list[Any]:
+        """Every replica's object by rank: numbers, text and tensors, in tuples, lists and dicts."""
+        if self.num_replicas == 1:
+            return [obj]
+        payload = encode(obj)
+        sizes = self.tell_row(torch.tensor([len(payload)], dtype=torch.float64))
+        lengths = [int(size) for size in sizes.flatten().tolist()]
+        padded = bytearray(payload.ljust(-(-max(lengths) // 8) * 8, b"\0"))
+        rows = self.tell_row(torch.frombuffer(padded, dtype=torch.float64))
+        return [
+            decode(row.contiguous().numpy().tobytes()[:length])
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+
+    def check_equal(self, facts: dict[str, str]) -> None:
+        """Every replica must have the same facts, or all raise what differs first.
+
+        Raises:
+            OptionError: with the fact's name, and what two replicas have.
+        """
+        told = self.tell(facts)
+        for name, first in told[0].items():
+            for rank, other in enumerate(told):
+                if other.get(name) != first:
+                    raise OptionError(
+                        f"Replicas must run the same loop; these differ in {name}.",
+                        received=f"{_shortened(first)} on replica 0, "
+                        f"{_shortened(str(other.get(name)))} on replica {rank}",
+                        fix="Start the same script with the same arguments everywhere.",
+                    )
+
+    def barrier(self) -> None:
+        """Wait for all replicas."""
+        self._exchange.barrier()
+
+    def close(self) -> None:
+        """Part from the others."""
+        if self._team is not None:
+            self._team.close()
+        if self._attachment is not None:
+            self._attachment.close()
+
+
+def take(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
+    """On a replica that does not lead: keep what its leader hands over; returns what finds it."""
+    key = b"%d" % len(_taken)
+    _taken[key] = body, descriptors
+    return key
+
+
+# From ``take`` to ``Job``, between which only bytes go.
+_taken: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
+
+# This process's, once it has met the others.
+_jobs: list[Job] = []
+
+
+def begin(timeout_seconds: float, engine: str | None) -> Job:
+    """Meet the other replicas.
+
+    Raises:
+        OptionError: that has been done, otherwise.
+    """
+    if _jobs:
+        (job,) = _jobs
+        if (job.timeout_seconds, job.engine) != (timeout_seconds, engine):
+            raise OptionError(
+                "Replicas meet once.",
+                received=f"init(timeout_seconds={timeout_seconds}, engine={engine!r}) after "
+                f"init(timeout_seconds={job.timeout_seconds}, engine={job.engine!r})",
+                fix="Call lockstep.init first of all, and once.",
+            )
+        return job
+    _jobs.append(Job(timeout_seconds, engine))
+    return _jobs[0]
+
+
+def current() -> Job:
+    """The job, begun with defaults where it has not begun yet."""
+    return _jobs[0] if _jobs else begin(DEFAULT_TIMEOUT_SECONDS, None)
+
+
+DEFAULT_TIMEOUT_SECONDS = 600.0
+
+
+@atexit.register
+def _part() -> None:
+    while _jobs:
+        with suppress(WorkerError):
+            _jobs.pop().close()
+
+
+def _check_devices() -> None:
+    """A process is one replica, so the only process of a host must not be given more devices.
+
+    Raises:
+        OptionError: it is.
+    """
+    devices = find_devices(os.environ)
+    if devices is not None and devices > 1:
+        raise OptionError(
+            "In a loop of one's own each process is one replica.",
+            received=f"{devices} devices for one process",
+            fix=f"Start them with `lockstep run --processes {devices}` or torchrun.",
+        )
+
+
+def _check_engine(engine: str | None, hosts: Sequence[int]) -> None:
+    if engine is not None and len(hosts) > 1:
+        raise OptionError(
+            "A process group joins the replicas of one host so far.",
+            received=f"engine={engine!r} with {len(hosts)} hosts",
+            fix="Leave `engine` out: Lockstep's own channels join hosts.",
+        )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) < 200 else f"{text[:200]}..."

@@ -1,0 +1,218 @@
+"""A torch optimizer that steps on the gradients of all replicas.
+
+It stands where the optimizer stood in a loop of one's own. Each replica goes forward and backward
+on its part of the batch; ``step`` sums the gradients, and each replica updates its slice of the
+parameters. While backward runs, every gradient that is complete is moved to where the others will
+read it, so that ``step`` has nothing left to copy.
+
+It does what ``torch.optim.Optimizer`` promises to schedulers and scripts, by handing on to the
+optimizer that it wraps. Gradients are the loop's until ``step`` takes them.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from lockstep.custom_loops.gradient_places import GradientPlaces
+from lockstep.custom_loops.job import current
+from lockstep.custom_loops.replica_update import ReplicaUpdate
+from lockstep.custom_loops.stepping import ReplicaSteps, check_steps
+from lockstep.errors import ModelError, OptionError, Problems
+from lockstep.parallel.data_parallel.gradient_rules import GradientRules
+from lockstep.tracebacks import public_methods
+from lockstep.train.optim.optimizer_state import option_values
+from lockstep.train.optim.updaters import TorchUpdater
+from lockstep.units import first_few
+
+
+@public_methods
+class TorchReplicaOptimizer(ReplicaSteps, optim.Optimizer):
+    """See ``CrossReplicaOptimizer``, of which it is all but the choice of a library."""
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        model: nn.Module | None = None,
+        *,
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+    ) -> None:
+        # Not torch's own, which would make parameter groups: those of the optimizer are these.
+        _check(optimizer, model, clip_norm, accumulate)
+        self._optimizer = optimizer
+        self._places: GradientPlaces | None = None
+        parameters = _named(optimizer, model)
+        check_embeddings(model, current().num_replicas)
+        update = ReplicaUpdate(
+            current(),
+            TorchUpdater(optimizer, parameters, changes_by_step=True),
+            optimizer,
+            parameters,
+            _other_values(parameters, model),
+            _facts(optimizer, parameters),
+            GradientRules(clip_norm=clip_norm, on_nonfinite="ignore"),
+        )
+        self._begin(update, accumulate)
+        if update.places is not None:
+            self._places = GradientPlaces(update.trained, update.places)
+            self._places.serve(self)
+        self._look_again()
+
+    # --- what an optimizer has -------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the optimizer that it wraps."""
+        return self._optimizer.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Those of the optimizer that it wraps."""
+        return self._optimizer.defaults
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """What this replica has of the optimizer's state: ``state_dict`` gathers the whole."""
+        return self._optimizer.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that no ``step`` has taken."""
+        self._optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not to be had: what replicas share is laid out once.
+
+        Raises:
+            OptionError: always.
+        """
+        raise OptionError(
+            "Parameter groups cannot be added to a CrossReplicaOptimizer.",
+            received=f"a group of {len(list(param_group.get('params', ())))} parameters",
+            fix="Give all parameters to the optimizer before it is wrapped.",
+        )
+
+    def __repr__(self) -> str:
+        return f"CrossReplicaOptimizer({self._optimizer!r})"
+
+    # --- stepping --------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None, *, weight: float | None = None) -> Any:
+        """Update the parameters with the gradients of all replicas; every replica calls it.
+
+        It takes the gradients: afterwards ``.grad`` of the parameters is None.
+
+        Args:
+            closure: computes the loss and goes backward; called once.
+            weight: of how many samples this replica's gradient is the mean; 0 where it has none,
+                and then its gradients may be anything. None on all replicas: equal weights.
+
+        Returns:
+            What ``closure`` has returned.
+
+        Raises:
+            OptionError: a weight that cannot be, or weights on some replicas only.
+            ModelError: a parameter that does not take part has a gradient, or parameters were
+                changed or moved by others.
+            WorkerError: another replica of this host does not come, or has ended.
+            HostError: another host does not come, or has failed.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self._add([one.grad for one in self._update.trained], weight)
+        return result
+
+    def _look_again(self) -> None:
+        """Gradients go where the others read them, unless sums of earlier ones lie there."""
+        if self._places is not None:
+            self._places.is_open = not self._adds_up
+
+
+def _check(optimizer: object, model: object, clip_norm: object, accumulate: object) -> None:
+    problems = Problems()
+    if not isinstance(optimizer, optim.Optimizer) or isinstance(optimizer, ReplicaSteps):
+        problems.add(
+            "`optimizer` must be a torch optimizer.",
+            received=type(optimizer).__name__,
+            fix="Pass torch.optim.Adam(model.parameters()), for example.",
+        )
+    if isinstance(optimizer, optim.LBFGS | optim.SparseAdam):
+        problems.add(
+            "LBFGS evaluates the loss several times per step and SparseAdam needs sparse "
+            "gradients: neither fits a step on summed gradients.",
+            received=type(optimizer).__name__,
+            fix="Use another optimizer, such as torch.optim.AdamW.",
+        )
+    if model is not None and not isinstance(model, nn.Module):
+        problems.add(
+            "`model` must be a module, or None.",
+            received=type(model).__name__,
+            fix="Pass the model whose parameters the optimizer steps.",
+        )
+    check_steps(problems, clip_norm, accumulate)
+    problems.raise_if_any(OptionError)
+
+
+def _named(optimizer: optim.Optimizer, model: nn.Module | None) -> dict[str, nn.Parameter]:
+    """What the optimizer steps, by name.
+
+    Raises:
+        OptionError: it steps others than the model's.
+    """
+    names = {} if model is None else {id(one): name for name, one in model.named_parameters()}
+    found: dict[str, nn.Parameter] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            name = names.get(id(parameter), f"parameter {place} of group {number}")
+            if model is not None and id(parameter) not in names:
+                raise OptionError(
+                    "The optimizer must hold the model's own parameters.",
+                    received=f"{name}, of shape {tuple(parameter.shape)}, which is none of them",
+                    fix="Make it from model.parameters().",
+                )
+            found[name] = parameter
+    return found
+
+
+def check_embeddings(model: nn.Module | None, num_replicas: int) -> None:
+    """Refuse embeddings whose gradients depend on what else is in a batch.
+
+    Raises:
+        ModelError: with their names.
+    """
+    modules = [] if model is None or num_replicas == 1 else list(model.named_modules())
+    names = [name for name, one in modules if getattr(one, "scale_grad_by_freq", False)]
+    if names:
+        raise ModelError(
+            "scale_grad_by_freq counts how often a row is used in the batch, and each replica sees "
+            "a part of it.",
+            received=f"scale_grad_by_freq=True for {first_few(names)}",
+            fix="Leave it out, or train on one replica.",
+        )
+
+
+def _other_values(
+    parameters: Mapping[str, nn.Parameter], model: nn.Module | None
+) -> dict[str, torch.Tensor]:
+    """What else of the model must be equal: buffers, and what this optimizer does not step."""
+    if model is None:
+        return {}
+    values = {name: one for name, one in model.named_parameters() if name not in parameters}
+    return {**values, **dict(model.named_buffers())}
+
+
+def _facts(optimizer: optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """What of the optimizer must be the same on all replicas."""
+    state = {
+        name: sorted(map(str, optimizer.state[one]))
+        for name, one in parameters.items()
+        if one in optimizer.state
+    }
+    return {
+        "the optimizer": type(optimizer).__name__,
+        "the optimizer's options": str([option_values(one) for one in optimizer.param_groups]),
+        "what state the optimizer has": str(state),
+    }

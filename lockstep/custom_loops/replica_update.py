@@ -1,0 +1,399 @@
+"""The update that all replicas make together, between a backward pass and the next forward pass.
+
+It is the end of a Worker's step (``parallel.worker``) without passes: gradients come into this
+replica's row, each replica sums its slice of all rows in the fixed tree, steps the optimizer on it,
+and sees what the others have stepped. What weighs how much is known when all have met.
+"""
+
+import copy
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lockstep.comm.collectives.gradient_spec import GradientSpec
+from lockstep.comm.collectives.gradients import Gradients, TensorSpec
+from lockstep.comm.exchange import ExchangeSpec, GroupSpec
+from lockstep.custom_loops.job import Job, Shared
+from lockstep.errors import DeviceError, ModelError, OptionError
+from lockstep.parallel.build import divided_pieces, owned_groups
+from lockstep.parallel.data_parallel.gradient_rules import GradientJudge, GradientRules
+from lockstep.parallel.groups import ParameterGroup
+from lockstep.parallel.storage.store import (
+    ParameterStore,
+    TensorStore,
+    check_separate,
+    copy_to_views,
+    slot_spec,
+    tensor_spec,
+)
+from lockstep.parallel.update import PieceSlots, SlotKey, Updater
+from lockstep.plan.layout import num_buckets
+from lockstep.train.runtime.serving import open_store
+
+
+class StatefulOptimizer(Protocol):
+    """The user's optimizer, as far as its whole state goes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it: numbers, text and tensors."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Go on from it."""
+
+
+# The only group of parameters.
+_GROUP = 0
+# In the place of a factor: this replica's loop has ended.
+_JOINED = -1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contribution:
+    """What a replica brings to an update.
+
+    Attributes:
+        gradients: one per trained parameter; None where there is none.
+        factor: by what they are to be multiplied, to be sums over samples.
+        weight: the number of samples.
+        is_given: the script has said how many there are.
+    """
+
+    gradients: Gradients
+    factor: float
+    weight: float
+    is_given: bool
+
+
+class ReplicaUpdate:
+    """One replica's part. Making it is a call of all replicas, after which they are alike.
+
+    Args:
+        job: the replicas.
+        updater: of the user's optimizer.
+        optimizer: what loads and tells its whole state.
+        parameters: what it steps, by name.
+        values: other tensors that are to be equal, by name.
+        facts: what else must be the same on all replicas.
+        rules: for gradients.
+
+    Raises:
+        DeviceError: a parameter that is not on the CPU.
+        OptionError: on all replicas, what is not the same.
+
+    Attributes:
+        step: the number of the next update.
+        trained: the parameters that are trained.
+        frozen: those that are not, by name.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        updater: Updater,
+        optimizer: StatefulOptimizer,
+        parameters: Mapping[str, nn.Parameter],
+        values: Mapping[str, torch.Tensor],
+        facts: Mapping[str, str],
+        rules: GradientRules,
+    ) -> None:
+        self._job = job
+        self.step = 0
+        self._is_alone = job.num_replicas == 1
+        self._parameters = dict(parameters)
+        trained = {name: one for name, one in parameters.items() if one.requires_grad}
+        self._names, self.trained = list(trained), list(trained.values())
+        self.frozen = {name: one for name, one in parameters.items() if not one.requires_grad}
+        self._updater, self._optimizer = updater, optimizer
+        self._slots: dict[SlotKey, torch.Tensor] = {}
+        self._options: list[torch.Tensor] = []
+        _check_on_cpu(parameters)
+        check_separate(parameters.items(), values.items())
+        described = _described({**parameters, **values})
+        job.check_equal({**facts, "the model's parameters": described})
+        spec = self._layout()
+        # Kept, since it has what the exchange needs for as long as it is used.
+        self._shared = job.share([]) if self._is_alone else self._become_alike(spec, values)
+        if self._shared.neighbours is not None:
+            for channel in self._shared.neighbours.all_channels:
+                weakref.finalize(self, channel.close)
+        self._exchange = job.exchange(spec, self._shared, self._position, self._options)
+        self._gradients = self._exchange.gradients[_GROUP]
+        divided = divided_pieces(job.plan(), spec.groups[_GROUP], self._updater)
+        self._gradients.divide(divided)
+        (self._owned,) = owned_groups(job.plan(), spec, self._parameters, [divided], job.rank)
+        self._pieces = self._owned.bound(is_alone=self._is_alone)
+        self._updater.bind(self._pieces)
+        self._judge = GradientJudge(
+            rules, self._pieces, self._owned.blocks, self._names, self._exchange.board
+        )
+        job.barrier()
+        self._versions = self._present_versions()
+
+    def _layout(self) -> ExchangeSpec:
+        """Of what replicas exchange: a row of gradients for each."""
+        count, ranks = self._job.num_replicas, tuple(range(self._job.num_replicas))
+        tensors = tuple(map(tensor_spec, self._names, self.trained))
+        has_buckets = not (self._is_alone or self._job.engine is None)
+        extents = [tensor.extent for tensor in tensors if has_buckets]
+        gradients = GradientSpec(
+            num_shares=count,
+            tensors=tensors,
+            row_limits=(0,) * len(self.trained),
+            # What a script does with gradients before `step` must count: none leaves early.
+            num_buckets=num_buckets(extents, are_early=False),
+        )
+        group = GroupSpec(
+            ranks=ranks,
+            row_ranks=() if self._is_alone else ranks,
+            shares_per_row=1,
+            gradients=gradients,
+        )
+        return ExchangeSpec(num_ranks=count, share_ranks=ranks, groups=(group,))
+
+    # --- being alike -----------------------------------------------------------------------------
+
+    def _become_alike(self, spec: ExchangeSpec, values: Mapping[str, torch.Tensor]) -> Shared:
+        """Have one copy of the parameters on this host, with the values of the first replica."""
+        job, updater = self._job, self._updater
+        keys = updater.slot_keys()
+        options = updater.options_spec()
+        assert options is not None
+        layouts: list[list[TensorSpec]] = [
+            [tensor_spec(name, one) for name, one in self._parameters.items()],
+            [tensor_spec(name, one) for name, one in values.items()],
+            [slot_spec(key, self._parameters[key.parameter]) for key in keys],
+            [options],
+        ]
+        stores = self._make_stores(layouts, values) if job.leads else []
+        regions = [store.region for store in stores]
+        groups = [ParameterGroup(ranks=tuple(range(job.num_replicas)), names=tuple(self._names))]
+        made = [spec.create(job.ranks_here), *regions] if job.leads else []
+        shared = job.share(made, groups)
+        for region in regions[:2]:
+            job.bring(region)
+        job.barrier()
+        views = [store.views for store in stores]
+        if not job.leads:
+            views = self._open(shared.stores, layouts)
+            for parameter, view in zip(self._parameters.values(), views[0], strict=True):
+                parameter.data = view
+        copy_to_views(list(values.values()), views[1])
+        self._options = views[3]
+        updater.share_options(views[3][0])
+        self._slots = dict(zip(keys, views[2], strict=True))
+        updater.store_slots(self._slots)
+        return shared
+
+    def _make_stores(
+        self, layouts: Sequence[Sequence[TensorSpec]], values: Mapping[str, torch.Tensor]
+    ) -> list[TensorStore]:
+        """On the leader of a host: what its replicas share, in the order of the layouts."""
+        stores: list[TensorStore] = [
+            ParameterStore.adopt(list(self._parameters.items())),
+            *map(TensorStore.create, layouts[1:]),
+        ]
+        copy_to_views(stores[1].views, list(values.values()))
+        return stores
+
+    def _open(
+        self, stores: Sequence[int], layouts: Sequence[Sequence[TensorSpec]]
+    ) -> list[list[torch.Tensor]]:
+        """The stores that the leader of this host has made."""
+        job = self._job
+        shares = job.engine is None
+        opened = []
+        for number, (descriptor, layout) in enumerate(zip(stores, layouts, strict=True)):
+            is_common = shares or number == len(layouts) - 1
+            opened.append(
+                open_store(
+                    layout,
+                    descriptor,
+                    rank=job.rank,
+                    ranks=job.ranks_here,
+                    access="shared" if is_common else "copied",
+                )
+            )
+        return opened
+
+    @property
+    def places(self) -> Sequence[torch.Tensor] | None:
+        """Where this replica's gradients may be formed, by trained parameter."""
+        return self._gradients.places(self._job.rank)
+
+    # --- updating --------------------------------------------------------------------------------
+
+    def make(self, contribution: Contribution, *, has_joined: bool = False) -> bool:
+        """Make an update; every replica calls it.
+
+        Args:
+            contribution: of this replica.
+            has_joined: it has nothing more to bring.
+
+        Returns:
+            Whether some replica had not joined.
+
+        Raises:
+            OptionError: on all replicas, where only some have said how many samples they have.
+            ModelError: parameters were changed or moved by others than this.
+        """
+        self._check_parameters()
+        exchange, rank = self._exchange, self._job.rank
+        if rank == 0:
+            self._updater.publish_options()
+        if exchange.board is not None:
+            exchange.board.step = self.step
+        exchange.begin_pass()
+        exchange.put(_GROUP, rank, contribution.gradients)
+        exchange.put_loss(
+            rank,
+            _JOINED if has_joined else contribution.factor,
+            contribution.weight,
+            # Of the marks of a loss: the weight was given, and it was not.
+            is_refused=contribution.is_given and not has_joined,
+            is_guess=not contribution.is_given and not has_joined,
+        )
+        told = exchange.collect(self._job.num_replicas)
+        is_mixed = told.is_refused and told.is_guess
+        is_over = all(factor == _JOINED for factor in told.totals)
+        if any(told.weights) and not is_mixed and not is_over:
+            self._update(told.totals, told.weights)
+        exchange.end_step()  # nobody tells anything else before all have heard it
+        if is_mixed:
+            raise OptionError(
+                "All replicas must give `step` a weight, or none of them.",
+                received=f"at step {self.step} weights on some replicas",
+                fix="Use step(weight=len(inputs)) everywhere.",
+            )
+        if is_over:
+            return False
+        self.step += 1
+        self._versions = self._present_versions()
+        return True
+
+    @torch.no_grad()
+    def _update(self, factors: Sequence[float], weights: Sequence[float]) -> None:
+        weight = math.fsum(weights)
+        counted = {factor for factor, own in zip(factors, weights, strict=True) if own}
+        is_even = len(counted) == 1
+        self._gradients.weigh(None if is_even else [factor / weight for factor in factors])
+        gradients = self._gradients.reduce(self._owned.pieces)
+        used = [gradient for gradient in gradients if gradient is not None]
+        if is_even and used and (factor := counted.pop() / weight) != 1.0:
+            torch._foreach_mul_(used, factor)
+        for bound, gradient in zip(self._pieces, gradients, strict=True):
+            bound.tensor.grad = gradient
+        self._judge.settle(self.step)
+        self._updater.step()
+        self._gradients.spread(
+            {number: one.detach() for number, one in enumerate(self.trained)},
+            all_pieces=not self._updater.is_known,
+        )
+        for bound in self._pieces:
+            bound.tensor.grad = None
+
+    def _position(self) -> str:
+        return f"step {self.step} of a CrossReplicaOptimizer"
+
+    # --- what the script may do meanwhile --------------------------------------------------------
+
+    def _present_versions(self) -> list[tuple[int, int]]:
+        return [(one.data_ptr(), one._version) for one in self.trained]
+
+    def _check_parameters(self) -> None:
+        """Refuse to go on with parameters that are no longer where, or what, an update left.
+
+        Raises:
+            ModelError: with a parameter's name.
+        """
+        if self._is_alone:
+            return
+        shares = self._job.engine is None and len(self._job.ranks_here) > 1
+        now = self._present_versions()
+        for name, before, after in zip(self._names, self._versions, now, strict=True):
+            if before[0] != after[0]:
+                raise ModelError(
+                    "Parameters must stay where the CrossReplicaOptimizer has put them.",
+                    received=f"{name!r} in other memory, at step {self.step}",
+                    fix="Convert and load the model before it is wrapped, and write into "
+                    "parameters with `copy_`.",
+                )
+            if shares and self.step and before[1] != after[1]:
+                raise ModelError(
+                    "Replicas of a host share one copy of the parameters: what each of them "
+                    "changes is changed several times.",
+                    received=f"{name!r} changed between two steps, before step {self.step}",
+                    fix='Call lockstep.init(engine="gloo"), which gives each replica parameters '
+                    "of its own.",
+                )
+
+    def accept_parameters(self) -> None:
+        """All replicas have set parameters to the same; every replica calls it."""
+        self._job.barrier()
+        self._versions = self._present_versions()
+
+    # --- the optimizer's state -------------------------------------------------------------------
+
+    def whole_state(self) -> dict[str, Any]:
+        """The state of the whole optimizer; every replica calls it."""
+        self.gather_slots()
+        return self._optimizer.state_dict()
+
+    def gather_slots(self) -> None:
+        """Have the user's optimizer hold its whole state, on every replica."""
+        updater = self._updater
+        if self._is_alone:
+            return
+        if not updater.is_known:  # the first replica steps it alone
+            told = self._job.tell(self._optimizer.state_dict() if self._job.rank == 0 else None)
+            if self._job.rank:
+                self._optimizer.load_state_dict(told[0])
+            return
+        if self._owned.is_scattered:
+            numbers = {name: number for number, name in enumerate(self._names)}
+            for name, tensor in updater.stored():
+                self._gradients.spread({numbers[name]: tensor.detach()}, all_pieces=True)
+        own = [
+            (part.name, part.start, part.stop, part.slots, list(part.stored))
+            for part in updater.slots()
+        ]
+        parts = [
+            PieceSlots(name=name, start=start, stop=stop, slots=slots, stored=tuple(stored))
+            for told in self._job.tell(own)
+            for name, start, stop, slots, stored in told
+        ]
+        updater.take_slots(parts)
+        self._job.barrier()
+
+    def take_state(self, state: dict[str, Any]) -> None:
+        """Load a whole state into the user's optimizer; every replica calls it with the same."""
+        updater = self._updater
+        self._optimizer.load_state_dict(copy.deepcopy(state))
+        kept = set(updater.slot_keys())
+        updater.store_slots({key: place for key, place in self._slots.items() if key in kept})
+        self._job.barrier()
+        updater.bind(self._pieces)
+
+
+def _check_on_cpu(parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        if parameter.device.type != "cpu":
+            raise DeviceError(
+                "Replicas exchange gradients of parameters on CPUs.",
+                received=f"{name} on {parameter.device}",
+                fix="Leave the model on the CPU.",
+            )
+
+
+def _described(tensors: Mapping[str, torch.Tensor]) -> str:
+    """What must be the same on all replicas."""
+    return str(
+        {
+            name: (tuple(one.shape), str(one.dtype), one.requires_grad)
+            for name, one in tensors.items()
+        }
+    )

@@ -1,0 +1,441 @@
+"""Sources: data that every rank reads by index for itself.
+
+A source turns indices into a ``Batch``. Arrays and map-style datasets are sources; what can only
+be iterated is a stream (``data.iterable.streams``), and refused here with a reason.
+"""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from lockstep.accelerators import sent
+from lockstep.data.iterable.read_ahead import Prefetch, ReadAhead
+from lockstep.data.map_style.huggingface import collate_rows, has_plain_rows
+from lockstep.data.map_style.map_datasets import name_of, read_items
+from lockstep.data.map_style.mapped_files import remember_file
+from lockstep.data.trees import Tree, map_tensors, named_tensors, tensors_of
+from lockstep.errors import BadRecordError, DataError, Problems
+
+SUPPORTED = (
+    "(inputs, targets) or (inputs, targets, sample_weight) of arrays or tensors, "
+    "or a map-style Dataset; without targets (inputs,) or a dict; fit, evaluate and predict also "
+    "take global batches: a DataLoader, a generator function, an iterable, a tf.data.Dataset, and "
+    "samples of an IterableDataset"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Some samples.
+
+    Attributes:
+        inputs: a tensor of shape (n, ...), a tuple of positional arguments of the model, or a
+            dict of keyword arguments.
+        targets: what the loss compares with, shape (n, ...); None where there are none.
+        sample_weight: shape (n,), or None where every sample weighs the same.
+        num_samples: n.
+    """
+
+    inputs: Tree
+    targets: Tree
+    sample_weight: torch.Tensor | None
+    num_samples: int
+
+
+class Source(ABC):
+    """Samples that can be read by index.
+
+    Attributes:
+        ahead: how to read ahead; None where samples are read when they are needed.
+    """
+
+    ahead: ReadAhead | None = None
+
+    @property
+    def sample(self) -> "Source":
+        """Samples to see what the data is like."""
+        return self
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    @abstractmethod
+    def read(self, indices: torch.Tensor, dtype: torch.dtype | None) -> Batch:
+        """Copy the samples at ``indices`` (int64, shape (n,)).
+
+        Floating numbers become ``dtype``; None leaves them what they are.
+        """
+
+
+class Constant:
+    """An input that belongs to no sample: a leaf of a tree that goes along as it is."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class ArraySource(Source):
+    """Samples that lie along the first dim of arrays or tensors."""
+
+    def __init__(self, inputs: Tree, targets: Tree, sample_weight: Any) -> None:
+        self.inputs = inputs
+        self.targets = targets
+        self.sample_weight = sample_weight
+
+    def __len__(self) -> int:
+        first = next(tensors_of((self.inputs, self.targets)), None)
+        return 0 if first is None else len(first)
+
+    def between(self, first: int, last: int) -> "ArraySource":
+        """Some samples in a row, in the same memory."""
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[first:last]
+
+        weight = None if self.sample_weight is None else cut(self.sample_weight)
+        return ArraySource(map_tensors(cut, self.inputs), map_tensors(cut, self.targets), weight)
+
+    def read(self, indices: torch.Tensor, dtype: torch.dtype | None) -> Batch:
+        def pick(tensor: torch.Tensor) -> torch.Tensor:
+            places = sent(indices, tensor.device)
+            # The faster index_select lacks some integer types for a single dim.
+            rows = tensor[places] if tensor.dim() == 1 else tensor.index_select(0, places)
+            return rows.to(dtype) if dtype is not None and rows.is_floating_point() else rows
+
+        weight = self.sample_weight
+        return Batch(
+            inputs=map_tensors(pick, self.inputs),
+            targets=map_tensors(pick, self.targets),
+            sample_weight=None if weight is None else pick(weight).to(dtype or weight.dtype),
+            num_samples=len(indices),
+        )
+
+
+class DatasetSource(Source):
+    """A map-style dataset whose items are (input, target) or (input, target, weight).
+
+    Or (input,), or a dict of inputs by name, where the model needs no targets.
+    """
+
+    def __init__(self, dataset: Dataset[Any], *, with_targets: bool = True) -> None:
+        self.dataset = dataset
+        self.with_targets = with_targets
+        self.ahead = dataset.ahead if isinstance(dataset, Prefetch) else None
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # as_source has seen its __len__
+
+    def read(self, indices: torch.Tensor, dtype: torch.dtype | None) -> Batch:
+        items = self._items(indices.tolist())
+        if not self.with_targets:
+            items = [_first_part(item) for item in items]
+        inputs, targets, weight = self._split(items[0], self._collated(items, indices))
+        if weight is not None:
+            _check_collated_weight(weight)
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            is_cast = dtype is not None and tensor.is_floating_point()
+            return tensor.to(dtype) if is_cast else tensor
+
+        return Batch(
+            inputs=map_tensors(cast, inputs),
+            targets=map_tensors(cast, targets),
+            sample_weight=None if weight is None else weight.to(dtype or weight.dtype),
+            num_samples=len(indices),
+        )
+
+    def _items(self, indices: list[int]) -> list[Any]:
+        return read_items(self.dataset, indices)
+
+    def _collated(self, items: list[Any], indices: torch.Tensor) -> Any:
+        if has_plain_rows(self.dataset):
+            return collate_rows(items)
+        try:
+            return _collated(items)
+        except RuntimeError as error:  # torch's, of tensors that cannot be stacked
+            shapes = [_shapes_of(item) for item in items]
+            if len(set(shapes)) == 1:
+                raise
+            odd = min(shapes, key=shapes.count)  # the first of those that are fewest
+            index = int(indices[shapes.index(odd)])
+            listed = " and of ".join(sorted(set(shapes)))
+            raise BadRecordError(
+                "The items of a batch must have the same shapes.",
+                received=f"items of {listed}: sample {index} of {name_of(self.dataset)} is {odd}",
+                fix="Pad them in __getitem__, or make batches with a DataLoader's collate_fn.",
+                index=index,
+            ) from error
+
+    def _split(self, item: Any, collated: Any) -> tuple[Tree, Tree, Any]:
+        if not self.with_targets:
+            return _arguments(item, collated), None, None
+        if isinstance(item, Mapping):
+            return dict(collated), None, None
+        if isinstance(item, tuple) and len(item) == 1:
+            return _arguments(item[0], collated[0]), None, None
+        parts = len(item) if isinstance(item, tuple | list) else 0
+        if parts not in (2, 3):
+            raise DataError(
+                "An item of the dataset must be (input, target) or (input, target, weight), "
+                "or (input,) or a dict of inputs where no targets are needed.",
+                received=_describe(item),
+                fix="Return such a tuple from __getitem__; of items that are dicts "
+                "lockstep.data.columns makes them.",
+            )
+        inputs, targets, *weight = collated
+        return _arguments(item[0], inputs), targets, weight[0] if weight else None
+
+
+def _first_part(item: Any) -> Any:
+    """The input of an item that may have a target and a weight, too."""
+    return item[0] if isinstance(item, tuple | list) and len(item) in (1, 2, 3) else item
+
+
+def _collated(items: list[Any]) -> Any:
+    try:
+        return default_collate(items)
+    except TypeError as error:
+        raise DataError(
+            "The items of a dataset must consist of tensors, arrays and numbers.",
+            received=f"an item that is a {_describe(items[0])}",
+            fix="Where there is no target, give the input twice and let the loss ignore it."
+            if _holds_none(items[0])
+            else "Convert the rest in __getitem__.",
+        ) from error
+
+
+def _shapes_of(item: Any) -> str:
+    return "(" + ", ".join(str(tuple(one.shape)) for one in tensors_of(item)) + ")"
+
+
+def _holds_none(item: Any) -> bool:
+    return isinstance(item, tuple | list) and any(part is None for part in item)
+
+
+def _arguments(part: Any, collated: Any) -> Tree:
+    """default_collate gives lists where an item's tuple means positional arguments."""
+    return tuple(collated) if isinstance(part, tuple | list) else collated
+
+
+def _check_collated_weight(weight: Any) -> None:
+    problems = Problems()
+    _check_weight(weight, problems)
+    problems.raise_if_any(DataError)
+
+
+def as_source(data: Any, *, name: str = "data") -> Source:
+    """Turn what a user calls training data into a source.
+
+    Args:
+        data: see ``SUPPORTED``.
+        name: the argument's name, for messages.
+
+    Raises:
+        DataError: another kind of data, or parts of different length.
+    """
+    if isinstance(data, Source):
+        return data
+    if isinstance(data, tuple | list) and len(data) in (2, 3) and not isinstance(data[0], str):
+        return array_source(*data, name=name)
+    if isinstance(data, Mapping):
+        return as_input_source(dict(data), name=name)
+    if isinstance(data, tuple) and len(data) == 1 and not isinstance(data[0], str):
+        return array_source(data[0], name=name)
+    return _dataset_source(data, name, with_targets=True)
+
+
+def joined(data: Any, targets: Any, sample_weight: Any) -> Any:
+    """Data whose parts are given one by one, as one.
+
+    Raises:
+        DataError: weights without targets.
+    """
+    if targets is None and sample_weight is not None:
+        raise DataError(
+            "`sample_weight` goes with `y`.",
+            received="weights without targets beside them",
+            fix="Pass (inputs, targets, sample_weight) as the data.",
+        )
+    if targets is None:
+        return data
+    return (data, targets) if sample_weight is None else (data, targets, sample_weight)
+
+
+def as_input_source(inputs: Any, *, name: str = "x") -> Source:
+    """Turn what a user passes to ``predict`` into a source without targets.
+
+    Arrays, or a tuple or dict of them, are the model's arguments; of a dataset's items that are
+    tuples of two or three, the first part is the input.
+
+    Raises:
+        DataError: another kind of data, or parts of different length.
+    """
+    if isinstance(inputs, Source):
+        return inputs
+    if _is_dataset(inputs):
+        return _dataset_source(inputs, name, with_targets=False)
+    return array_source(inputs, name=name)
+
+
+def array_source(inputs: Any, *others: Any, name: str) -> ArraySource:
+    """Arrays with a row per sample: inputs alone, with targets, or with targets and weights.
+
+    Raises:
+        DataError: something that is no array, or parts of different length.
+    """
+    targets = _as_tensors(others[0], name) if others else None
+    weight = _as_tensors(others[1], name) if others[1:] and others[1] is not None else None
+    source = ArraySource(_as_tensors(inputs, name), targets, weight)
+    check_lengths(source, name)
+    return source
+
+
+def _is_dataset(data: Any) -> bool:
+    if isinstance(data, Dataset | DataLoader):
+        return True
+    # Tables (pandas) and files (h5py) have rows and are arrays.
+    is_array = hasattr(data, "__array__") or isinstance(data, dict | tuple | list)
+    return hasattr(data, "__getitem__") and not is_array
+
+
+def _dataset_source(data: Any, name: str, *, with_targets: bool) -> Source:
+    map_style = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    unfit = isinstance(
+        data,
+        DataLoader | IterableDataset | torch.Tensor | np.ndarray | str | dict | list | tuple,
+    )
+    if unfit or not map_style:
+        raise DataError(
+            f"`{name}` must be {SUPPORTED}.",
+            received=_describe(data),
+            fix="Pass a DataLoader's dataset, and its batch size as batch_size."
+            if isinstance(data, DataLoader)
+            else "Put it into one of these forms.",
+        )
+    return DatasetSource(data, with_targets=with_targets)
+
+
+def _as_tensors(value: Any, name: str) -> Tree:
+    """Arrays become tensors that share their memory."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, np.ndarray):
+        return _from_numpy(value, name)
+    if isinstance(value, tuple):
+        return tuple(_as_tensors(part, name) for part in value)
+    if isinstance(value, dict):
+        return {key: _as_tensors(part, name) for key, part in value.items()}
+    if isinstance(value, Constant):
+        return Constant(_as_tensors(value.value, name))
+    if isinstance(value, list) or hasattr(value, "__array__"):
+        return _from_numpy(_as_array(value, name), name)
+    raise DataError(
+        f"`{name}` must be {SUPPORTED}.",
+        received=_describe(value),
+        fix="Put it into one of these forms.",
+    )
+
+
+def _as_array(value: Any, name: str) -> np.ndarray[Any, Any]:
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise DataError(
+            f"`{name}` holds rows that form no array.",
+            received=error,
+            fix="Give all rows the same shape, or pass a map-style Dataset.",
+        ) from error
+
+
+def _shared_with(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """A tensor in the memory of an array."""
+    if array.dtype.name == "bfloat16":  # of ml_dtypes, which torch does not know
+        return _shared_with(array.view(np.int16)).view(torch.bfloat16)
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    # It makes Python forget which warnings it has shown, so it is not used without need.
+    with warnings.catch_warnings():
+        # Read-only arrays (memory maps) are only ever read here.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(array)
+
+
+def _from_numpy(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
+    usable = array.dtype.isnative and all(
+        stride >= 0 and stride % array.itemsize == 0 for stride in array.strides
+    )
+    if not usable:  # reversed, a field of records, from another machine: torch needs a copy
+        array = array.astype(array.dtype.newbyteorder("="), order="C")
+    try:
+        return remember_file(_shared_with(array), array)
+    except TypeError as error:
+        raise DataError(
+            f"`{name}` holds an array that torch cannot read.",
+            received=f"dtype {array.dtype}, shape {array.shape}",
+            fix="Convert it to numbers, for example with .astype('float32').",
+        ) from error
+
+
+def check_lengths(source: ArraySource, name: str) -> None:
+    """Refuse parts that do not have a row for each sample.
+
+    Raises:
+        DataError: with their shapes.
+    """
+    problems = Problems()
+    parts = named_parts(source)
+    for label, tensor in parts:
+        if tensor.dim() == 0:
+            problems.add(
+                f"{label} of `{name}` must have one row per sample.",
+                received="a scalar",
+                fix="Give an array of shape (samples, ...).",
+            )
+    problems.raise_if_any(DataError)
+    if len({len(tensor) for _, tensor in parts}) > 1:
+        lengths = ", ".join(f"{label} {len(tensor)}" for label, tensor in parts)
+        problems.add(
+            f"All parts of `{name}` must have the same number of samples.",
+            received=lengths,
+            fix="Cut or fill them to one length.",
+        )
+    weight = source.sample_weight
+    if weight is not None:
+        _check_weight(weight, problems)
+    problems.raise_if_any(DataError)
+
+
+def _check_weight(weight: Any, problems: Problems) -> None:
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 1:
+        shape = f"shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else None
+        problems.add(
+            "sample_weight must have one number per sample.",
+            received=shape or _describe(weight),
+            fix="Give an array of shape (samples,). Other things belong beside the inputs: "
+            "((inputs, others), targets).",
+        )
+    elif not bool(torch.isfinite(weight.double()).all()) or bool((weight < 0).any()):
+        problems.add(
+            "sample_weight must be finite and not negative.",
+            received=f"values from {weight.min().item()} to {weight.max().item()}",
+            fix="Correct the weights.",
+        )
+
+
+def named_parts(data: ArraySource | Batch) -> list[tuple[str, torch.Tensor]]:
+    """All tensors of a source or batch: ``inputs``, ``targets[0]``, ``sample_weight``."""
+    parts = "inputs", "targets", "sample_weight"
+    return [each for part in parts for each in named_tensors(getattr(data, part), part)]
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, tuple | list) and len(value) <= 4:
+        return f"{type(value).__name__} of ({', '.join(_describe(part) for part in value)})"
+    return type(value).__name__

@@ -1,0 +1,133 @@
+"""Steps that a model defines itself: ``train_step``, ``test_step`` or ``compute_metrics``.
+
+A step is run on every part of a batch, as it is (``share_steps``). What it hands to optimizers is
+summed over the parts; what it hands to metrics is put together. For that it must be a mean over
+the samples, or a sum, which is tried on a few samples and their halves (``step_trial``), before
+training begins and now and then after that.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.trainers.data_adapters import data_adapter_utils
+
+from lockstep.data.map_style.sources import Batch
+from lockstep.errors import ModelError, OptionError
+from lockstep.plan.makers.averaging import AveragedUpdate
+from lockstep.plan.spec import Plan
+from lockstep.units import first_few
+
+# What ``compile`` has made that steps use; helpers get it with what is known of the steps.
+_COMPILED = ("_compile_loss", "_compile_metrics", "_loss_tracker", "optimizer")
+
+
+@dataclass(kw_only=True)
+class OwnSteps:
+    """What is known of a model's own steps.
+
+    Attributes:
+        optimizers: those that the steps apply, in the order in which they were first seen.
+        sums: what is a sum over samples and not a mean, as ``step_trial`` names it.
+        means: what is a mean.
+        compiled: what ``compile`` has given the model.
+    """
+
+    optimizers: list[Any] = field(default_factory=list)
+    sums: set[tuple[str, object]] = field(default_factory=set)
+    means: set[tuple[str, object]] = field(default_factory=set)
+    compiled: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: Any) -> "OwnSteps":
+        """Of a compiled model."""
+        return cls(compiled={name: vars(model)[name] for name in _COMPILED if name in vars(model)})
+
+    def number_of(self, optimizer: Any) -> int:
+        """The optimizer's turn.
+
+        Raises:
+            ModelError: it is not known.
+        """
+        for number, one in enumerate(self.optimizers):
+            if one is optimizer:
+                return number
+        raise ModelError(
+            "What updates the weights must be known before training begins.",
+            received=f"an optimizer {optimizer.name!r}, which no step has applied before",
+            fix="Build it beforehand: self.optimizer.build(variables).",
+        )
+
+    def add_built(self, model: Any) -> None:
+        """Also know optimizers that the model has and that share no variables with the others."""
+        taken = {id(one) for own in self.optimizers for one in own._trainable_variables}
+        for one in vars(model).values():
+            own = one._trainable_variables if isinstance(one, BaseOptimizer) else []
+            if own and taken.isdisjoint(map(id, own)):
+                self.optimizers.append(one)
+                taken.update(map(id, own))
+
+    def check(self) -> None:
+        """Refuse optimizers that update the same variables.
+
+        Raises:
+            ModelError: with these.
+        """
+        seen: dict[int, Any] = {}
+        shared = [
+            one.path
+            for optimizer in self.optimizers
+            for one in optimizer._trainable_variables
+            if seen.setdefault(id(one), optimizer) is not optimizer
+        ]
+        if {"apply"} <= {kind for kind, _ in self.sums} & {kind for kind, _ in self.means}:
+            raise ModelError(
+                "All optimizers of a step must be given gradients of sums over the samples, or all "
+                "of means.",
+                received="some of sums",
+                fix="Use ops.mean in each loss.",
+            )
+        if shared:
+            raise ModelError(
+                "Every variable must be updated by one optimizer.",
+                received=f"several for {first_few(shared)}",
+                fix="Give each optimizer variables of its own: d_optimizer.build("
+                "discriminator.trainable_variables).",
+            )
+
+
+def data_of(batch: Batch) -> Any:
+    """A batch as Keras gives it to a step."""
+    targets, weights = batch.targets
+    return data_adapter_utils.pack_x_y_sample_weight(batch.inputs[0], targets, weights)
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse Plans under which ranks have more or less than one part of each batch.
+
+    In stages of a pipeline steps are run on the whole batch (``staged_steps``).
+
+    Raises:
+        OptionError: the Plan is one of these.
+    """
+    received = None
+    if isinstance(plan.update, AveragedUpdate):
+        received = "replicas that train apart"
+    elif plan.pipeline is None and plan.num_shares != plan.num_ranks:
+        received = f"{plan.num_shares} shares on {plan.num_ranks} devices"
+    if received is not None:
+        raise OptionError(
+            "A step that a model defines itself runs on one part of each batch per device.",
+            received=received,
+            fix="Use MirroredStrategy without num_shares, or leave train_step and test_step to "
+            "Keras: compute_loss may be the model's own.",
+        )
+
+
+def not_kept() -> OptionError:
+    """The error of a checkpoint of a training by steps of the model's own."""
+    return OptionError(
+        "A lockstep.keras.Checkpoint does not know what steps of a model's own keep.",
+        received="one, and a model with a train_step or test_step, or with nothing to train",
+        fix="Use keras.callbacks.ModelCheckpoint.",
+    )

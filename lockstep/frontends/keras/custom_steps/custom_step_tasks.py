@@ -1,0 +1,154 @@
+"""What all ranks do in ``fit`` and ``evaluate`` of a model that defines steps itself.
+
+Batches, epochs and callbacks are those of any Keras model (``tasks``). Logs are what the steps
+return, as Keras has them: the last batch's, or the values of metrics of the same names.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from keras.src.utils.python_utils import pythonify_logs
+
+from lockstep.data.trees import Tree
+from lockstep.frontends.keras.custom_steps.custom_step import OwnSteps
+from lockstep.frontends.keras.custom_steps.share_steps import ShareSteps
+from lockstep.frontends.keras.custom_steps.staged_steps import StagedStep, StagedSteps
+from lockstep.frontends.keras.custom_steps.step_calls import metrics_of
+from lockstep.frontends.keras.fit.fit_driver import EvaluationDriver, KerasFitDriver
+from lockstep.frontends.keras.fit.tasks import (
+    BatchLosses,
+    Evaluation,
+    KerasDriver,
+    KerasEvaluateTask,
+    KerasFitTask,
+    evaluated_batches,
+    keras_driver,
+)
+from lockstep.frontends.keras.layers.metrics import KerasMetrics, assign_each
+from lockstep.parallel.data_parallel.passes import StepBatch
+from lockstep.parallel.exchange.control import Control
+from lockstep.parallel.training_step import StepResult
+from lockstep.parallel.worker import Worker
+from lockstep.train.callbacks.driver import Logs, TaskDriver
+from lockstep.train.callbacks.rank_sync import RankSync
+
+
+class StepMetrics(KerasMetrics):
+    """The metrics that steps update: alike on all ranks.
+
+    Args:
+        model: the Keras model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(None)
+        self._of_layers = metrics_of(model)
+
+    def go_on_from(self, states: Tree, control: Control) -> None:
+        assign_each(self._each(), states["values"])
+
+    def join(self, control: Control) -> None:
+        """All ranks have the values of all samples."""
+
+
+@dataclass(kw_only=True)
+class OwnStepFitTask(KerasFitTask):
+    """Training by the model's own ``train_step``.
+
+    Attributes:
+        own: what is known of the model's steps.
+        loss: the step as a loss, in a pipeline; else None.
+    """
+
+    own: OwnSteps
+    loss: StagedStep | None  # type: ignore[assignment]  # no other is taken
+    _steps: ShareSteps | StagedSteps | None = field(default=None, init=False)
+
+    def _train_step(self, rank_sync: RankSync, batch: StepBatch) -> StepResult:
+        if self._steps is None:
+            self._steps = _steps_of(rank_sync, self.own, self.loss)
+        logs = self._steps.run("train_step", batch.source, batch.indices, batch.step)
+        keras_driver(rank_sync.driver).tell_logs(logs)
+        num_samples = len(batch.indices)
+        return StepResult(total=0.0, weight=float(num_samples), num_samples=num_samples)
+
+    def _losses(self, rank_sync: RankSync, results: Sequence[StepResult]) -> Logs:
+        return {}
+
+    def _batch_losses(self, control: Control, results: Sequence[StepResult]) -> list[BatchLosses]:
+        return []
+
+    def _evaluated(self, rank_sync: RankSync, evaluation: Evaluation, epoch: int) -> Logs:
+        return _evaluate(rank_sync, evaluation, self.metrics, self.own, self.loss, epoch)
+
+
+@dataclass(kw_only=True)
+class OwnStepEvaluateTask(KerasEvaluateTask):
+    """Evaluation by the model's ``test_step``.
+
+    Attributes:
+        own: what is known of the model's steps.
+        loss: see ``OwnStepFitTask``.
+    """
+
+    own: OwnSteps
+    loss: StagedStep | None  # type: ignore[assignment]  # no other is taken
+
+    def run(self, worker: Worker, control: Control, driver: TaskDriver) -> Logs:
+        rank_sync = RankSync(worker=worker, control=control, driver=driver)
+        return _evaluate(rank_sync, self.evaluation, self.metrics, self.own, self.loss)
+
+
+def _evaluate(
+    rank_sync: RankSync,
+    evaluation: Evaluation,
+    metrics: KerasMetrics,
+    own: OwnSteps,
+    staged: StagedStep | None,
+    epoch: int | None = None,
+) -> Logs:
+    """Values over data, on rank 0; see ``tasks.evaluate``."""
+    driver = keras_driver(rank_sync.driver)
+    steps = _steps_of(rank_sync, own, staged)
+    metrics.reset()
+    for index, part, indices in evaluated_batches(rank_sync, evaluation, epoch):
+        driver.tell_logs(steps.run("test_step", part, indices, None))
+        driver.end_batch(index, None if evaluation.tells == "never" else {})
+    return driver.results({})
+
+
+def _steps_of(
+    rank_sync: RankSync, own: OwnSteps, staged: StagedStep | None
+) -> ShareSteps | StagedSteps:
+    worker: Any = rank_sync.worker
+    if staged is not None:
+        return StagedSteps(staged, worker, rank_sync.control)
+    return ShareSteps(worker.model, own, worker, rank_sync.control)
+
+
+class _StepLogs(KerasDriver):
+    """Shows what steps return, as Keras does."""
+
+    _model: Any
+    _logs: Any = None
+
+    def tell_logs(self, logs: Logs) -> None:
+        self._logs = logs
+
+    def results(self, losses: Logs) -> Logs:
+        found: Logs = pythonify_logs(self._model._get_metrics_result_or_logs(self._logs))
+        return found
+
+
+class CustomStepEvaluationDriver(_StepLogs, EvaluationDriver):
+    """Conducts ``evaluate``."""
+
+
+class CustomStepFitDriver(_StepLogs, KerasFitDriver):
+    """Conducts a ``fit``."""
+
+    def end_step(self, index: int, result: StepResult) -> None:
+        self._callbacks.on_train_batch_end(index, self._logs)
+        if self._keeper is not None:
+            self._keeper.on_train_batch_end(index)

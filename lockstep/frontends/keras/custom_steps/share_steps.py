@@ -1,0 +1,233 @@
+"""A model's own steps on a rank: each runs on this rank's part of the batch.
+
+Whenever a step does what concerns all samples, all ranks meet, and tell each other what it is: then
+gradients are summed and applied, each rank updating its slice, or metrics are updated on every rank
+with what all parts have brought, or a weight is assigned once for all. Ranks whose part is empty
+take part in that. So a metric's value is that of the whole batch on every rank, and steps that look
+at it go on alike.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from keras import tree
+
+from lockstep.data.map_style.sources import Source
+from lockstep.errors import ModelError
+from lockstep.frontends.keras.custom_steps.custom_step import OwnSteps, data_of
+from lockstep.frontends.keras.custom_steps.step_calls import StepCalls, detached
+from lockstep.frontends.keras.custom_steps.step_trial import try_step
+from lockstep.frontends.keras.model import KerasModel
+from lockstep.parallel.data_parallel.model_passes import ModelPasses
+from lockstep.parallel.data_parallel.passes import Run
+from lockstep.parallel.exchange.control import Control
+from lockstep.parallel.independence.split_test import is_tried
+from lockstep.parallel.worker import Worker
+
+# What ranks tell each other when they meet: a kind of call, and of which it is one.
+_IDLE, _APPLY, _UPDATE, _ASSIGN, _END, _END_WITH_RESULTS = range(6)
+
+
+class ShareSteps(StepCalls):
+    """Runs steps of a model's own.
+
+    Args:
+        module: the model.
+        own: what is known of its steps.
+        worker: of this rank.
+        control: to the other ranks.
+    """
+
+    def __init__(self, module: KerasModel, own: OwnSteps, worker: Worker, control: Control) -> None:
+        if worker.rank != 0:  # where the script's own model is
+            vars(module.model).update(own.compiled)
+        super().__init__(module)
+        self._own = own
+        self._worker = worker
+        self._control = control
+        self._names = [*module.variables]
+        self._variables = [*module.variables.values()]
+        self._numbers = {name: number for number, name in enumerate(self._names)}
+        self._trained = worker.trained_names
+        self._step = 0
+
+    def run(self, name: str, source: Source, indices: torch.Tensor, step: int | None) -> Any:
+        """Run a step on the batch at ``indices``; what it returns, on rank 0."""
+        worker = self._worker
+        passes = worker.passes
+        assert isinstance(passes, ModelPasses)
+        self._run = run = Run(source, indices, worker.plan.num_shares, step=step)
+        self._step = step or 0
+        passes.begin(run)
+        start, stop = run.bounds[worker.rank]
+        self._size = stop - start
+        if not self._size:
+            return self._attend()
+        with passes.on_share(run, worker.rank, self._part_of_loss) as batch:
+            if is_tried(step) and run.num_filled > 1:
+                try_step(self.module, name, batch, self._own)
+            with torch.set_grad_enabled(step is not None), self.taken():
+                logs = getattr(self.module.model, name)(data_of(batch)) or {}
+        return self._joined_logs(logs)
+
+    @property
+    def _part_of_loss(self) -> float:
+        """Of the loss of the batch, what a mean over this rank's samples is."""
+        are_sums = any(kind == "apply" for kind, _ in self._own.sums)
+        return 1.0 if are_sums else self._size / self._run.num_samples
+
+    # --- meeting ---------------------------------------------------------------------------------
+
+    def _meet(self, kind: int, number: int = 0) -> tuple[int, int]:
+        """Wait for all ranks; what kind of call those with samples have come to, and of which.
+
+        Raises:
+            ModelError: on all ranks, if they have come to different ones.
+        """
+        board = self._worker.board
+        if board is None:
+            return kind, number
+        told = {(int(one), int(other)) for one, other in board.tell([kind, number])}
+        board.barrier()  # all have read it
+        told.discard((_IDLE, 0))
+        if {_END, _END_WITH_RESULTS} == {one for one, _ in told}:
+            return _END, 0
+        if len(told) > 1:
+            raise ModelError(
+                "All parts of a batch must apply optimizers and update metrics in the same order.",
+                received=f"others on some devices, in step {self._step}",
+                fix="Let a step decide by what is the same for all samples: counts of steps, or "
+                "values of metrics, but not by the samples.",
+            )
+        (found,) = told
+        return found
+
+    def _attend(self) -> Any:
+        """Take part in the step of the others."""
+        while True:
+            kind, number = self._meet(_IDLE)
+            if kind == _APPLY:
+                self._update_weights(number, [None] * len(self._trained))
+            elif kind == _UPDATE:
+                self._update_metric(number, None)
+            elif kind == _ASSIGN:
+                self._worker.barrier()
+            else:
+                return self._gather_logs(None) if kind == _END else None
+
+    # --- what steps do ---------------------------------------------------------------------------
+
+    def apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        turn = self._own.number_of(optimizer)
+        self._meet(_APPLY, turn)
+        part = 1.0 if ("apply", turn) in self._own.sums else self._size / self._run.num_samples
+        part /= optimizer.loss_scale_factor or 1.0
+        of = {
+            self.name_of(variable): gradient
+            for variable, gradient in zip(variables, gradients, strict=True)
+        }
+        if part != 1.0:
+            of = dict(zip(of, torch._foreach_mul([*of.values()], part), strict=True))
+        self._update_weights(turn, [of.get(name) for name in self._trained])
+
+    def _update_weights(self, turn: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        parameters = list(self.module.parameters())
+        kept = [parameter.grad for parameter in parameters]
+        self._worker.update(gradients, self._run, self._step, turn)
+        for parameter, gradient in zip(parameters, kept, strict=True):
+            parameter.grad = gradient
+
+    def update(self, number: int, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+        self._meet(_UPDATE, number)
+        self._update_metric(number, (list(args), dict(named)))
+
+    def _update_metric(self, number: int, given: Any) -> None:
+        """Update a metric with what all ranks have brought; None from those without samples."""
+        if self._control.num_ranks > 1:
+            given = given and tree.map_structure(detached, given)
+            is_sum = ("metric", number) in self._own.sums
+            given = self._together(given, is_sum=is_sum)
+        self.plainly(number, *given)
+
+    def assign(self, name: str, variable: Any, value: torch.Tensor) -> None:
+        """The first rank of those that share the memory writes, when all have what they need."""
+        self._meet(_ASSIGN, self._numbers[name])
+        domain = next(one for one in self._worker.plan.domains if self._worker.rank in one)
+        if self._worker.rank == domain[0]:
+            variable._direct_assign(value)
+        self._worker.barrier()
+
+    # --- bringing together -----------------------------------------------------------------------
+
+    def _together(self, given: Any, *, is_sum: bool) -> Any:
+        """On every rank what all have given, as if one had been given all samples."""
+        gathered = self._control.gather((self._size, given))
+        joined = None
+        if gathered:
+            sizes, parts = zip(*(one for one in gathered if one[0]), strict=True)
+            joined = tree.map_structure(
+                lambda *values: _joined(values, sizes, is_sum=is_sum), *parts
+            )
+        return self._control.broadcast(joined)
+
+    def _joined_logs(self, logs: Mapping[str, Any]) -> Any:
+        are_results = all(map(self.is_result, logs.values()))
+        kind, _ = self._meet(_END_WITH_RESULTS if are_results else _END)
+        return logs if kind == _END_WITH_RESULTS else self._gather_logs(logs)
+
+    def _gather_logs(self, logs: Mapping[str, Any] | None) -> Any:
+        """On rank 0 the logs of all; a metric's result is known there."""
+        own = logs and {
+            name: detached(value) for name, value in logs.items() if not self.is_result(value)
+        }
+        gathered = self._control.gather((self._size, own))
+        if not gathered:
+            return None
+        sizes, parts = zip(*(one for one in gathered if one[0]), strict=True)
+        return {
+            **(logs or {}),
+            **{
+                name: _joined(
+                    [part[name] for part in parts], sizes, is_sum=("log", name) in self._own.sums
+                )
+                for name in parts[0]
+            },
+        }
+
+
+def _joined(values: Sequence[Any], sizes: Sequence[int], *, is_sum: bool) -> Any:
+    """Values of parts of a batch as the value of the batch."""
+    first = values[0]
+    if first is None or isinstance(first, str | bool):
+        return first
+    dtype = torch.float64 if isinstance(first, float) else None  # a number keeps its digits
+    tensors = [torch.as_tensor(value, dtype=dtype) for value in values]
+    rows = {len(one) / size if one.dim() else 0.0 for one, size in zip(tensors, sizes, strict=True)}
+    if len(rows) == 1 and rows.pop() >= 1:
+        return torch.cat(tensors)
+    if not tensors[0].is_floating_point():
+        return _joined_count(values, sizes)
+    if is_sum:
+        return sum(tensors[1:], tensors[0])
+    total = sum(sizes)
+    return sum(size / total * tensor for size, tensor in zip(sizes, tensors, strict=True))
+
+
+def _joined_count(values: Sequence[Any], sizes: Iterable[int]) -> Any:
+    """Numbers of samples add up; other whole numbers are the same everywhere.
+
+    Raises:
+        ModelError: they are not.
+    """
+    counts: list[Any] = [torch.as_tensor(value).tolist() for value in values]
+    if counts == list(sizes):
+        return sum(values)
+    if any(count != counts[0] for count in counts):
+        raise ModelError(
+            "Whole numbers that a step hands to a metric, or returns, must be numbers of samples, "
+            "or the same for all.",
+            received=f"{counts} of parts of a batch",
+            fix="Give metrics the samples' own values, or means.",
+        )
+    return values[0]

@@ -1,0 +1,366 @@
+"""A model's own step where the model is cut into stages: it runs once, on the whole batch.
+
+No rank of a pipeline has all weights, so a step cannot call the model. But the stages have done so
+when it is to run: the step gets their outputs where it calls the model on the batch, and computes
+its loss from these, as any loss that is taken on the whole batch (``parallel.loss.whole_batch``).
+Where it calls ``loss.backward()``, this is what the stages go backward from; where it applies the
+optimizer, this is the update that ends every step. So it may do one of each, in this order, and
+what is in between cannot be known: gradients stand there for those to come, and have no values.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import torch
+from keras import tree
+from keras.src.layers.layer import Layer
+from keras.src.trainers.data_adapters.data_adapter_utils import pack_x_y_sample_weight
+
+from lockstep.capture.state import left_alone
+from lockstep.data.map_style.sources import Batch, Source
+from lockstep.data.trees import Tree
+from lockstep.errors import LockstepError, ModelError
+from lockstep.frontends.keras.custom_steps.custom_step import OwnSteps
+from lockstep.frontends.keras.custom_steps.step_calls import StepCalls, detached
+from lockstep.frontends.keras.loss.computed_loss import ComputedLoss, WithoutWeights
+from lockstep.frontends.keras.loss.reductions import masked_outputs
+from lockstep.frontends.keras.loss.share_losses import Additions
+from lockstep.frontends.keras.model import KerasModel, giving_losses
+from lockstep.parallel.data_parallel.functional_patch import Redirection
+from lockstep.parallel.data_parallel.passes import StepBatch
+from lockstep.parallel.exchange.control import Control
+from lockstep.parallel.loss.share_losses import ONE_LOSS
+from lockstep.parallel.worker import Worker
+from lockstep.plan.spec import Plan
+
+_calls = Redirection("__call__", Layer)
+
+# What a step may know of a weight that another rank has.
+_KNOWN = ("device", "dtype", "is_leaf", "ndim", "requires_grad", "shape")
+
+_DATA_PARALLEL = "Or use a data parallel strategy, whose devices run any step."
+
+
+class StagedStep(ComputedLoss):
+    """A step as the loss of a batch: its number is what the step goes backward from.
+
+    Args:
+        own: what is known of the model's steps.
+        additions: what layers add.
+        module: the model.
+    """
+
+    def __init__(self, own: OwnSteps, additions: Additions, module: KerasModel) -> None:
+        compiled = own.compiled.get("_compile_loss")
+        super().__init__(compiled, additions, module, is_divided=True)
+        self.loss = compiled  # itself: what it tells metrics counts
+        self.names, self.parts = (), ONE_LOSS
+        self._own = own
+        self._run: _Run | None = None
+        self.tells = False
+        self.logs: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_run": None}
+
+    def run_on(self, plan: Plan, rank: int) -> None:
+        super().run_on(plan, rank)
+        self.tells = rank == (0 if plan.pipeline is None else plan.pipeline.stages[-1].ranks[0])
+
+    def try_on(self, batch: Batch, *, training: bool) -> None:
+        """Run the step on a few samples, and leave all as it was.
+
+        Raises:
+            ModelError: no pipeline can run it.
+        """
+        module, mode = self._module, self._module.training
+        with giving_losses(module, True), left_alone(module, *self.user_losses()):
+            module.train(training)
+            self.begin(batch.num_samples, 1)
+            with torch.set_grad_enabled(training):
+                self(module(*batch.inputs), batch)
+        module.train(mode)
+        module.model.train(mode)
+
+    @property
+    def metrics(self) -> list[Any]:
+        """Those that steps may update."""
+        return self._running().metrics
+
+    def user_losses(self) -> list[Any]:
+        metrics = self.metrics
+        variables = [one for metric in metrics for one in metric.variables]
+        return [*super().user_losses(), *metrics, *variables]
+
+    def _number(self, model: Any, output: Tree, batch: Batch) -> torch.Tensor:
+        data = pack_x_y_sample_weight(output["inputs"], *batch.targets)
+        run = self._running()
+        self.logs = tree.map_structure(detached, run.of(data, masked_outputs(output)))
+        return run.number()
+
+    def _running(self) -> "_Run":
+        if self._run is None:  # in this process
+            attributes = vars(self._module.model)
+            missing = self._own.compiled.keys() - attributes.keys()
+            attributes.update({name: self._own.compiled[name] for name in missing})
+            self._run = _Run(self._module, self._own)
+        return self._run
+
+
+class StagedSteps:
+    """Runs steps of a model's own on a rank of a pipeline, and has all ranks know the results.
+
+    Args:
+        step: the step.
+        worker: of this rank.
+        control: to the other ranks.
+    """
+
+    def __init__(self, step: StagedStep, worker: Worker, control: Control) -> None:
+        self._step = step
+        self._worker = worker
+        self._control = control
+        step.run_on(worker.plan, worker.rank)
+
+    def run(self, name: str, source: Source, indices: torch.Tensor, step: int | None) -> Any:
+        """Run a step on the batch at ``indices``; what it returns."""
+        if step is None:
+            self._worker.evaluate_step(source, indices)
+        else:
+            self._worker.train_step(StepBatch(source, indices, step))
+        return self._told()
+
+    def _told(self) -> Any:
+        """What the step has returned; metrics are alike on all ranks then."""
+        variables = [one for metric in self._step.metrics for one in metric.variables]
+        own = None
+        if self._step.tells:
+            own = (self._step.logs, [one.value.detach() for one in variables])
+        gathered = self._control.gather(own)
+        told = self._control.broadcast(next((one for one in gathered if one is not None), None))
+        logs, values = told
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+        return logs
+
+
+class _Gradient(torch.Tensor):
+    """Stands for the gradient of a weight, which other ranks are going to compute."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        raise _refused(
+            f"a step that computes with gradients ({func.__name__})",
+            "Hand them to the optimizer as they are: it can clip them (clipnorm=1.0).",
+        )
+
+
+class _Run(StepCalls):
+    """A step that runs, and what it has done so far.
+
+    Args:
+        module: the model.
+        own: what is known of its steps.
+    """
+
+    def __init__(self, module: KerasModel, own: OwnSteps) -> None:
+        super().__init__(module)
+        self._own = own
+        self._trained = {id(one.value): one for one in module.model.trainable_weights}
+        self._weights = {id(one._value): one.path for one in module.model.weights}
+        self._begin(None, None)
+
+    def _begin(self, inputs: Tree, outputs: Tree) -> None:
+        self._inputs, self._outputs = inputs, outputs
+        self._num_calls = 0
+        self._loss: torch.Tensor | None = None
+        self._optimizer: Any = None
+        # Gradients of the step before: they would be added to, if the step does not clear them.
+        self._gradients: dict[int, Any] = {one: _placeholder() for one in self._trained}
+
+    def of(self, data: Any, outputs: Tree) -> Mapping[str, Any]:
+        """Run the step on a batch of which the stages have made outputs; what it returns."""
+        self._begin(data[0] if isinstance(data, tuple) else data, outputs)
+        name = "train_step" if self.module.training else "test_step"
+        model = self.module.model
+        with self.taken(), _calls.to(self._call), _Weights(self), _unchanged(model):
+            logs = getattr(model, name)(data) or {}
+        if self.module.training and self._optimizer is None:
+            raise _refused(
+                "a train_step that applied no optimizer",
+                "Let every train_step call loss.backward() and optimizer.apply once.",
+            )
+        found: Mapping[str, Any] = logs
+        return found
+
+    def number(self) -> torch.Tensor:
+        """What to go backward from; 0 where the step trains nothing."""
+        if self._loss is None:
+            return torch.zeros(())
+        number = self._loss / (self._optimizer.loss_scale_factor or 1.0)
+        self._begin(None, None)
+        return number
+
+    # --- what steps do ---------------------------------------------------------------------------
+
+    def _call(self, layer: Any, *args: Any, **named: Any) -> Any:
+        if layer is not self.module.model or self._is_busy:
+            return _calls.plain(layer, *args, **named)
+        self._num_calls += 1
+        if self._num_calls > 1:
+            raise _refused("a step that calls the model twice", "Call it once in each step.")
+        self._check_mode(layer, **named)
+        if len(args) != 1 or not _is_same(args[0], self._inputs):
+            raise _refused(
+                "a step that calls the model on something else than the batch's inputs",
+                "Call self(x) with x as it comes; what changes x belongs into `call`.",
+            )
+        return self._outputs
+
+    def _check_mode(self, model: Any, training: Any = None, **named: Any) -> None:
+        is_asked = model._call_has_training_arg
+        if named or (is_asked and bool(training) != self.module.training):
+            given = {"training": training, **named}
+            raise _refused(
+                f"a step that calls the model with {given}",
+                f"Call self(x, training={self.module.training}).",
+            )
+
+    def backward(self, loss: torch.Tensor, gradient: Any = None, *args: Any, **named: Any) -> None:
+        """The step goes backward."""
+        if self._loss is not None or gradient is not None or loss.dim():
+            raise _refused(
+                "a step that goes backward twice, or from something that is no single number",
+                "Add up what is to be trained on, and call loss.backward() once.",
+            )
+        if any(one is not None for one in self._gradients.values()):
+            raise _refused(
+                "a step that adds to the gradients of the step before",
+                "Call self.zero_grad() before loss.backward().",
+            )
+        self._loss = loss
+        self._gradients = {one: _placeholder() for one in self._trained}
+
+    def gradient(self, func: Any, weight: torch.Tensor, *value: Any) -> Any:
+        """A weight's gradient is looked at, or set."""
+        if func.__name__ == "__get__":
+            return self._gradients.get(id(weight))
+        if value != (None,):
+            raise _refused("a step that sets gradients", "Let loss.backward() do so.")
+        self._gradients[id(weight)] = None
+        return None
+
+    def apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        given = {
+            id(one.value): gradient for one, gradient in zip(variables, gradients, strict=True)
+        }
+        if self._optimizer is not None or self._own.optimizers != [optimizer]:
+            raise _refused("a step that applies several optimizers", "Apply self.optimizer once.")
+        if self._loss is None or any(
+            given.get(one) is not gradient for one, gradient in self._gradients.items()
+        ):
+            raise _refused(
+                "a step that applies the optimizer to something else than the gradients of all "
+                "trainable weights",
+                "Call optimizer.apply([v.value.grad for v in self.trainable_weights], "
+                "self.trainable_weights) after loss.backward(); set `trainable` of layers that "
+                "are not to be trained.",
+            )
+        self._optimizer = optimizer
+
+    def update(self, number: int, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+        self.plainly(number, args, named)
+
+    def assign(self, name: str, variable: Any, value: torch.Tensor) -> None:
+        raise _refused(f"a step that assigns {name}", "Assign it in a callback.")
+
+
+class _Weights(WithoutWeights):
+    """Within the block a step gets no weights of the model, and its gradients are taken note of.
+
+    Args:
+        run: the step.
+    """
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__(run.module.model)
+        self._run = run
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.backward:
+            return self._run.backward(*args, **(kwargs or {}))
+        if args and id(args[0]) in self._paths:
+            attribute = getattr(getattr(func, "__self__", None), "__name__", None)
+            if attribute == "grad":
+                return self._run.gradient(func, *args[: 1 + (func.__name__ == "__set__")])
+            if attribute in _KNOWN:
+                return func(*args)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _refused(self, path: str) -> LockstepError:
+        return _refused(
+            f"a step that uses {path} by itself",
+            "Let `call` return all that the loss is computed from, and call self(x, training=...).",
+        )
+
+
+def check_staged(model: Any) -> None:
+    """Refuse models of which a step cannot get the outputs.
+
+    Raises:
+        ModelError: the model is one of these.
+    """
+    if type(model).call is keras.Model.call:
+        raise _refused(
+            "a model without a `call`",
+            "Give it one that returns all that the loss is computed from, and call it in the step.",
+        )
+    layers = [one for one in model._flatten_layers() if not isinstance(one, keras.Model)]
+    if any(one._metrics for one in layers):
+        raise _refused("metrics in layers", "Update metrics in the step.")
+
+
+@contextmanager
+def _unchanged(model: Any) -> Iterator[None]:
+    """Refuse attributes that a step sets: other ranks would not know of them."""
+    before = dict(vars(model))
+    yield
+    changed = [
+        name
+        for name in sorted({*before, *vars(model)})
+        if before.get(name, before) is not vars(model).get(name, before)
+    ]
+    if changed:
+        raise _refused(
+            f"a step that sets self.{changed[0]}", "Set it in a callback, or use a metric."
+        )
+
+
+def _placeholder() -> torch.Tensor:
+    return torch.empty(0).as_subclass(_Gradient)
+
+
+def _is_same(tensors: Tree, others: Tree) -> bool:
+    pairs = list(zip(tree.flatten(tensors), tree.flatten(others), strict=False))
+    is_like = len(tree.flatten(tensors)) == len(tree.flatten(others))
+    return is_like and all(one is other or _is_equal(one, other) for one, other in pairs)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return both and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _refused(received: str, fix: str) -> ModelError:
+    return ModelError(
+        "In a pipeline a step of the model's own calls the model once, on the batch's inputs, goes "
+        "backward once, from a loss of its outputs, and applies one optimizer.",
+        received=received,
+        fix=f"{fix} {_DATA_PARALLEL}",
+    )

@@ -1,0 +1,236 @@
+"""What a model's own step does with some samples and with their halves: is it a mean, or a sum?
+
+Gradients that the step applies, numbers that it gives to metrics and numbers that it returns must
+be a mean over the samples, or a sum: then those of parts of a batch say what those of all are.
+Otherwise parts of a batch would train another model than the batch does, and nobody would see it.
+
+Nothing is applied or updated meanwhile. BatchNormalization takes its moving statistics, since in
+training those of a batch are of all its samples. Random numbers are the same for the same rows; a
+step that mixes rows of several kinds gets the same number in all of them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from keras import tree
+
+from lockstep.capture.state import left_alone
+from lockstep.data.map_style.sources import Batch
+from lockstep.errors import LossError, ModelError
+from lockstep.frontends.keras.custom_steps.custom_step import OwnSteps, data_of
+from lockstep.frontends.keras.custom_steps.step_calls import StepCalls
+from lockstep.frontends.keras.layers.layer_state import check_gradients
+from lockstep.frontends.keras.model import KerasModel
+from lockstep.parallel.independence.reduction_test import tolerance_of
+from lockstep.parallel.independence.split_test import on_halves
+from lockstep.units import first_few
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One of a step's calls, or a number that it returned.
+
+    Attributes:
+        key: what it was.
+        name: what it was, for messages.
+        values: gradients, or numbers; those that have a row for each sample are left out.
+    """
+
+    key: tuple[str, object]
+    name: str
+    values: list[torch.Tensor]
+
+
+class _Recorder(StepCalls):
+    """Notes what a step calls.
+
+    Args:
+        module: the model.
+        optimizers: takes those that it applies.
+    """
+
+    def __init__(self, module: KerasModel, optimizers: list[Any]) -> None:
+        super().__init__(module, moments=_moving)
+        self._optimizers = optimizers
+        self.calls: list[Call] = []
+        self.num_samples = 0
+        self._left: list[torch.Tensor] = []  # gradients that it found
+
+    def run(self, name: str, batch: Batch) -> list[Call]:
+        """What a step calls for some samples."""
+        self.calls, self.num_samples = [], batch.num_samples
+        if name == "train_step":
+            self._leave_gradients()
+        before = self._versions()
+        with torch.set_grad_enabled(name == "train_step"), self.taken():
+            logs = getattr(self.module.model, name)(data_of(batch))
+        changed = [name for name, version in self._versions().items() if version != before[name]]
+        if changed:
+            raise ModelError(
+                "A step must change weights by optimizers of Keras (optimizer.apply), or assign "
+                "them: devices of a host share one copy of them.",
+                received=f"{first_few(changed)} changed otherwise",
+                fix="Use a Keras optimizer, or variable.assign(...).",
+            )
+        for key, value in (logs or {}).items():
+            if not self.is_result(value):
+                self._note(("log", key), f"{key!r} of what {name} returns", [value])
+        return self.calls
+
+    def _leave_gradients(self) -> None:
+        """As those of the step before: a step that does not clear them adds to them."""
+        self._left = []
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.full_like(parameter, math.nan)
+                self._left.append(parameter.grad)
+
+    def _versions(self) -> dict[str, int]:
+        return {name: one._version for name, one in self.module.named_parameters()}
+
+    def apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        if not any(one is optimizer for one in self._optimizers):
+            self._optimizers.append(optimizer)
+        number = [one is optimizer for one in self._optimizers].index(True)
+        if any(one is left and one.isnan().all() for one in gradients for left in self._left):
+            raise ModelError(
+                "A train_step must begin with gradients of its own.",
+                received="one that adds to those of the step before",
+                fix="Call self.zero_grad() before loss.backward().",
+            )
+        values = [gradient.detach().clone() for gradient in gradients]
+        name = f"the gradients that the optimizer {optimizer.name!r} is given"
+        self.calls.append(Call(key=("apply", number), name=name, values=values))
+
+    def update(self, number: int, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+        name = f"what the metric {self.metrics[number].name!r} is given"
+        self._note(("metric", number), name, tree.flatten([list(args), dict(named)]))
+
+    def assign(self, name: str, variable: Any, value: torch.Tensor) -> None:
+        self.calls.append(Call(key=("assign", name), name=f"a value for {name}", values=[]))
+
+    def _note(self, key: tuple[str, object], name: str, values: Sequence[Any]) -> None:
+        numbers = [one for one in map(number_of, values) if one is not None]
+        counts = [one for one in numbers if not one.is_floating_point()]
+        kept = [one for one in numbers if one.is_floating_point()]
+        kept = kept if all(int(one) == self.num_samples for one in counts) else [*kept, *counts]
+        self.calls.append(Call(key=key, name=name, values=kept))
+
+
+def number_of(value: Any) -> torch.Tensor | None:
+    """A single number as a tensor; None for anything else."""
+    if isinstance(value, bool | str) or value is None:
+        return None
+    try:
+        found = torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return found if found.dim() == 0 else None
+
+
+def find_steps(module: KerasModel, name: str, batch: Batch, *, is_divided: bool) -> OwnSteps:
+    """What a model's own step does, tried on a few samples.
+
+    Args:
+        module: the model.
+        name: of the step.
+        batch: the samples.
+        is_divided: batches are; else what it makes of one may be anything.
+
+    Raises:
+        LossError: see ``try_step``.
+        ModelError: optimizers that cannot be told apart, or see ``check_gradients``.
+    """
+    if is_divided:
+        check_gradients(module)
+    own = OwnSteps.of(module.model)
+    module.look_anew()
+    with nullcontext() if is_divided else suppress(LossError):
+        try_step(module, name, batch, own)
+    own.add_built(module.model)
+    own.check()
+    return own
+
+
+def try_step(module: KerasModel, name: str, batch: Batch, own: OwnSteps) -> None:
+    """Compare what a step makes of some samples with what it makes of their halves.
+
+    Args:
+        module: the model, which is left as it is.
+        name: of the step.
+        batch: the samples.
+        own: what is known of the steps; optimizers and sums are added.
+
+    Raises:
+        LossError: something is neither a mean over the samples nor a sum.
+    """
+    trouble = None
+    for by_row in (True, False):
+        recorder = _Recorder(module, own.optimizers)
+        with left_alone(module, with_trained=True) as state:
+            run = partial(recorder.run, name)
+            found = on_halves(module, run, batch, state, training=False, draws_by_row=by_row)
+        if found is None:
+            continue
+        trouble = _difference(found, batch.num_samples, tolerance_of(module), own)
+        if trouble is None:
+            return
+    if trouble is not None:
+        raise LossError(
+            f"What a {name} makes of a batch must be a mean, or a sum, over its samples: parts of "
+            "the batch are computed apart.",
+            received=trouble,
+            fix="Reduce with ops.mean over the samples; give metrics the samples' own values "
+            "(update_state(y, y_pred)); or put what compares samples with each other into "
+            "compute_loss, and leave train_step out: then it is taken on the whole batch.",
+        )
+
+
+def _moving(
+    layer: Any, inputs: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The statistics that a BatchNormalization layer has gathered."""
+    return layer.moving_mean.value.detach(), layer.moving_variance.value.detach()
+
+
+def _difference(
+    runs: Sequence[Sequence[Call]], num_samples: int, tolerance: float, own: OwnSteps
+) -> str | None:
+    """What shows that something is neither a mean nor a sum; None if nothing does."""
+    whole, *parts = runs
+    part = 0.5 if num_samples == 1 else num_samples // 2 / num_samples  # of the first half
+    if any([one.key for one in part] != [one.key for one in whole] for part in parts):
+        return "other optimizers and metrics, or in another order, for half of the samples"
+    for call, first, second in zip(whole, *parts, strict=True):
+        if not call.values:
+            continue
+        pairs = list(zip(first.values, second.values, strict=True))
+        means = [part * one + (1 - part) * other for one, other in pairs]
+        size = max(map(_norm, (call.values, first.values, second.values)))
+        if not math.isfinite(size):
+            continue  # an error of its own
+        if _distance(call.values, means) <= tolerance * size:
+            own.means.add(call.key)
+            continue
+        if _distance(call.values, [one + other for one, other in pairs]) <= tolerance * size:
+            own.sums.add(call.key)
+            continue
+        return f"{call.name}, which is neither for {_both(call.values, means)}"
+    return None
+
+
+def _both(values: Sequence[torch.Tensor], means: Sequence[torch.Tensor]) -> str:
+    return f"some samples ({_norm(values):.7g}) and their halves ({_norm(means):.7g} on average)"
+
+
+def _norm(values: Sequence[torch.Tensor]) -> float:
+    return math.sqrt(math.fsum(float(one.double().square().sum()) for one in values))
+
+
+def _distance(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+    return _norm([one - other for one, other in zip(values, others, strict=True)])

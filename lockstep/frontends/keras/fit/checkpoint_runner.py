@@ -1,0 +1,152 @@
+"""A runner of Keras models that writes checkpoints, and goes on from them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from lockstep.errors import OptionError
+from lockstep.frontends.keras.fit.checkpoints import Checkpoint, KeptCallback, kept
+from lockstep.frontends.keras.fit_options import FitOptions
+from lockstep.frontends.keras.optim.optimizer_copy import options_of, set_options
+from lockstep.plan.makers.data_parallel import Maker
+from lockstep.train.callbacks.callback import Callback
+from lockstep.train.callbacks.interrupt import held_termination
+from lockstep.train.checkpointing.checkpoints import CheckpointWriter
+from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
+from lockstep.train.checkpointing.training_state import TrainingState
+from lockstep.train.fault_tolerance.lost_hosts import check_restarts_on, going_on
+from lockstep.train.fault_tolerance.run_record import RunRecord
+from lockstep.train.history import History
+from lockstep.train.logging.progress import OutputConsole
+from lockstep.train.resume.differences import Difference
+from lockstep.train.resume.fit_facts import Facts
+from lockstep.train.resume.fit_record import Found
+from lockstep.train.resume.resuming_runner import ResumingRunner
+
+
+class CheckpointRunner(ResumingRunner):
+    """A runner whose ``fit`` may be kept.
+
+    Attributes:
+        keeper: writes the checkpoints of the ``fit`` under way; None without.
+        record: of that ``fit``; None without.
+    """
+
+    model: Any
+    callbacks: list[Callback]
+    schedule = None
+    keeper: CheckpointWriter | None = None
+    record: RunRecord | None = None
+
+    @property
+    def stop_training(self) -> bool:
+        """Whether a callback wants training to end."""
+        return bool(self.model.model.stop_training)
+
+    @contextmanager
+    def kept(
+        self,
+        checkpoint: Checkpoint | None,
+        make_facts: Callable[[], Facts],
+        callbacks: Any,
+        options: FitOptions,
+        memory: MemoryCheckpoints,
+        verbose: Any,
+    ) -> Iterator[History | None]:
+        """Within the block a ``fit`` is kept; gives its history, where it had ended before.
+
+        Args:
+            checkpoint: where; None to keep nothing.
+            make_facts: says what it is asked to do.
+            callbacks: Keras's list of them.
+            options: what it was told.
+            memory: what this process has of it in memory.
+            verbose: 0 is silent.
+
+        Raises:
+            CheckpointError: what is there is of another ``fit``, or not whole.
+            OptionError: after a loss nobody could go on.
+        """
+        context, restarts = self._job_context, options.restarts
+        has_checkpoint = checkpoint is not None
+        check_restarts_on(
+            context.hosts, restarts, has_checkpoint=has_checkpoint, reach=context.reach
+        )
+        with ExitStack() as stack:
+            stack.enter_context(self._recorded(checkpoint))
+            if checkpoint is None:
+                yield None
+                return
+            is_chief = self._is_chief
+            tell = OutputConsole(quiet=not (verbose and is_chief)).tell
+            termination = stack.enter_context(held_termination())
+            keeper = CheckpointWriter(checkpoint.files, termination, memory, options.epochs, tell)
+            stack.enter_context(going_on(keeper, context.hosts, restarts, is_chief=is_chief))
+            epochs = 0 if options.initial_epoch else self._epochs_trained
+            steps = int(self.model.model.optimizer._iterations.value)
+            keeper.record = record = self._record_of(memory, make_facts, epochs, steps)
+            keeper.set_trainer(self)  # type: ignore[arg-type]  # it has what a keeper asks for
+            self.keeper, self.callbacks = keeper, kept(callbacks) if self._is_chief else []
+            try:
+                if (ended := self._take_up_found(keeper)) is not None:
+                    yield ended
+                    return
+                if self._resumed is not None:
+                    keeper.begin_at(self._resumed.position["steps"] - record.steps)
+                yield None
+            finally:
+                self.keeper, self.callbacks, self._resumed = None, [], None
+
+    @contextmanager
+    def _recorded(self, checkpoint: Checkpoint | None) -> Iterator[None]:
+        """Within the block a record is kept, beside the checkpoints or as the user's always."""
+        self.record = self._record_in(
+            None, None if checkpoint is None else checkpoint.files.directory
+        )
+        try:
+            with self.record.kept(self.strategy):
+                yield
+        finally:
+            self.record = None
+
+    def _set_new_options(self, found: Found, asked: Facts, taken: Sequence[Difference]) -> None:
+        optimizer = self.model.model.optimizer
+        names = {one.option for one in taken if one.name.startswith("optimizer.")}
+        new = {name: asked[f"optimizer.{name}"] for name in options_of(optimizer) if name in names}
+        set_options(optimizer, {**options_of(optimizer), **new})
+        self.seed = asked["seed"]
+
+    def _own_part(self, state: TrainingState) -> TrainingState:
+        """Callbacks are on host 0."""
+        return state if self._is_chief else replace(state, callbacks=[])
+
+    def begin_kept(self, restarts: int) -> None:
+        """Callbacks' ``on_train_begin`` has been called."""
+        for each in self.callbacks:
+            assert isinstance(each, KeptCallback)
+            each.begin()
+        if self.keeper is not None and self._resumed is None and restarts:
+            self._keep_beginning(self.keeper)
+
+    def finish_kept(self, history: History) -> None:
+        """Callbacks' ``on_train_end`` has been called: write the last checkpoint."""
+        if self.keeper is not None:
+            self._finish(self.keeper, history)
+
+
+def check_copied(maker: Maker) -> None:
+    """See that one process has all of a training, which copies in memory need.
+
+    Args:
+        maker: of its Plan.
+
+    Raises:
+        OptionError: replicas train apart.
+    """
+    if maker.trains_apart:
+        raise OptionError(
+            "Replicas that train apart have optimizers of their own, of which no copy is kept.",
+            received="Restarts under LocalSGDStrategy",
+            fix="Use MirroredStrategy; or a Checkpoint, and start the script anew.",
+        )

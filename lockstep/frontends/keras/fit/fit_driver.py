@@ -1,0 +1,353 @@
+"""Rank 0's part between steps of a Keras model: Keras's callbacks, with global values."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import keras
+import torch
+from keras.src import backend
+from keras.src.callbacks.callback import Callback
+from keras.src.callbacks.progbar_logger import ProgbarLogger
+from keras.src.utils.io_utils import print_msg
+from keras.src.utils.python_utils import pythonify_logs
+
+from lockstep.data.trees import Tree, map_tensors
+from lockstep.errors import OptionError, WorkerError
+from lockstep.frontends.keras.fit.checkpoint_runner import CheckpointRunner
+from lockstep.frontends.keras.fit.checkpoints import Asking
+from lockstep.frontends.keras.fit.tasks import BatchLosses, KerasDriver, LossMeans, Telling
+from lockstep.frontends.keras.layers.attributes import (
+    NO_SETTINGS,
+    described,
+    foreign_parts,
+    with_settings,
+)
+from lockstep.frontends.keras.model import KerasModel
+from lockstep.frontends.keras.optim.optimizer_copy import set_options
+from lockstep.parallel.training_step import StepResult
+from lockstep.parallel.transfer.serialization import describe_values
+from lockstep.train.callbacks.change_detection import ChangeWatch, SettingsWatch, structure
+from lockstep.train.callbacks.driver import Logs
+from lockstep.train.callbacks.interrupt import Interrupt
+from lockstep.train.callbacks.rank_sync import Resume
+from lockstep.train.fault_tolerance.backups import Backups
+from lockstep.train.fault_tolerance.restarting import RestartingDriver
+from lockstep.train.fault_tolerance.run_record import RunRecord
+
+# Of Keras's own callbacks, those that look on.
+_ONLOOKERS = ("History", "ProgbarLogger")
+
+
+def acts_in(callback: Any, *methods: str) -> bool:
+    """Whether a callback does anything in one of these methods.
+
+    Those of Keras that do so when they were told to (a ``ModelCheckpoint`` by its ``save_freq``)
+    are asked.
+    """
+    if _looks_on(callback):
+        return False
+    if _is_own(callback):
+        if getattr(callback, "save_freq", None) == "epoch":
+            return False
+        if type(callback).__name__ == "TensorBoard" and callback.update_freq == "epoch":
+            return False
+    return any(
+        getattr(getattr(callback, method), "__func__", None) is not getattr(Callback, method)
+        for method in methods
+    )
+
+
+def any_acts_in(callbacks: Any, *methods: str) -> bool:
+    """Whether one of Keras's list of callbacks does."""
+    return any(acts_in(one, *methods) for one in callbacks.callbacks)
+
+
+def telling(callbacks: Any, *methods: str, shows_bar: bool = True) -> Telling:
+    """After which batches callbacks are told of metrics.
+
+    Args:
+        callbacks: Keras's list of them.
+        methods: in which they get the metrics.
+        shows_bar: a progress bar, if there is one, moves with these batches.
+    """
+    if any_acts_in(callbacks, *methods):
+        return "each"
+    bars = [one for one in callbacks.callbacks if isinstance(one, ProgbarLogger)]
+    return "in time" if shows_bar and any(bar.verbose == 1 for bar in bars) else "never"
+
+
+def _is_foreign(callback: Any) -> bool:
+    """Whether it may change anything: those that come with Keras change values and options."""
+    is_own = _is_own(callback) or isinstance(callback, Asking)
+    return not is_own or type(callback).__name__ == "LambdaCallback"
+
+
+def _is_own(callback: Any) -> bool:
+    """Whether it comes with Keras."""
+    return type(callback).__module__.startswith("keras.src.callbacks")
+
+
+def _looks_on(callback: Any) -> bool:
+    """Whether it is one of Keras's that change nothing, and wait for nothing."""
+    if isinstance(callback, Asking):
+        return True
+    return _is_own(callback) and type(callback).__name__ in _ONLOOKERS
+
+
+def may_stop(callbacks: Any, loop: str) -> bool:
+    """Whether callbacks may end an evaluation or a prediction: those of Keras do not.
+
+    Args:
+        callbacks: Keras's list of them.
+        loop: what their methods call it: "test" or "predict".
+    """
+    methods = (f"on_{loop}_begin", f"on_{loop}_batch_begin", f"on_{loop}_batch_end")
+    return any(_is_foreign(one) and acts_in(one, *methods) for one in callbacks.callbacks)
+
+
+class EvaluationDriver(KerasDriver):
+    """Conducts ``evaluate``, and the validation of a ``fit``.
+
+    Args:
+        model: the Keras model, whose metrics hold the values.
+        callbacks: Keras's list of them.
+    """
+
+    def __init__(self, model: Any, callbacks: Any) -> None:
+        self._model = model
+        self._callbacks = callbacks
+
+    @property
+    def wants_out(self) -> bool:  # type: ignore[override]  # an attribute in the base
+        return bool(self._model.stop_evaluating)
+
+    def results(self, losses: Logs) -> Logs:
+        names = ("loss", *(metric.name for metric in _loss_metrics(self._model)))
+        trackers = (self._model._loss_tracker, *_loss_metrics(self._model))
+        for name, tracker in zip(names, trackers, strict=True):
+            tracker.reset_state()
+            if name in losses:
+                tracker.update_state(losses[name])
+        found: Logs = pythonify_logs(self._model.get_metrics_result())
+        return {**found, **{name: losses[name] for name in names if name in losses}}
+
+    def begin_batch(self, index: int) -> None:
+        self._callbacks.on_test_batch_begin(index)
+
+    def end_batch(self, index: int, losses: Logs | None) -> None:
+        self._callbacks.on_test_batch_end(index, None if losses is None else self.results(losses))
+
+    def begin_validation(self) -> None:
+        self._model.stop_evaluating = False
+        self._callbacks.on_test_begin()
+
+    def end_validation(self, logs: Logs) -> None:
+        self._callbacks.on_test_end(logs)
+
+
+class PredictionDriver(KerasDriver):
+    """Conducts ``predict``.
+
+    Args:
+        module: the Keras model.
+        callbacks: Keras's list of them.
+    """
+
+    def __init__(self, module: KerasModel, callbacks: Any) -> None:
+        self._model, self._layout = module.model, module.layout
+        self._callbacks = callbacks
+        self._outputs: dict[str, Tree] = {}
+
+    @property
+    def wants_out(self) -> bool:  # type: ignore[override]  # an attribute in the base
+        return bool(self._model.stop_predicting)
+
+    def begin_batch(self, index: int) -> None:
+        self._callbacks.on_predict_batch_begin(index)
+
+    def tell_outputs(self, outputs: Tree) -> None:
+        told = map_tensors(backend.convert_to_numpy, self._layout.outputs(outputs))
+        self._outputs = {"outputs": told}
+
+    def end_batch(self, index: int, losses: Logs | None) -> None:
+        self._callbacks.on_predict_batch_end(index, self._outputs)
+
+
+def _loss_metrics(model: Any) -> list[Any]:
+    compiled = model._compile_loss
+    return [] if compiled is None else compiled.metrics
+
+
+class KerasFitDriver(RestartingDriver, EvaluationDriver):
+    """Conducts a ``fit``.
+
+    Args:
+        module: the model.
+        callbacks: Keras's list of them.
+        watch: sees what callbacks change.
+        interrupt: what has become of Ctrl-C.
+        runner: whose training it is.
+        backups: of it; None without.
+        record: of it; None to keep none.
+    """
+
+    def __init__(
+        self,
+        module: KerasModel,
+        callbacks: Any,
+        watch: ChangeWatch,
+        interrupt: Interrupt,
+        runner: CheckpointRunner,
+        backups: Backups | None = None,
+        record: RunRecord | None = None,
+    ) -> None:
+        EvaluationDriver.__init__(self, module.model, callbacks)
+        RestartingDriver.__init__(self, interrupt, runner, backups, record)
+        self._module = module
+        self._watch = watch
+        self._has_foreign = any(map(_is_foreign, callbacks.callbacks))
+        self._has_actors = not all(map(_looks_on, callbacks.callbacks))
+        self._settings: SettingsWatch | None = None
+        if self._has_foreign:
+            self._settings = SettingsWatch(partial(with_settings, module.model), NO_SETTINGS)
+        self._foreign_parts: list[Any] = []
+        self._seen = LossMeans()  # the loss so far in the epoch
+        self._told = LossMeans()  # this, and the parts of several losses
+        self._news: Logs = {}  # for the step under way
+        self.logs: Logs = {}
+
+    @property
+    def stop_training(self) -> bool:  # type: ignore[override]  # an attribute in the base
+        """Whether a callback wants training to end."""
+        return bool(self._model.stop_training)
+
+    def begin_epoch(self, epoch: int) -> None:
+        self._record.begin_epoch(epoch)
+        self._model.reset_metrics()
+        self._journal.once(partial(self._callbacks.on_epoch_begin, epoch))
+        if self._settings is not None:
+            self._settings.begin_epoch()
+            self._foreign_parts = foreign_parts(self._model)
+        self._begin_means()
+
+    def _begin_means(self) -> None:
+        names = [metric.name for metric in _loss_metrics(self._model)]
+        self._seen, self._told = LossMeans(), LossMeans(names)
+
+    def resume_after(self, error: WorkerError) -> Resume | None:
+        resume = super().resume_after(error)
+        if resume is not None:  # an epoch that has begun goes on from its sums
+            self._model.reset_metrics()
+            self._begin_means()
+        return resume
+
+    def begin_step(self, index: int) -> None:
+        self._journal.once(partial(self._callbacks.on_train_batch_begin, index))
+
+    def begin_batch(self, index: int) -> None:
+        self._journal.once(partial(super().begin_batch, index))
+
+    def end_batch(self, index: int, losses: Logs | None) -> None:
+        self._journal.once(partial(super().end_batch, index, losses))
+
+    def begin_validation(self) -> None:
+        self._journal.once(super().begin_validation)
+
+    def end_validation(self, logs: Logs) -> None:
+        self._journal.once(partial(super().end_validation, logs))
+
+    def tell_losses(self, batches: Sequence[BatchLosses]) -> None:
+        self._told.add(batches)
+        self._news = self.results(self._told.logs)
+
+    def end_step(self, index: int, result: StepResult) -> None:
+        self._seen.add([(result.num_samples, [result.loss if result.weight else 0.0])])
+        logs, self._news = self._news or self._seen.logs, {}
+        self._record.end_step(index)
+        self._journal.once(partial(self._show_step, index, logs))
+
+    def _show_step(self, index: int, logs: Logs) -> None:
+        self._callbacks.on_train_batch_end(index, logs)
+        if self._keeper is not None:
+            self._keeper.on_train_batch_end(index)
+
+    def go_on(self, results: Sequence[StepResult]) -> None:
+        self._seen.add((one.num_samples, [one.loss if one.weight else 0.0]) for one in results)
+
+    def _asks_for_state(self, index: int) -> bool:
+        return self._keeper is not None and self._keeper.takes_state(index)
+
+    def _notice(self, text: str) -> None:
+        print_msg(text)
+
+    def _set_options(self, options: list[dict[str, Any]]) -> None:
+        set_options(self._model.optimizer, options[0])
+
+    def end_epoch(self, epoch: int, logs: Logs) -> None:
+        told = self._journal.once(partial(self._show_epoch, epoch, logs))  # callbacks may add some
+        self.history.add(epoch, told)
+        if self._keeper is not None:
+            self._journal.once(partial(self._keeper.on_epoch_end, epoch))
+        self.logs = told
+
+    def _show_epoch(self, epoch: int, logs: Logs) -> Logs:
+        self._record.end_epoch(epoch, logs)
+        self._callbacks.on_epoch_end(epoch, logs)
+        return logs
+
+    def fingerprint(self) -> object:
+        if not self._has_foreign:
+            return None
+        model, optimizer = self._model, self._model.optimizer
+        rate = optimizer._learning_rate
+        here = (structure(self._module), id(optimizer), id(rate))
+        if self._runner.plan.num_ranks == 1:
+            return here
+        return (
+            *here,
+            described(self._module),
+            describe_values(model.loss),
+            describe_values(model._compile_loss and model._compile_loss._user_loss_weights),
+            None if isinstance(rate, keras.Variable) else describe_values(rate),
+            self._versions_of_slots(),
+        )
+
+    def _versions_of_slots(self) -> list[tuple[int, int]]:
+        """Where slots lie that other ranks have copies of, and how often they were written to."""
+        slots = (one.value for one in self.updater.unshared_slots())
+        return [(slot.data_ptr(), slot._version) for slot in slots]
+
+    def _look_at_foreign_parts(self) -> object:
+        optimizer = self._model.optimizer
+        return id(optimizer), id(optimizer._learning_rate), describe_values(self._foreign_parts)
+
+    def _act_on_values(self, act: Callable[[], None]) -> None:
+        """Act, and refuse changes that other ranks hear of where an epoch begins or ends only."""
+        parts, slots = self._look_at_foreign_parts(), self._versions_of_slots()
+        assert self._settings is not None
+        self._settings.over(act)  # which knows their names
+        if self._look_at_foreign_parts() != parts:
+            raise OptionError(
+                "In the midst of an epoch a callback may change values only: the other ranks "
+                "have losses, rates and functions as they were when the epoch began.",
+                received="a change of the optimizer, or of what its learning rate, a loss or a "
+                "layer's function looks at",
+                fix="Do it in on_epoch_begin or on_epoch_end; a number for the learning rate "
+                "can be assigned at any time.",
+            )
+        if self._versions_of_slots() != slots:
+            raise OptionError(
+                "In the midst of an epoch a callback cannot write to the slots of an optimizer "
+                "that looks at whole variables: every rank keeps its own.",
+                received=f"a change of slots of {type(self._model.optimizer).__name__}",
+                fix="Do it in on_epoch_begin or on_epoch_end.",
+            )
+
+    def watch(self, act: Callable[[], None], *, in_epoch: bool) -> dict[str, torch.Tensor]:
+        if not self._has_actors:
+            act()
+            return {}
+        if in_epoch and self._has_foreign and self._runner.plan.num_ranks > 1:
+            act = partial(self._act_on_values, act)
+        return self._watch.over(act, in_epoch=in_epoch, plan=self._runner.plan)

@@ -1,0 +1,5 @@
+"""Keras models and layers: run, compared, checked and sent to helpers.
+
+Entry points: ``checks``, ``dry_run`` and ``pickling``. ``fast_forward`` calls layers without what
+Keras does around each of them.
+"""

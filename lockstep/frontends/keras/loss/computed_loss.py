@@ -1,0 +1,154 @@
+"""The loss of a model that has a ``compute_loss`` of its own: taken on the whole batch.
+
+It gets what it gets of Keras: inputs, targets, outputs and weights of all samples, ``self.losses``
+and the compiled losses. Every rank that has outputs calls it; what it tells metrics counts once.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from lockstep.data.map_style.sources import Batch
+from lockstep.data.trees import Tree, tensors_of
+from lockstep.errors import LockstepError, LossError
+from lockstep.frontends.keras.layers.checks import has_own_loss
+from lockstep.frontends.keras.loss.reductions import masked_outputs
+from lockstep.frontends.keras.loss.share_losses import Additions, KerasLoss
+from lockstep.frontends.keras.model import KerasModel
+from lockstep.parallel.loss.share_losses import ONE_LOSS, ShareLoss
+from lockstep.plan.spec import Plan
+
+
+class ComputedLoss(KerasLoss):
+    """What ``compute_loss`` returns.
+
+    Args:
+        compiled: the model's ``CompileLoss``, built, or None.
+        additions: what layers add.
+        module: the model.
+        is_divided: batches are.
+    """
+
+    _counts, _has_weights = True, True
+
+    def __init__(
+        self, compiled: Any, additions: Additions, module: KerasModel, *, is_divided: bool
+    ) -> None:
+        super().__init__(compiled, additions)
+        self._module = module
+        self.is_certain, self.takes_whole, self.parts = False, is_divided, ONE_LOSS
+
+    def run_on(self, plan: Plan, rank: int) -> None:
+        super().run_on(plan, rank)
+        last = None if plan.pipeline is None else plan.pipeline.stages[-1].ranks
+        self._has_weights = last is None
+        # What metrics are told counts on the rank that has the first share.
+        self._counts = rank == (last[0] if last else 0)
+
+    def __call__(self, output: Tree, batch: Batch) -> ShareLoss:
+        num_samples = batch.num_samples
+        model, added = self._module.model_in_mode(), self.added(output, num_samples)
+        numbers = [
+            (seed * rows).sum() / num_samples
+            for seed, rows in zip(added.seeds, added.values, strict=True)
+        ]
+        self._asking.sees_all, self._asking.found = True, []
+        with _as_called(model, self.loss, numbers, counts=self._counts):
+            number = self._number(model, output, batch)
+        weight = float(num_samples)
+        own = [number, *(one.number for one in self._asking.found)]
+        own += [torch.zeros(())] * (1 + len(self.names) - len(own))
+        parts = tuple((weight * one.item(), weight) for one in own)
+        return ShareLoss(
+            values=(number,),
+            seeds=(weight,),
+            total=parts[0][0],
+            weight=weight,
+            parts=parts if self.names else (),
+        )
+
+    def _number(self, model: Any, output: Tree, batch: Batch) -> torch.Tensor:
+        """What the model makes of outputs."""
+        targets, weights = batch.targets
+        with nullcontext() if self._has_weights else WithoutWeights(model):
+            number: torch.Tensor = model._compute_loss(
+                x=output["inputs"],
+                y=targets,
+                y_pred=masked_outputs(output),
+                sample_weight=weights,
+                training=model.training,
+            )
+        return number
+
+
+def loss_of(module: KerasModel, additions: Additions, *, is_divided: bool) -> KerasLoss:
+    """What a model is trained on, as it is compiled.
+
+    Args:
+        module: the model.
+        additions: what layers add.
+        is_divided: see ``KerasLoss``.
+    """
+    compiled = module.model._compile_loss
+    if has_own_loss(module.model):
+        return ComputedLoss(compiled, additions, module, is_divided=is_divided)
+    return KerasLoss(compiled, additions, is_divided=is_divided)
+
+
+class WithoutWeights(TorchFunctionMode):
+    """Within the block a model's weights are not to be used: other stages have them.
+
+    Args:
+        model: the model.
+
+    Raises:
+        LossError: they are.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._paths = {id(one.value): one.path for one in model.weights}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for tensor in tensors_of([list(args), dict(kwargs or {})]):
+            if id(tensor) in self._paths:
+                raise self._refused(self._paths[id(tensor)])
+        return func(*args, **(kwargs or {}))
+
+    def _refused(self, path: str) -> LockstepError:
+        """The error of using a weight."""
+        return LossError(
+            "In a pipeline the loss is computed by the last stage, which has its own weights only.",
+            received=f"a compute_loss that uses {path}",
+            fix="Compute it from the outputs, or use a data parallel strategy.",
+        )
+
+
+@contextmanager
+def _as_called(
+    model: Any, compiled: Any, added: Sequence[torch.Tensor], *, counts: bool
+) -> Iterator[None]:
+    """Within the block a model has the losses of a batch, as if it had just been called on it.
+
+    Args:
+        model: the model.
+        compiled: its ``CompileLoss``.
+        added: what its layers have added.
+        counts: its metrics count.
+    """
+    own = vars(model)
+    before = own.get("_compile_loss"), own["_losses_override"]
+    metrics = [] if counts else [one for layer in model._flatten_layers() for one in layer._metrics]
+    counted = [(one, one.value.clone()) for metric in metrics for one in metric.variables]
+    own.update(_compile_loss=compiled, _losses_override=[*added])
+    try:
+        yield
+    finally:
+        own.update(_compile_loss=before[0], _losses_override=before[1])
+        for variable, value in counted:
+            variable.assign(value)

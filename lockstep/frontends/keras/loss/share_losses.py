@@ -1,0 +1,258 @@
+"""Keras losses as what a share contributes to the loss of the global batch.
+
+``model.compile(loss=...)`` gives a tree of losses, each of which reduces the values of its samples
+to one number. Keras's own are asked for the two numbers that this one is made of, a total and what
+it is divided by, so that sums over the shares give what the whole batch would have given:
+
+- the default divides by the number of values, that is by the number of samples;
+- with masks it divides by the number of values that count, and ``"mean_with_sample_weight"`` by
+  the weights: what these are in the whole batch, the shares tell each other first;
+- ``"sum"`` does not divide: the sum over the shares is the sum.
+
+The user's own are watched (``parallel.loss.reduction_inference``). Where it is seen that what they
+return belongs to one sample each, or is a mean or a sum of that, the same holds; else the losses
+are taken on the whole batch (``parallel.loss.whole_batch``), as Keras takes them. So is what a
+model's own ``compute_loss`` makes of them (``frontends.keras.loss.computed_loss``).
+
+What layers add (``add_loss``, activity regularizers) counts as a mean or as a sum, whichever it was
+found to be (``frontends.keras.loss.add_loss``); penalties on weights are the same for every share.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import torch
+from keras import tree
+
+from lockstep.data.map_style.sources import Batch
+from lockstep.data.trees import Tree
+from lockstep.errors import LossError
+from lockstep.frontends.keras.loss.reductions import (
+    Asking,
+    Reduced,
+    asked,
+    is_by_sample,
+    masked,
+    masked_outputs,
+    may_weigh,
+)
+from lockstep.parallel.loss.share_losses import (
+    JointLoss,
+    LossAdapter,
+    LossParts,
+    ShareLoss,
+    Sums,
+    mean,
+)
+from lockstep.plan.spec import Plan
+
+# The weight of a share in which nothing counts, by masks or ignored classes: Keras makes a step if
+# that is so of all, with a loss and gradients of 0. Beside other weights it is rounded away.
+_OF_NOTHING = 1e-30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Additions:
+    """What comes on top of the losses that were compiled, and what was found out about these.
+
+    Attributes:
+        are_sums: for each loss that layers add, whether it is a sum over the samples and not a
+            mean; in training, and in evaluation.
+        unseen: the numbers of those that were 0, of which that is a guess.
+        has_penalties: there are penalties on weights.
+        has_masks: outputs come with masks.
+        has_rows: every output has an axis beside that of the samples. Without one, functions of
+            Keras's return one number for a batch.
+    """
+
+    are_sums: dict[bool, tuple[bool, ...]]
+    unseen: frozenset[int] = frozenset()
+    has_penalties: bool = False
+    has_masks: bool = False
+    has_rows: bool = True
+
+    def __bool__(self) -> bool:
+        return self.has_penalties or any(self.are_sums.values())
+
+
+class KerasLoss(LossAdapter):
+    """The losses of a compiled model, and what its layers add.
+
+    Args:
+        compiled: the model's ``CompileLoss``, built; None where there are only additions.
+        additions: what layers add.
+        is_divided: batches are.
+
+    """
+
+    needs_targets = False
+    _is_staged = False
+
+    def __init__(self, compiled: Any, additions: Additions, *, is_divided: bool = True) -> None:
+        self._asking = Asking(additions.has_rows)
+        self.loss = None if compiled is None else asked(compiled, self._asking)
+        self._additions = additions
+        self.adds = any(additions.are_sums.values())
+        self._unseen = additions.unseen
+        entries = [] if compiled is None else compiled._flat_losses
+        self._losses = [one.loss for one in entries]
+        self._only = entries[0].loss if len(entries) == 1 and not entries[0].path else None
+        self._factors = tuple(
+            1.0 if one.loss_weights is None else one.loss_weights for one in entries
+        )
+        self.names = tuple(f"{one.name}_loss" for one in entries) if len(entries) > 1 else ()
+        self.is_certain = additions.has_rows and all(map(is_by_sample, self._losses))
+        weighs = additions.has_masks or any(map(may_weigh, self._losses))
+        if weighs and (len(entries) > 1 or additions):
+            self.parts = LossParts(
+                names=(*(one.name for one in entries), "additions"), factors=(*self._factors, 1.0)
+            )
+            # Shares that wait for each other's weights must all come to have some.
+            self.takes_whole = is_divided and not self.is_certain
+
+    def __call__(self, output: Tree, batch: Batch) -> ShareLoss | JointLoss:
+        num_samples = batch.num_samples
+        found = self._found(output, batch.targets)
+        added = self.added(output, num_samples)
+        if self.parts:
+            own = [self._alone(one, num_samples) for one in found]
+            return JointLoss(losses=(*own, added), parts=self.parts, num_samples=num_samples)
+        if len(found) == 1 and not added.values:
+            return self._alone(found[0], num_samples, self._factors[0])
+        return self._joined(found, added, num_samples)
+
+    def run_on(self, plan: Plan, rank: int) -> None:
+        """It is going to be called on a rank."""
+        self._is_staged = plan.pipeline is not None and plan.num_shares > 1
+
+    def user_losses(self) -> list[Any]:
+        kept = [vars(loss).values() for loss in self._losses if hasattr(loss, "__dict__")]
+        variables = [one for each in kept for one in each if isinstance(one, keras.Variable)]
+        return [*self._losses, *variables]
+
+    def _found(self, output: Tree, target: Tree) -> list[Reduced]:
+        """What each compiled loss makes of a share; where that is a guess, they are asked again."""
+        if self.is_certain or self.sees_all:
+            return self.reduced(output, target)
+        leave = _left_as_found(self._losses)
+        found = self.reduced(output, target)
+        if any(one.is_guess for one in found):
+            leave()
+        return found
+
+    def reduced(self, output: Tree, target: Tree) -> list[Reduced]:
+        """What each compiled loss makes of a share."""
+        if self.loss is None:
+            return []
+        self._asking.sees_all, self._asking.batch_size = self.sees_all, self.batch_size
+        values = output["outputs"], *target
+        if self._only is not None and not any(map(tree.is_nested, values)):
+            one = masked(values[0], output["masks"])
+            return [self._asking.reduce(self._only, target[0], one, target[1])]
+        self._asking.found = []
+        self.loss(target[0], masked_outputs(output), target[1])
+        return self._asking.found
+
+    def newly_adds(self, output: Tree) -> bool:
+        losses = output["losses"] if self._unseen else ()
+        seen = {number for number, rows in enumerate(losses) if rows.any()} & self._unseen
+        self._unseen -= seen
+        return bool(seen)
+
+    def added(self, output: Tree, num_samples: int) -> ShareLoss:
+        """What comes on top, as a total over the samples."""
+        losses, penalties = output["losses"], output["penalties"]
+        are_sums = self._additions.are_sums[torch.is_grad_enabled()]
+        if len(losses) != len(are_sums):
+            raise LossError(
+                "Layers must add the same number of losses in every batch.",
+                received=f"{len(losses)}, and {len(are_sums)} before",
+                fix="Call add_loss always, with 0 where there is nothing to add.",
+            )
+        if self._is_staged and self.newly_adds(output):  # no stage can try the whole model
+            raise LossError(
+                "What layers add to the loss must show in the first batch, in a pipeline.",
+                received="a loss that was 0 until now, a mean or a sum over samples",
+                fix="Shuffle the data, or use a data parallel strategy.",
+            )
+        values = (*losses, *penalties)
+        kinds = (*are_sums, *(False for _ in penalties))
+        seeds = tuple(
+            (self.batch_size / output["sizes"] if is_sum else torch.ones_like(rows)).to(rows.dtype)
+            for rows, is_sum in zip(values, kinds, strict=True)
+        )
+        totals = (float(seed @ rows.detach()) for seed, rows in zip(seeds, values, strict=True))
+        return ShareLoss(
+            values=values, seeds=seeds, total=math.fsum(totals), weight=float(num_samples)
+        )
+
+    def _alone(self, one: Reduced, num_samples: int, factor: float = 1.0) -> ShareLoss:
+        """A loss by itself; one that is not divided is a total over all samples of the batch."""
+        seed = factor * (1 if one.weight is not None else self.batch_size)
+        weight = float(num_samples) if one.weight is None else one.weight or _OF_NOTHING
+        return ShareLoss(
+            values=(one.total,),
+            seeds=(seed,),
+            total=float(seed * one.total.item()),
+            weight=weight,
+            is_guess=one.is_guess,
+        )
+
+    def _joined(self, found: Sequence[Reduced], added: ShareLoss, num_samples: int) -> ShareLoss:
+        """All losses as one total over the samples; a guess where they divide by something else."""
+        own = [self._alone(one, num_samples) for one in found]
+        scales = [
+            factor * num_samples / float(one.weight)
+            for one, factor in zip(own, self._factors, strict=True)
+        ]
+        total = math.fsum(scale * one.total for one, scale in zip(own, scales, strict=True))
+        total += float(added.total)
+        overall = (total, float(num_samples))
+        return ShareLoss(
+            values=(*(value for one in own for value in one.values), *added.values),
+            seeds=(
+                *(scale * one.seeds[0] for one, scale in zip(own, scales, strict=True)),
+                *added.seeds,
+            ),
+            total=total,
+            weight=float(num_samples),
+            parts=(overall, *(one.sums[0] for one in own)) if self.names else (),
+            is_guess=not self.sees_all
+            and any(one.is_guess or not one.is_by_sample for one in found),
+        )
+
+    def of_batch(self, shares: Sequence[Sums]) -> list[float]:
+        """The loss of a batch, and each of several, from what its shares have come to.
+
+        As Keras has it: what weighs nothing is 0.
+        """
+        means = [mean(column) or 0.0 for column in zip(*shares, strict=True)]
+        if not self.parts:
+            return means
+        whole = math.fsum(
+            factor * value for factor, value in zip(self.parts.factors, means, strict=True)
+        )
+        return [whole, *(means[:-1] if self.names else [])]
+
+
+def _left_as_found(losses: Sequence[Any]) -> Callable[[], None]:
+    """What gives losses the attributes that they have now: one may count its calls."""
+    before = [(loss, dict(vars(loss))) for loss in losses]
+    values = [
+        (value, value.value.clone())
+        for _, attributes in before
+        for value in attributes.values()
+        if isinstance(value, keras.Variable)
+    ]
+
+    def leave() -> None:
+        for loss, attributes in before:
+            vars(loss).update(attributes)
+        for variable, value in values:
+            if not variable.value.equal(value):  # backward may need what is as it was
+                variable.assign(value)
+
+    return leave

@@ -1,0 +1,4 @@
+"""Keras optimizers that step on pieces of variables.
+
+Entry point: ``updater``.
+"""

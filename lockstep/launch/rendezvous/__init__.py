@@ -1,0 +1,5 @@
+"""How the hosts of a job find each other, and the connections that they keep.
+
+Entry points: ``host_rendezvous`` and ``control_group``. Every connection is authenticated first
+(``launch.security``).
+"""

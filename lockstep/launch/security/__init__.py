@@ -1,0 +1,4 @@
+"""The job's secret and the handshake that proves it.
+
+Entry point: ``handshake``. Encryption of what follows is in ``lockstep.channel``.
+"""

@@ -1,0 +1,125 @@
+"""Fresh interpreters: Python processes of the script's kind that end with it.
+
+They get the script's interpreter, options, environment, working directory and module search path,
+and nothing of its state. No ``if __name__`` guard is needed: the script's file is never run.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from lockstep.errors import WorkerError
+from lockstep.launch.health.diagnostics import DiagnosticsFile
+from lockstep.pickling import search_path
+
+
+def start_interpreter(
+    code: str, descriptors: tuple[int, ...], diagnostics: DiagnosticsFile, threads: int | None
+) -> "subprocess.Popen[bytes]":
+    """Start a fresh interpreter that runs ``code``.
+
+    Args:
+        code: Python source; ``lockstep`` and all that the script can import can be imported.
+        descriptors: passed on under their own numbers.
+        diagnostics: takes the standard error.
+        threads: OpenMP threads it starts with; None leaves the environment's setting.
+
+    Raises:
+        WorkerError: it cannot be started.
+    """
+    command = [
+        sys.executable,
+        *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]  # -O, -W, -X
+        "-c",
+        f"import sys; sys.path[:] = {search_path()!a}\n{code}",
+    ]
+    try:
+        return _spawn(
+            lambda: subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                # Where there is none, the first file that is opened there would take its number.
+                stdout=subprocess.DEVNULL if sys.__stdout__ is None else None,
+                stderr=diagnostics.descriptor,
+                env=environment(threads),
+                pass_fds=descriptors,
+                process_group=0,  # Ctrl-C in the terminal is for the script, which then ends us
+            )
+        )
+    except OSError as error:
+        raise WorkerError(
+            "A helper process cannot be started.",
+            received=f"{error} (the interpreter is {sys.executable!r})",
+            fix="Check sys.executable, and the limits on processes and memory.",
+        ) from error
+
+
+def environment(threads: int | None) -> dict[str, str]:
+    """The script's environment for processes with this many OpenMP threads."""
+    own = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    return {**os.environ, **own}
+
+
+_Request = tuple[Callable[[], Any], "SimpleQueue[Any]"]
+_requests: "SimpleQueue[_Request] | None" = None
+_lock = threading.Lock()
+
+
+def _spawn(make: Callable[[], "subprocess.Popen[bytes]"]) -> "subprocess.Popen[bytes]":
+    """Start a process from a thread that lives as long as this process.
+
+    The kernel kills a process when the *thread* that started it ends (man 2 prctl,
+    PR_SET_PDEATHSIG), and ``fit`` may be called from a short-lived one. Also, Ctrl-C never cuts a
+    start in half there.
+    """
+    answers: SimpleQueue[Any] = SimpleQueue()
+    _spawner().put((make, answers))
+    try:
+        answer = answers.get()
+    except BaseException:  # Ctrl-C: nobody waits for the process any more
+        _spawner().put((lambda: _end(answers.get()), SimpleQueue()))
+        raise
+    if isinstance(answer, BaseException):
+        raise answer
+    assert isinstance(answer, subprocess.Popen)
+    return answer
+
+
+def _end(process: Any) -> None:
+    if isinstance(process, subprocess.Popen):
+        process.kill()
+        process.wait()
+
+
+def _spawner() -> "SimpleQueue[_Request]":
+    """The queue of this process's spawning thread, which is started on first use."""
+    global _requests
+    with _lock:
+        if _requests is None:
+            _requests = SimpleQueue()
+            threading.Thread(
+                target=_serve_requests, args=(_requests,), name="lockstep-spawner", daemon=True
+            ).start()
+        return _requests
+
+
+def _serve_requests(requests: "SimpleQueue[_Request]") -> None:
+    while True:
+        make, answers = requests.get()
+        try:
+            answers.put(make())
+        except BaseException as error:
+            answers.put(error)
+
+
+def _forget_spawner() -> None:
+    """A fork has no threads: it needs a spawner of its own."""
+    global _requests, _lock
+    _requests, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_spawner)

@@ -1,0 +1,261 @@
+"""What happens to the gradient of a batch between its sum and the update.
+
+It is looked at as a whole: one that is not finite must not reach the weights, and its norm decides
+how far it is clipped. Each rank has the pieces that it updates, so they tell each other of theirs
+(``StatusBoard.tell``) and all come to the same verdict.
+
+The norm does not depend on how many ranks there are: it is taken of fixed blocks
+(``plan.layout.block_sizes``), and what a rank tells of the sum of their squares is exact.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from lockstep.accelerators import fetched
+from lockstep.comm.shared_memory.status_board import StatusBoard, look_around_of
+from lockstep.errors import NonFiniteGradientError
+from lockstep.parallel.update import BoundPiece
+
+OnNonFinite = Literal["raise", "skip", "ignore"]
+
+# Of float16: from where the loss is scaled, and how the scale moves (torch.amp.GradScaler's).
+_FIRST_SCALE = 2.0**16
+_STEPS_UNTIL_GROWTH = 2000
+
+# Doubles that say a sum of squares exactly: each takes up what the ones before it left.
+_TERMS = 3
+_NOTHING_BAD = -1.0
+
+
+@dataclass
+class LossScale:
+    """By how much a loss in float16 is scaled, so that small gradients do not vanish.
+
+    It doubles after 2,000 steps without overflow and halves with every overflow (Micikevicius et
+    al. 2018, Mixed Precision Training, section 3.2). Every rank sees the same gradients overflow,
+    so all have the same scale.
+    """
+
+    scale: float = _FIRST_SCALE
+    steps_since_change: int = 0
+
+    def note(self, *, is_finite: bool) -> None:
+        """A step's gradients were finite, or were not."""
+        self.steps_since_change += 1
+        if not is_finite:
+            self.scale, self.steps_since_change = self.scale / 2, 0
+        elif self.steps_since_change == _STEPS_UNTIL_GROWTH:
+            self.scale, self.steps_since_change = self.scale * 2, 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientRules:
+    """What the user wants done with gradients.
+
+    Attributes:
+        clip_norm: longest gradient, all parameters' together; None for any length.
+        clip_value: largest element; None for any.
+        on_nonfinite: what becomes of a step whose loss or gradient is NaN or infinite.
+        loss_scale: of float16; None without.
+    """
+
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    on_nonfinite: OnNonFinite = "raise"
+    loss_scale: LossScale | None = None
+
+    @property
+    def scale(self) -> float:
+        """By how much losses are scaled before they go backward."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether the gradient is looked at as a whole."""
+        return (
+            self.on_nonfinite != "ignore"
+            or self.clip_norm is not None
+            or self.loss_scale is not None
+        )
+
+
+@dataclass(eq=False)
+class GradientJudge:
+    """Applies the rules to this rank's pieces.
+
+    Attributes:
+        rules: the user's.
+        pieces: what this rank updates.
+        blocks: of every piece, the sizes of the blocks that its norm is taken of.
+        names: of all parameters, in the model's order.
+        board: where to ask the others; None where there are none.
+        told_elsewhere: parameters of which other hosts update the same, and tell of it.
+    """
+
+    rules: GradientRules
+    pieces: Sequence[BoundPiece]
+    blocks: Sequence[Sequence[int]]
+    names: Sequence[str]
+    board: StatusBoard | None
+    told_elsewhere: frozenset[str] = frozenset()
+
+    @cached_property
+    def _places(self) -> Mapping[str, int]:
+        return {name: place for place, name in enumerate(self.names)}
+
+    @torch.no_grad()
+    def settle(self, step: int) -> bool:
+        """Clip the gradients of the pieces; every rank calls it after the sum.
+
+        Returns:
+            Whether to take the step.
+
+        Raises:
+            NonFiniteGradientError: on all ranks alike, if that is the rule.
+        """
+        if not self.rules.needs_norm:
+            self._clip(math.inf)
+            return True
+        norm, bad = 0.0, _NOTHING_BAD
+        if self.rules.clip_norm is not None or not self._are_finite():
+            norm, bad = self._norm()
+        is_finite = math.isfinite(norm)
+        if self._overflows(is_finite):
+            return False
+        if not is_finite and self.rules.on_nonfinite != "ignore":
+            return self._refuse(step, bad)
+        self._clip(norm)
+        return True
+
+    def _are_finite(self) -> bool:
+        """Whether all ranks' gradients are, and their norms in their own precision, too.
+
+        What each rank has found stays a tensor until all have met; for what a device has found
+        this waits, as late as can be: what is not finite must not reach the weights.
+        """
+        used = [
+            _elements(piece.tensor.grad)
+            for piece in self.pieces
+            if piece.tensor.grad is not None and piece.name not in self.told_elsewhere
+        ]
+        norms = torch._foreach_norm(used) if used else (torch.zeros(()),)
+        found = self._fetched(torch.stack(norms).sum(dtype=torch.float64)[None])
+        if self.board is None:
+            return math.isfinite(found.numpy()[0])
+        told = self.board.tell(found)
+        are_finite = math.isfinite(sum(number for (number,) in told))
+        if not are_finite:
+            self.board.barrier()  # before anything more is told
+        return are_finite
+
+    def _fetched(self, numbers: torch.Tensor) -> torch.Tensor:
+        return fetched(numbers, look_around_of(self.board))
+
+    def _overflows(self, is_finite: bool) -> bool:
+        """Whether the loss was scaled too far: then the step is left out, and the scale falls."""
+        scale = self.rules.loss_scale
+        if scale is None:
+            return False
+        is_ours = scale.scale >= 1  # below, it is the gradient itself that is not finite
+        scale.note(is_finite=is_finite)
+        return not is_finite and is_ours
+
+    def _clip(self, norm: float) -> None:
+        gradients = [piece.tensor.grad for piece in self.pieces]
+        used = [_elements(gradient) for gradient in gradients if gradient is not None]
+        if not used:
+            return
+        if self.rules.clip_value is not None:
+            _clamp(used, self.rules.clip_value)
+        most = self.rules.clip_norm
+        # As torch.nn.utils.clip_grad_norm_ has it.
+        if most is not None and not (factor := most / (norm + 1e-6)) >= 1:
+            torch._foreach_mul_(used, factor)
+
+    def _norm(self) -> tuple[float, float]:
+        """Of all ranks' gradients; and the place of the last parameter where it is not finite."""
+        squares: list[float] = []
+        bad = _NOTHING_BAD
+        norms = self._block_norms()
+        for piece, found in zip(self.pieces, norms, strict=True):
+            if found and not math.isfinite(math.fsum(found)):
+                bad = max(bad, float(self._places[piece.name]))
+            squares += [norm * norm for norm in found]
+        told = [[*self._terms(squares), bad]]
+        if self.board is not None:
+            told = self.board.tell(told[0])
+        bad = max(row[-1] for row in told)
+        if bad != _NOTHING_BAD:  # NaN, or infinite
+            return sum(row[0] for row in told), bad
+        return math.sqrt(math.fsum(term for row in told for term in row[:-1])), bad
+
+    def _terms(self, squares: Sequence[float]) -> list[float]:
+        total = sum(squares)
+        return _exact_terms(squares) if math.isfinite(total) else [total] + [0.0] * (_TERMS - 1)
+
+    def _block_norms(self) -> list[list[float]]:
+        """Of every piece, the norms of its blocks; none where it has no gradient."""
+        cut = [
+            ()
+            if piece.name in self.told_elsewhere
+            else _blocks_of(piece, blocks if self.rules.clip_norm is not None else None)
+            for piece, blocks in zip(self.pieces, self.blocks, strict=True)
+        ]
+        every = [block for blocks in cut for block in blocks]
+        if not every:
+            return [[] for _ in cut]
+        norms = self._fetched(torch.stack(torch._foreach_norm(every)).double()).tolist()
+        if not math.isfinite(sum(norms)):  # squares in float32 overflow long before elements do
+            norms = [float(block.double().norm()) for block in every]
+        found = iter(norms)
+        return [[next(found) for _ in blocks] for blocks in cut]
+
+    def _refuse(self, step: int, bad: float) -> bool:
+        if self.rules.on_nonfinite == "skip":
+            return False
+        name = self.names[int(bad)]
+        error = NonFiniteGradientError(
+            f"The gradient of step {step} is not finite.",
+            received=f"NaN or infinite values first in the gradient of {name!r}",
+            fix="Lower the learning rate, look for sqrt(0) or log(0) after that layer, or pass "
+            'on_nonfinite="skip". The weights are those before this step.',
+        )
+        error.step, error.parameter = step, name
+        raise error
+
+
+def _blocks_of(piece: BoundPiece, sizes: Sequence[int] | None) -> Sequence[torch.Tensor]:
+    """The piece's gradient in blocks, or whole."""
+    gradient = piece.tensor.grad
+    if gradient is None:
+        return ()
+    if sizes is None or gradient.is_sparse:
+        return (_elements(gradient),)
+    if gradient.stride() != piece.tensor.stride():  # the blocks are of the parameter's memory
+        gradient = torch.empty_like(piece.tensor).copy_(gradient)
+    flat = gradient.as_strided((gradient.numel(),), (1,))
+    blocks: Sequence[torch.Tensor] = flat.split(list(sizes))
+    return blocks
+
+
+def _elements(gradient: torch.Tensor) -> torch.Tensor:
+    """All of a gradient; of a sparse one the rows that it has, each of them once."""
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+def _clamp(gradients: list[torch.Tensor], most: float) -> None:
+    torch._foreach_clamp_min_(gradients, -most)
+    torch._foreach_clamp_max_(gradients, most)
+
+
+def _exact_terms(values: Sequence[float]) -> list[float]:
+    """A few numbers whose sum is exactly that of the values: to be told, and summed by others."""
+    terms: list[float] = []
+    for _ in range(_TERMS):
+        terms.append(math.fsum([*values, *(-term for term in terms)]))
+    return terms

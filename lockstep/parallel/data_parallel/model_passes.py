@@ -1,0 +1,395 @@
+"""Passes of a rank that holds the whole model, over its shares of each batch.
+
+    0F0     read share 0, run the model and the loss on it
+    0B0     backward; put the share's gradients where the exchange has them
+
+Where a layer needs the whole batch (BatchNorm), a rank's shares run together, layer by layer.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from lockstep.comm.exchange import GroupSpec
+from lockstep.data.map_style.sources import Batch
+from lockstep.data.order import StreamStates, restore_streams, stream_states
+from lockstep.data.trees import Tree
+from lockstep.parallel.data_parallel.batch_norm import GlobalStatistics
+from lockstep.parallel.data_parallel.buffers import Buffers, Kept
+from lockstep.parallel.data_parallel.interleave import Interleaver
+from lockstep.parallel.data_parallel.passes import Passes, Run, Take
+from lockstep.parallel.data_parallel.post_accumulate_hooks import on_grad_ready
+from lockstep.parallel.data_parallel.staging import moved
+from lockstep.parallel.debug.diagnosis import Diagnosis
+from lockstep.parallel.independence.reduction_test import LossOf, check_added, check_mean
+from lockstep.parallel.independence.sample_independence import check_sample_independence
+from lockstep.parallel.independence.split_test import is_tried
+from lockstep.parallel.loss.share_losses import JointLoss, ShareLoss, nothing
+from lockstep.parallel.loss.whole_batch import SharePart
+from lockstep.parallel.workload import Workload
+from lockstep.plan.decision import LocalUpdate
+from lockstep.plan.program.lowering import lower_forward, lower_train
+from lockstep.plan.program.rank_program import Action, Backward, Forward
+
+# The only group of a Plan without stages.
+_GROUP = 0
+
+
+class ModelPasses(Passes):
+    """Passes over the whole model.
+
+    Args:
+        work: what all ranks work on.
+        group: of the parameters: all of them are in one.
+        options: see ``Passes``.
+    """
+
+    def __init__(self, work: Workload, *, group: GroupSpec, **options: Any) -> None:
+        super().__init__(work, **options)
+        self._group = group
+        self._functions = work.functions
+        self._interleaver = Interleaver(
+            partial(_keep_own, self._buffers), partial(_restore_own, self._buffers), self.device
+        )
+        self._losses: dict[int, ShareLoss] = {}
+        self._joint: dict[int, JointLoss] = {}  # they wait for the weights of all shares
+        self._apart: dict[int, SharePart] = {}  # they wait for the outputs of all shares
+        self._refused: dict[int, bool] = {}  # the Plan's memory format, by share
+        # Where this rank has several shares of a batch, each starts from the same buffers.
+        self._isolates_buffers = False
+        self._left_buffers: dict[int, Kept] = {}
+
+    def _lowered(self, num_samples: int) -> Sequence[tuple[Action, ...]]:
+        return _together(
+            lower_train(self._plan, self._rank, num_samples),
+            interleaved=self._plan.interleaved,
+            forward_first=self._loss is not None and (bool(self._loss.parts) or self._takes_whole),
+        )
+
+    @property
+    def _forms_gradients(self) -> bool:
+        # What is compiled has its own backward, and alone there is nothing to save.
+        return not (isinstance(self._plan.update, LocalUpdate) or self._plan.compiled)
+
+    # --- training --------------------------------------------------------------------------------
+
+    def in_turn(self, turn: int) -> AbstractContextManager[Any]:
+        return self._functions[turn].training(self._model) if self._functions else nullcontext()
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        mine = self._plan.shares_of(self._rank)
+        self._isolates_buffers = (
+            run.is_training
+            and bool(self._buffers)
+            and mine.start + 1 < min(mine.stop, run.num_filled)
+        )
+        self._left_buffers = {}
+
+    @property
+    def _offers_rows(self) -> bool:
+        return super()._offers_rows or self._norms.use_batch_statistics
+
+    def run(self, run: Run, actions: Sequence[Action]) -> None:
+        shares = _shares_of(actions)
+        if isinstance(actions[0], Forward):
+            self._run_together(run, shares, partial(self._forward, run))
+        else:
+            self._settle_weights(run)
+            with self._linears.taken(partial(self._put_product, shares)):
+                self._backward(run, shares)
+
+    def _forward(self, run: Run, share: int) -> None:
+        self._seed_streams(run, share)
+        body = self._compute_by_function if self._functions else self._compute
+        self._refused[share] = self.call.attempt(partial(body, run, share))
+        self._side_effects.note()
+
+    def _compute_by_function(self, run: Run, share: int) -> None:
+        batch = self._read(run, share)
+        with self.call.computing():
+            self._try_on_halves(run, batch)
+            self._losses[share] = self._loss_by_function(run, batch)
+
+    def _compute(self, run: Run, share: int) -> None:
+        batch, output = self._output(run, share)
+        if run.is_observed:
+            run.show(share, self.shown(output), batch)
+        if self._takes_whole and run.num_filled > 1:
+            self._apart[share] = SharePart(output=output, batch=batch)
+            return
+        loss = self.loss_of(output, batch)
+        if loss.is_guess:
+            loss = replace(nothing(output), is_guess=True)
+        if isinstance(loss, JointLoss):
+            self._joint[share] = loss
+        else:
+            self._losses[share] = loss
+
+    def _settle_weights(self, run: Run) -> None:
+        """All shares' losses wait for one another no longer: what each share adds is known now."""
+        if self._apart:
+            self._losses |= self._divided(run, self._apart)
+            self._apart = {}
+        if not self._joint:
+            return
+        mine, joint = sorted(self._joint), self._joint
+        rows = [joint[share].weights for share in mine]
+        if run.num_filled > 1:
+            for share, row in zip(mine, rows, strict=True):
+                weights = torch.tensor(row, dtype=torch.float64)
+                self._exchange.offer(share, weights, last=share == mine[-1])
+            rows = self._exchange.offered(mine[-1], len(rows[0]), run.num_filled).tolist()
+        weights_of_all = [math.fsum(column) for column in zip(*rows, strict=True)]
+        for share in mine:
+            self._losses[share] = joint[share].settled(weights_of_all, run.num_samples)
+        self._joint = {}
+
+    def _put_product(
+        self, shares: list[int], number: int, inputs: torch.Tensor, gradients: torch.Tensor
+    ) -> None:
+        row = self._row_of(shares[self._interleaver.current])
+        self._exchange.put_product(_GROUP, row, number, inputs, gradients)
+
+    def _row_of(self, share: int) -> int:
+        return share // max(self._group.shares_per_row, 1)
+
+    def _backward(self, run: Run, shares: list[int]) -> None:
+        backward = partial(self._backward_of, run)
+        for share in shares:
+            self._put_loss(share)
+        if len(shares) == 1:
+            with self._handing_over(run, shares[0]):
+                self._run_together(run, shares, backward)
+            self._put(run, shares[0], [parameter.grad for parameter in self._trainable])
+            return
+        taken: dict[int, list[torch.Tensor | None]] = {
+            share: [None] * len(self._trainable) for share in shares
+        }
+        with self._taking_gradients(lambda: taken[shares[self._interleaver.current]]):
+            self._run_together(run, shares, backward)
+        for share in shares:
+            self._put(run, share, taken[share])
+
+    def _handing_over(self, run: Run, share: int) -> AbstractContextManager[Any]:
+        """Within the block the exchange gets gradients of the last share as they are complete."""
+        mine = self._plan.shares_of(self._rank)
+        is_last = share + 1 == min(mine.stop, run.num_filled)
+        if not (is_last and self._exchange.gradients[_GROUP].is_early):
+            return nullcontext()
+
+        def take(number: int) -> None:
+            parameter = self._trainable[number]
+            gradient, parameter.grad = parameter.grad, None
+            self._exchange.arrive(_GROUP, self._row_of(share), number, gradient)
+
+        return on_grad_ready(self._trainable, take)
+
+    def _backward_of(self, run: Run, share: int) -> None:
+        loss = self._losses[share]
+        loss.backward(self._denominator(run, loss))
+
+    def _put_loss(self, share: int) -> None:
+        loss, refused = self._losses[share], self._refused.pop(share)
+        self._exchange.put_loss(
+            share, loss.total, loss.weight, is_refused=refused, is_guess=loss.is_guess
+        )
+
+    def _put(self, run: Run, share: int, gradients: list[torch.Tensor | None]) -> None:
+        loss = self._losses.pop(share)
+        if loss.parts:
+            run.parts.append(loss.parts)
+        self._exchange.put(_GROUP, self._row_of(share), gradients)
+        if self._plan.num_shares > 1:
+            self._clear_gradients()
+
+    @contextmanager
+    def _taking_gradients(self, taken: Callable[[], list[torch.Tensor | None]]) -> Iterator[None]:
+        """Within the block, gradients go where ``taken`` says as soon as they are there."""
+
+        def take(index: int, parameter: torch.Tensor) -> None:
+            # Once per share, but for reentrant checkpoints, which go backward bit by bit.
+            own, gradient = taken(), parameter.grad
+            if gradient is None:  # handed to the exchange as factors
+                return
+            before = own[index]
+            own[index] = gradient if before is None else before + gradient
+            parameter.grad = None
+
+        handles = [
+            parameter.register_post_accumulate_grad_hook(partial(take, index))
+            for index, parameter in enumerate(self._trainable)
+            if parameter.requires_grad  # others have their turn later
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def settle_buffers(self) -> None:
+        if self._isolates_buffers:  # those that the first share has left count
+            self._buffers.restore(self._left_buffers[min(self._left_buffers)])
+
+    def diagnose(self, run: Run, share: int) -> str:
+        """The rank that works on the share looks once more."""
+        place = Diagnosis.nothing
+        if share in self._plan.shares_of(self._rank):
+            self._seed_streams(run, share)
+            place = Diagnosis(self._model).of(
+                partial(self._read, run, share), partial(self._try, run)
+            )
+            self.restore_buffers()
+        board = self._exchange.board
+        told = [[place]] if board is None else board.tell([place])
+        return Diagnosis(self._model).text(max(number for (number,) in told))
+
+    def losses_alone(self, batch: Batch) -> list[ShareLoss | JointLoss]:
+        batch = moved(batch, self.device)
+        with self.call.applied():
+            if not self._functions:
+                assert self._loss is not None
+                self._loss.begin(batch.num_samples, 1)
+                with self._loss.watching():
+                    output = self.call(batch.inputs)
+                return [self.loss_of(output, batch)]
+            with self.call.computing():
+                size = batch.num_samples
+                return [one.loss_of(self._model, batch, size) for one in self._functions]
+
+    def _try(self, run: Run, batch: Batch) -> object:
+        """Run the model once more, to look at it."""
+        if self._functions:
+            return self._loss_by_function(run, batch)
+        return self.call(batch.inputs)
+
+    # --- code that runs the model itself ---------------------------------------------------------
+
+    @contextmanager
+    def on_share(self, run: Run, share: int, part: float = 1.0) -> Iterator[Batch]:
+        """Within the block the caller computes on a share, and BatchNorm on the whole batch.
+
+        Args:
+            run: the batch.
+            share: this rank's only share of it.
+            part: see ``GlobalStatistics``.
+        """
+        self._seed_streams(run, share)
+        batch = self._read(run, share)
+        with self._global_statistics(run, share, is_last=True, part=part):
+            yield batch
+
+    # --- evaluation and prediction ---------------------------------------------------------------
+
+    def infer(self, run: Run, take: Take) -> None:
+        actions = lower_forward(self._plan, self._rank, run.num_samples)
+        for group in _together(actions, interleaved=self._plan.interleaved):
+            self._run_together(run, _shares_of(group), partial(self._infer_share, run, take))
+
+    def _infer_share(self, run: Run, take: Take, share: int) -> None:
+        self._seed_streams(run, share)
+        if self.call.attempt(lambda: take(share, *self._output(run, share))):
+            self.call.give_up_format()
+
+    def shares_read(self, num_samples: int, *, training: bool) -> Iterable[int]:
+        return _shares_of(lower_forward(self._plan, self._rank, num_samples))
+
+    # --- shared ----------------------------------------------------------------------------------
+
+    def _run_together(self, run: Run, shares: list[int], body: Callable[[int], None]) -> None:
+        """Run ``body`` for shares at once: BatchNorm sees the whole batch, buffers change once."""
+
+        def run_share(share: int) -> None:
+            statistics = self._global_statistics(run, share, is_last=share == shares[-1])
+            with statistics, self._linears.applied(), self.call.applied():
+                if not self._isolates_buffers:
+                    body(share)
+                    return
+                self._buffers.restore(self._left_buffers.get(share, self._first_buffers))
+                body(share)
+                self._left_buffers[share] = self._buffers.keep()
+
+        self._interleaver.run([partial(run_share, share) for share in shares])
+
+    def _global_statistics(
+        self, run: Run, share: int, *, is_last: bool, part: float = 1.0
+    ) -> AbstractContextManager[Any]:
+        if run.num_filled == 1 or not self._norms:
+            return nullcontext()
+
+        def gather(row: torch.Tensor) -> torch.Tensor:
+            self._exchange.offer(share, row, last=is_last)
+            self._interleaver.meet()
+            return self._exchange.offered(share, len(row), run.num_filled)
+
+        return GlobalStatistics(self._norms, gather, part).applied(is_compiled=self._plan.compiled)
+
+    def _output(self, run: Run, share: int) -> tuple[Batch, Tree]:
+        """A share's samples, and what the model makes of them."""
+        batch = self._read(run, share)
+        self._try_on_halves(run, batch)
+        output = self._watched_call(batch)
+        if self._loss is not None and run.num_filled > 1 and self._loss.newly_adds(output):
+            check_added(self._model, self._loss, self.call, batch)
+        return batch, output
+
+    def _watched_call(self, batch: Batch) -> Tree:
+        with nullcontext() if self._loss is None else self._loss.watching():
+            return self.call(batch.inputs)
+
+    def _loss_by_function(self, run: Run, batch: Batch) -> ShareLoss:
+        return self._functions[run.turn].loss_of(self._model, batch, run.batch_size)
+
+    def _try_on_halves(self, run: Run, batch: Batch) -> None:
+        """Try the loss where it is computed inside, else whether outputs look across samples."""
+        is_inside = self._functions or (self._loss is not None and self._loss.is_inside)
+        if self.watch is not None or not (is_tried(run.step) and run.num_filled > 1):
+            return
+        if not is_inside:
+            self.is_linear &= check_sample_independence(
+                self._model, self.call, batch, is_low=self.call.is_low
+            )
+            if self._loss is not None:
+                check_added(self._model, self._loss, self.call, batch)
+            return
+        loss_of: LossOf = partial(self._loss_by_function, run)
+        if not self._functions:
+            loss_of = lambda part: self.loss_of(self._watched_call(part), part)  # noqa: E731
+        self.is_linear &= check_mean(self._model, loss_of, batch, is_low=self.call.is_low)
+
+
+def _keep_own(buffers: Buffers) -> tuple[StreamStates, Kept]:
+    """What each of the shares that run together has for itself."""
+    return stream_states(), buffers.keep()
+
+
+def _restore_own(buffers: Buffers, kept: tuple[StreamStates, Kept]) -> None:
+    restore_streams(kept[0])
+    buffers.restore(kept[1])
+
+
+def _shares_of(actions: Iterable[Action]) -> list[int]:
+    return [action.microbatch for action in actions if isinstance(action, Forward | Backward)]
+
+
+def _together(
+    program: Sequence[Action], *, interleaved: bool, forward_first: bool = False
+) -> list[tuple[Action, ...]]:
+    """A program as groups of actions that run together.
+
+    Args:
+        program: of a rank.
+        interleaved: consecutive passes of one kind do.
+        forward_first: no share goes backward before the losses of all shares are known.
+    """
+    if not interleaved:
+        groups: list[tuple[Action, ...]] = [(action,) for action in program]
+    else:
+        groups = [tuple(group) for _, group in groupby(program, type)]
+    return sorted(groups, key=lambda group: forward_first and not isinstance(group[0], Forward))

@@ -1,0 +1,461 @@
+"""Passes: how a rank goes forward and backward, for a Worker that does the rest of a step.
+
+There are two kinds. ``parallel.data_parallel.model_passes`` runs the whole model on the rank's
+shares of each batch; ``parallel.pipeline.stage_passes`` runs some of its layers on the microbatches
+that come by.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+import torch
+
+from lockstep import accelerators
+from lockstep.comm.exchange import Exchange
+from lockstep.comm.shared_memory.gathering import gather_bytes
+from lockstep.data.iterable.read_ahead import Read
+from lockstep.data.map_style.sources import Batch, Source
+from lockstep.data.order import evaluation_seed, seed_streams, share_seed
+from lockstep.data.trees import Tree, map_tensors
+from lockstep.errors import BadRecordError, LossError
+from lockstep.launch.health.failure import add_note
+from lockstep.parallel.data_parallel.batch_norm import BatchNorms
+from lockstep.parallel.data_parallel.buffers import Buffers, Kept
+from lockstep.parallel.data_parallel.forward import DTYPES, ModelCall
+from lockstep.parallel.data_parallel.linear import LinearLayers
+from lockstep.parallel.data_parallel.side_effects import SideEffects
+from lockstep.parallel.data_parallel.staging import moved
+from lockstep.parallel.debug.module_watch import ModuleWatch
+from lockstep.parallel.loss.share_losses import JointLoss, ShareLoss, Sums
+from lockstep.parallel.loss.whole_batch import SharePart, WholeBatch
+from lockstep.parallel.workload import Workload
+from lockstep.plan.program.rank_program import Action
+from lockstep.plan.shares import num_filled_shares, share_bounds
+
+# Elements of a linear layer's weight, from where on its gradient is formed apart from autograd:
+# below, the calls that this takes cost more than a copy.
+LARGE_WEIGHT = 1 << 14
+
+# Sizes of batches whose programs are kept.
+_MOST_PROGRAMS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareOutput:
+    """What the model has made of a share.
+
+    Attributes:
+        step: of training; None in evaluation.
+        share: its number in the batch.
+        num_samples: how many it has.
+        output: of the model, as users see it.
+        target: of its samples.
+    """
+
+    step: int | None
+    share: int
+    num_samples: int
+    output: Tree
+    target: Tree
+
+
+# Called with every share whose output this rank computes.
+Observe = Callable[[ShareOutput], None]
+
+# Called with the share, its batch, and the model's output for it.
+Take = Callable[[int, Batch, Tree], None]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """A global batch to train on, which every rank is given alike.
+
+    Attributes:
+        source: where its samples are.
+        indices: theirs.
+        step: the number of the step.
+        observe: is shown the outputs.
+        turn: where several functions train on each batch, whose turn it is.
+    """
+
+    source: Source
+    indices: torch.Tensor
+    step: int
+    observe: Observe | None = None
+    turn: int = 0
+
+
+@dataclass(eq=False)
+class Run:
+    """A batch on its way: its shares, and what has come of them so far.
+
+    Attributes:
+        source: where its samples are; None where none are going to be read.
+        indices: theirs.
+        num_shares: it is divided into.
+        step: of training; None in evaluation and prediction.
+        observe: is shown the outputs.
+        turn: of several functions that train on it, the one that does now.
+        first_share: the number of its first share, where the batch is a part of another.
+        batch_size: samples of that other one; 0 where it is whole.
+    """
+
+    source: Source | None
+    indices: torch.Tensor
+    num_shares: int
+    _: KW_ONLY
+    step: int | None = None
+    observe: Observe | None = None
+    turn: int = 0
+    first_share: int = 0
+    batch_size: int = 0
+    parts: list[Sums] = field(default_factory=list, init=False)  # of several losses, by share
+    _observed: list[ShareOutput] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.num_samples = len(self.indices)
+        self.batch_size = self.batch_size or self.num_samples
+        self.bounds = share_bounds(self.num_samples, self.num_shares)
+        self.num_filled = num_filled_shares(self.num_samples, self.num_shares)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it is trained on."""
+        return self.step is not None
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether somebody looks at the outputs."""
+        return self.observe is not None
+
+    def show(self, share: int, output: Tree, batch: Batch) -> None:
+        """What is to be observed once the batch is through."""
+        part = ShareOutput(
+            step=self.step,
+            share=self.first_share + share,
+            num_samples=batch.num_samples,
+            output=output,
+            target=batch.targets,
+        )
+        self._observed.append(part)
+
+    def end_observing(self) -> None:
+        """Have it observed."""
+        if self.observe is not None:
+            for part in self._observed:
+                self.observe(part)
+        self._observed.clear()
+
+    def indices_of(self, share: int) -> torch.Tensor:
+        """The samples of a share."""
+        return self.indices[slice(*self.bounds[share])]
+
+    def seed_of(self, share: int, seed: int) -> int:
+        """Of a share's random streams."""
+        if self.step is None:
+            return evaluation_seed(seed, int(self.indices[self.bounds[share][0]]))
+        return share_seed(seed, self.step, self.first_share + share, self.turn)
+
+    def seed_of_batch(self, seed: int) -> int:
+        """Of the random streams of a loss that is taken on the whole batch."""
+        if self.step is None:
+            return evaluation_seed(seed, int(self.indices[0]))
+        return share_seed(seed, self.step, len(self.bounds), self.turn)
+
+
+class Passes(ABC):
+    """A rank's passes.
+
+    Args:
+        work: what all ranks work on.
+        rank: this rank.
+        exchange: this rank's end of the exchange.
+        trainable: the parameters that this rank trains, in one order.
+        device: where the model is.
+
+    Attributes:
+        device: where the model is.
+        call: how the model is called.
+        reading: entered around every read of samples.
+        is_linear: gradients are multiplied by what the loss is, as far as was tried.
+        watch: notes what modules compute in the step under way; None for no one.
+    """
+
+    reading: AbstractContextManager[object] = nullcontext()
+    watch: ModuleWatch | None = None
+
+    def __init__(
+        self,
+        work: Workload,
+        *,
+        rank: int,
+        exchange: Exchange,
+        trainable: Sequence[torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        self._plan = plan = work.plan
+        self._rank = rank
+        self._model = model = work.model
+        self.call = ModelCall(model, plan, device, work.dims)
+        self._parameters = list(model.parameters())
+        self._loss = work.loss
+        self.is_linear = work.loss is None or work.loss.is_linear
+        self._exchange = exchange
+        self._trainable = trainable
+        self._rules = work.rules
+        self._seed = work.seed
+        self.device = device
+        self._dtype = DTYPES[plan.precision]
+        self._buffers = Buffers(model)
+        self._first_buffers = Kept([], [])  # those that the step began with
+        self._norms = BatchNorms(model)
+        holders = [plan.num_ranks]
+        if plan.pipeline is not None:
+            holders = [len(stage.ranks) for stage in plan.pipeline.stages]
+        is_shared = max(holders) > 1
+        self._side_effects = SideEffects(model, self._norms.buffer_names, is_shared=is_shared)
+        self._programs: dict[int, Sequence[tuple[Action, ...]]] = {}
+        self._linears = LinearLayers(
+            {
+                number: parameter
+                for number, parameter in enumerate(trainable)
+                if parameter.dim() == 2
+                and parameter.numel() >= LARGE_WEIGHT
+                and self._forms_gradients
+            }
+        )
+
+    @property
+    def _forms_gradients(self) -> bool:
+        """Whether gradients of linear layers are formed apart from autograd."""
+        return True
+
+    # --- training --------------------------------------------------------------------------------
+
+    def program(self, num_samples: int) -> Sequence[tuple[Action, ...]]:
+        """This rank's program for a batch; actions that run together are together."""
+        if num_samples not in self._programs:
+            if len(self._programs) == _MOST_PROGRAMS:
+                self._programs.clear()
+            self._programs[num_samples] = self._lowered(num_samples)
+        return self._programs[num_samples]
+
+    @abstractmethod
+    def _lowered(self, num_samples: int) -> Sequence[tuple[Action, ...]]:
+        """The program."""
+
+    @abstractmethod
+    def run(self, run: Run, actions: Sequence[Action]) -> None:
+        """Run passes of a batch."""
+
+    def reseed(self, seed: int) -> None:
+        """From now on draw other random numbers."""
+        self._seed = seed
+
+    def in_turn(self, turn: int) -> AbstractContextManager[Any]:
+        """Around the step of one of several functions that take turns."""
+        return nullcontext()
+
+    def begin(self, run: Run) -> None:
+        """Another batch is on its way."""
+        # Autocast keeps cast weights until its outermost block ends, and that may be around us.
+        if not run.is_training and self._offers_rows:
+            self._exchange.barrier()  # rows of the last pass may still be read
+        torch.clear_autocast_cache()
+        self._linears.begin_pass()
+        self._exchange.begin_pass()
+        if self._loss is not None:
+            is_part = run.batch_size > run.num_samples
+            self._loss.begin(run.batch_size, run.num_filled, is_part=is_part)
+        if run.is_training:
+            self._exchange.expect(run.num_filled)
+            self._first_buffers = self._buffers.keep()
+            self._side_effects.begin(is_divided=run.num_filled > 1)
+            self._clear_gradients()
+
+    @property
+    def _offers_rows(self) -> bool:
+        """Whether shares offer rows in evaluation."""
+        return self._loss is not None and not self._loss.is_certain
+
+    def hand_in(self) -> None:
+        """All passes are done: have the exchange know of gradients that it does not know of yet."""
+        return
+
+    def check_side_effects(self) -> None:
+        """All passes are done, and no weight has changed; every rank calls it.
+
+        Raises:
+            ModelError: the model keeps what depends on the samples.
+        """
+        self._side_effects.settle(self._exchange.board)
+
+    def restore_buffers(self) -> None:
+        """The step was left out: have the buffers be what it began with."""
+        self._buffers.restore(self._first_buffers)
+
+    def settle_buffers(self) -> None:
+        """The step was taken: have the buffers be what one pass over the whole batch had left."""
+        return
+
+    @abstractmethod
+    def diagnose(self, run: Run, share: int) -> str:
+        """Where a share's values cease to be finite; every rank asks."""
+
+    def losses_alone(self, batch: Batch) -> list[ShareLoss | JointLoss]:
+        """The loss of samples that are no part of a batch; of several functions, of each.
+
+        Raises:
+            NotImplementedError: this rank has not the whole model.
+        """
+        raise NotImplementedError
+
+    def user_losses(self) -> list[Any]:
+        """What the user has given for a loss, or for each of several."""
+        return [] if self._loss is None else self._loss.user_losses()
+
+    # --- evaluation and prediction ---------------------------------------------------------------
+
+    @abstractmethod
+    def infer(self, run: Run, take: Take) -> None:
+        """Run the model forward on a batch; ``take`` gets what is known on this rank."""
+
+    @abstractmethod
+    def shares_read(self, num_samples: int, *, training: bool) -> Iterable[int]:
+        """The shares whose samples this rank reads, in this order."""
+
+    def reads(self, run: Run) -> list[Read]:
+        """What this rank is going to read of a batch, in this order."""
+        return [
+            Read(
+                indices=run.indices_of(share),
+                dtype=self._dtype,
+                seed=run.seed_of(share, self._seed),
+            )
+            for share in self.shares_read(run.num_samples, training=run.is_training)
+        ]
+
+    def close(self) -> None:
+        """A task is done; every rank calls it."""
+        self._exchange.close()
+
+    def abandon(self) -> None:
+        """A task has failed; whoever notices it calls this."""
+        self._exchange.abandon()
+
+    # --- parts -----------------------------------------------------------------------------------
+
+    def loss_of(self, output: Tree, batch: Batch) -> ShareLoss | JointLoss:
+        """The loss of a share."""
+        assert self._loss is not None
+        return self._loss(output, batch)
+
+    def shown(self, output: Tree) -> Tree:
+        """What users see of an output: values, in torch's own memory format."""
+        return map_tensors(_plain, output)
+
+    # --- losses of whole batches -----------------------------------------------------------------
+
+    def take_whole(self) -> None:
+        """What shares' losses weigh, nobody knows: from now on take them on whole batches."""
+        assert self._loss is not None
+        self._loss.takes_whole = True
+        self._programs.clear()
+
+    @property
+    def _takes_whole(self) -> bool:
+        return self._loss is not None and self._loss.takes_whole
+
+    def _divided(self, run: Run, own: Mapping[int, SharePart]) -> dict[int, ShareLoss]:
+        """What the loss of a whole batch leaves to this rank's shares."""
+        assert self._loss is not None
+        whole = self._whole(run, own)
+        return whole.divided(whole.loss(self._loss), self._trainable)
+
+    def losses_of(self, run: Run, own: Mapping[int, SharePart]) -> list[Sums]:
+        """In evaluation: sums of what this rank has of a batch."""
+        assert self._loss is not None
+        has_turns = bool(own) or self._exchange.relays(run.num_filled)
+        if not has_turns or (not own and run.num_filled == 1):
+            return []
+        losses, is_known = {}, run.num_filled == 1 or self._loss.is_certain
+        if is_known or not self._takes_whole:
+            losses = {share: self.loss_of(part.output, part.batch) for share, part in own.items()}
+        if is_known:
+            return [loss.sums for loss in losses.values()]
+        if not self._takes_whole:
+            guesses = {share: b"?" * loss.is_guess for share, loss in losses.items()}
+            if not any(gather_bytes(self._exchange, guesses, run.num_filled)):
+                return [loss.sums for loss in losses.values()]
+            self.take_whole()
+            self._loss.begin(run.num_samples, run.num_filled)
+        if not own:
+            gather_bytes(self._exchange, {}, run.num_filled)
+            return []
+        loss = self._whole(run, own).loss(self._loss)
+        return [loss.sums] if 0 in own else []
+
+    def _whole(self, run: Run, own: Mapping[int, SharePart]) -> WholeBatch:
+        assert self._loss is not None
+        try:
+            whole = WholeBatch(self._exchange, own, run.num_filled, self.device)
+        except LossError as error:
+            if self._loss.failure:
+                add_note(
+                    error, f"On a share of the batch the loss had failed: {self._loss.failure}"
+                )
+            raise
+        self._loss.gathered_bytes = max(self._loss.gathered_bytes, whole.num_bytes)
+        seed_streams(run.seed_of_batch(self._seed))
+        return whole
+
+    def held(self, output: Tree) -> Tree:
+        """An output that stays as it is until all shares of a batch are through."""
+        return output
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _seed_streams(self, run: Run, share: int) -> None:
+        if self.watch is not None:
+            self.watch.begin(share)
+        seed_streams(run.seed_of(share, self._seed))
+
+    def _read(self, run: Run, share: int) -> Batch:
+        assert run.source is not None
+        board = self._exchange.board
+        if board is not None:
+            board.note("reading")
+        with self.reading:
+            try:
+                batch = run.source.read(run.indices_of(share), self._dtype)
+            except BadRecordError as error:
+                error.name_rank(self._rank)
+                raise
+        if board is not None:
+            board.note("forward")
+        return moved(batch, self.device)
+
+    def _denominator(self, run: Run, loss: ShareLoss | None) -> torch.Tensor | float:
+        """What a share's loss is divided by before it goes backward; 0 where nothing counts.
+
+        Alone, a share knows the whole weight; among others it divides by the samples, and the sum
+        over the shares is corrected once all weights are known.
+        """
+        weight: torch.Tensor | float = float(run.num_samples)
+        if loss is not None and run.num_filled == 1:
+            weight = loss.weight
+            if not accelerators.computes(weight):
+                weight = float(weight)
+            else:  # where nothing counts gradients are 0, and nobody uses them
+                weight = weight.where(weight > 0, math.inf)
+        return weight / self._rules.scale
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous()

@@ -1,0 +1,173 @@
+"""What a forward pass changes: buffers once per batch, parameters never.
+
+Every share of a batch starts from the same buffers, and those that the first one leaves stay. That
+is what one pass over the whole batch leaves where a buffer depends on no samples (a count of calls,
+the vectors of a power iteration). A moving average of what a layer has seen would be that of a part
+of the samples, and another one on every device: then the shares leave it different. BatchNorm's
+statistics are none of these, they are taken from all shares
+(``parallel.data_parallel.batch_norm``).
+
+Parameters lie in memory that ranks share, and each share would change them once more.
+"""
+
+import zlib
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from lockstep.comm.shared_memory.status_board import StatusBoard
+from lockstep.errors import ModelError
+
+# Told of a buffer that no share of a rank has used, and of one that its own leave different.
+_UNUSED, _DIFFERENT = -1.0, -2.0
+
+
+class SideEffects:
+    """Looks at what shares leave in a model: in steps 1, 2, 4, 8 and so on of a call.
+
+    One share may change the values of parameters, but not have them lie elsewhere.
+
+    Args:
+        model: the model, as far as this rank has it.
+        free: names of buffers that may depend on the samples.
+        is_shared: several ranks have the same parameters.
+    """
+
+    def __init__(self, model: nn.Module, free: Collection[str], *, is_shared: bool) -> None:
+        kept = model.state_dict(keep_vars=True).keys()  # what is not persistent is a cache
+        self._model = model
+        self._names = [
+            name for name, _ in model.named_buffers() if name in kept and name not in free
+        ]
+        # To shorten rows that a share looks up, and only once, is all the same to other shares.
+        self._free = frozenset() if is_shared else _shortened(model)
+        self._num_steps = 0
+        self._is_due = False
+        self._first: dict[str, float] = {}
+        self._marks: dict[str, float] = {}
+        self._parameters: dict[str, object] = {}
+        self._places: dict[str, int] = {}
+
+    def begin(self, *, is_divided: bool) -> None:
+        """A batch is trained on, in several shares or in one."""
+        self._num_steps += 1
+        is_due = not self._num_steps & (self._num_steps - 1)
+        self._places = self._places_now() if is_due else {}
+        self._is_due = is_divided and is_due
+        if self._is_due:
+            self._parameters = self._looks()
+            self._first = self._marks_now()
+            self._marks = {}
+
+    def note(self, names: Collection[str] | None = None) -> None:
+        """A share has gone forward through the layers with these buffers, or through all.
+
+        Raises:
+            ModelError: a parameter has changed.
+        """
+        for name, place in self._places_now().items() if self._places else ():
+            if place != self._places.get(name, place):
+                raise _changes_parameter(name, ": it lies in other memory now (module.to, .data)")
+        if self._is_due:
+            for name, look in self._looks().items():
+                if look != self._parameters.get(name, look):
+                    raise _changes_parameter(name)
+            for name, mark in self._marks_now(names).items():
+                is_same = self._marks.setdefault(name, mark) == mark
+                self._marks[name] = mark if is_same else _DIFFERENT
+
+    def settle(self, board: StatusBoard | None) -> None:
+        """All shares have gone forward; every rank calls it.
+
+        Raises:
+            ModelError: on all ranks alike, with the first buffer that shares leave different.
+        """
+        if not (self._is_due and self._names):
+            return
+        changed = [name for name, mark in self._marks.items() if mark != self._first[name]]
+        if not any(_told(board, float(len(changed)))):
+            return
+        for name in self._names:
+            marks = {*_told(board, self._marks.get(name, _UNUSED))} - {_UNUSED}
+            if len(marks) > 1 or _DIFFERENT in marks:
+                raise _depends_on_samples(name)
+
+    def _places_now(self) -> dict[str, int]:
+        """Where trained parameters lie: in memory that what updates them has, too."""
+        return {
+            name: one.data_ptr()
+            for name, one in self._model.named_parameters()
+            if one.requires_grad
+        }
+
+    def _looks(self) -> dict[str, object]:
+        return {
+            name: _look(parameter)
+            for name, parameter in self._model.named_parameters()
+            if not (parameter.is_meta or name in self._free)
+        }
+
+    def _marks_now(self, names: Collection[str] | None = None) -> dict[str, float]:
+        buffers = dict(self._model.named_buffers())
+        return {
+            name: _mark(buffers[name])
+            for name in self._names
+            if name in buffers and (names is None or name in names)
+        }
+
+
+def _shortened(model: nn.Module) -> frozenset[str]:
+    """Names of embeddings whose rows a lookup brings to ``max_norm``."""
+    return frozenset(
+        f"{name}.weight".lstrip(".")
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+    )
+
+
+def _mark(tensor: torch.Tensor) -> float:
+    """A number that another has too only if it is the same to the bit, as good as always."""
+    if tensor.is_meta:
+        return _UNUSED
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return float(zlib.crc32(values.numpy().data))
+
+
+def _look(parameter: torch.Tensor) -> object:
+    """What shows a change at a glance: of a frozen one also a value, for what ``data`` is given."""
+    seen = parameter._version, parameter.data_ptr()
+    if parameter.requires_grad or not parameter.numel():
+        return seen
+    return *seen, _mark(parameter[tuple(size // 2 for size in parameter.shape)])
+
+
+def _told(board: StatusBoard | None, number: float) -> list[float]:
+    """Every rank's number."""
+    if board is None:
+        return [number]
+    told = [row[0] for row in board.tell([number])]
+    board.barrier()  # all have read them
+    return told
+
+
+def _changes_parameter(name: str, how: str = "") -> ModelError:
+    return ModelError(
+        "A forward pass must not change parameters: each share of a batch would do it again, and "
+        "the optimizer updates them where they lie.",
+        received=f"a change of {name!r}{how}",
+        fix="Keep what follows the weights, such as a teacher's average, in buffers, or change "
+        "it in a callback's on_train_batch_end; convert what a module is given, and not the "
+        "module; an embedding that several ranks have must have max_norm=None.",
+    )
+
+
+def _depends_on_samples(name: str) -> ModelError:
+    return ModelError(
+        "What a layer keeps in a buffer must not depend on the samples: it would see a part of "
+        "each batch. Only the statistics of torch's BatchNorm are those of all samples.",
+        received=f"buffer {name!r}, which shares of one batch leave different",
+        fix="Train on one device, or keep no such buffer (for InstanceNorm: "
+        "track_running_stats=False), or make it no part of the state: register_buffer(..., "
+        "persistent=False) leaves to each device its own.",
+    )

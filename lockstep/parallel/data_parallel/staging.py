@@ -1,0 +1,76 @@
+"""Batches on their way to an accelerator, while it computes on the one before.
+
+A batch is copied to pinned memory, and from there to the device on a stream of its own, so neither
+the host nor the device waits for it. Whoever takes it has the device's stream of work wait for the
+copy.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep import accelerators
+from lockstep.data.map_style.sources import Batch
+from lockstep.data.trees import map_tensors, tensors_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """A batch that is being copied.
+
+    Attributes:
+        batch: on the device.
+        device: where it goes.
+        copied: happens when all of it is there.
+    """
+
+    batch: Batch
+    device: torch.device
+    copied: Any
+
+    def take(self) -> Batch:
+        """The batch, for work on the device's present stream."""
+        stream = torch.accelerator.current_stream(self.device)
+        stream.wait_event(self.copied)
+        for tensor in tensors_of((self.batch.inputs, self.batch.targets, self.batch.sample_weight)):
+            if tensor.device.type != "cpu":
+                tensor.record_stream(stream)  # else its memory may be used again too soon
+        return self.batch
+
+
+class Staging:
+    """Copies batches to a device, in the thread that calls it.
+
+    Args:
+        device: an accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        accelerators.use(device)
+        self._device = device
+        self._stream = torch.Stream(device)
+
+    def stage(self, batch: Batch) -> Staged:
+        """Begin to copy a batch."""
+        with self._stream:
+            on_device = moved(batch, self._device)
+            copied = self._stream.record_event()
+        return Staged(batch=on_device, device=self._device, copied=copied)
+
+
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """A batch on another device."""
+    if device.type == "cpu":
+        return batch
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        plain = tensor.device.type != "cpu" or tensor.layout != torch.strided
+        return tensor.to(device, non_blocking=True) if plain else accelerators.sent(tensor, device)
+
+    return Batch(
+        inputs=map_tensors(move, batch.inputs),
+        targets=map_tensors(move, batch.targets),
+        sample_weight=map_tensors(move, batch.sample_weight),
+        num_samples=batch.num_samples,
+    )

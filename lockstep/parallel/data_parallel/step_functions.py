@@ -1,0 +1,79 @@
+"""Training steps that users write themselves, for models that are no map from inputs to outputs.
+
+A function gets the model and a share of the batch and returns the share's loss, in one of the three
+ways of any loss. Several functions take turns with every batch, each with an optimizer of its own
+(the two halves of a GAN): a turn is a whole step, with passes, sum and update, on the parameters of
+its optimizer. While it runs the others need no gradient.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from lockstep.data.map_style.sources import Batch
+from lockstep.data.trees import Tree
+from lockstep.errors import LossError
+from lockstep.parallel.loss.model_loss_reduction import InnerMeans
+from lockstep.parallel.loss.model_losses import InnerLoss
+from lockstep.parallel.loss.share_losses import ShareLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFunction:
+    """A function and what it trains.
+
+    Attributes:
+        function: ``function(model, batch) -> loss``.
+        parameters: names of the parameters that its optimizer has; None for all.
+        reader: of the losses that it returns.
+    """
+
+    function: Callable[[nn.Module, Any], Any]
+    parameters: frozenset[str] | None = None
+    reader: InnerLoss = field(default_factory=InnerLoss, compare=False)
+
+    def loss_of(self, model: nn.Module, batch: Batch, batch_size: int) -> ShareLoss:
+        """The loss of a share, in a global batch of so many samples.
+
+        Raises:
+            LossError: the function returned something else than agreed.
+        """
+        with InnerMeans():
+            returned = self.function(model, as_given(batch))
+        is_scalar = getattr(returned, "dim", lambda: -1)() == 0
+        if batch.sample_weight is not None and is_scalar:
+            raise LossError(
+                "With sample_weight a train_step must say what its loss weighs.",
+                received="a scalar",
+                fix="Return (sum of weight times loss, sum of weight). If the third part of the "
+                "data is no weight, put it beside the inputs: ((inputs, others), targets).",
+            )
+        return self.reader.read(returned, returned, batch.num_samples, batch_size)
+
+    @contextmanager
+    def training(self, model: nn.Module) -> Iterator[None]:
+        """Within the block only what the function trains needs gradients."""
+        others = [
+            parameter
+            for name, parameter in model.named_parameters()
+            if self.parameters is not None
+            and name not in self.parameters
+            and parameter.requires_grad
+        ]
+        for parameter in others:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(True)
+
+
+def as_given(batch: Batch) -> Tree:
+    """A batch in the form in which users give their data."""
+    if batch.sample_weight is not None:
+        return batch.inputs, batch.targets, batch.sample_weight
+    return batch.inputs if batch.targets is None else (batch.inputs, batch.targets)

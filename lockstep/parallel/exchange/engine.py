@@ -1,0 +1,226 @@
+"""A Plan's engine at one rank: its end of the exchange, and transports to other domains."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, Literal
+
+import torch
+
+from lockstep.channel.sealed_channel import Channel
+from lockstep.comm.collectives.cross_host_barrier import Crossing, MultiHostBoard
+from lockstep.comm.collectives.host_exchange import HostExchange
+from lockstep.comm.collectives.reduce_scatter import members_by_domain, pairs
+from lockstep.comm.compression.compressed_sums import Residual
+from lockstep.comm.exchange import Exchange, ExchangeSpec
+from lockstep.comm.p2p.process_group_p2p import Pair, channel_name
+from lockstep.comm.p2p.tcp_p2p import MailChannels
+from lockstep.comm.shared_memory.shared_region import SharedRegion
+from lockstep.comm.shared_memory.status_board import StatusBoard
+from lockstep.comm.transport import Transport
+from lockstep.comm.transports.memfd_store import Meeting, MeetingPoint
+from lockstep.comm.transports.process_group import CPU, ProcessGroups, ProcessGroupTransport
+from lockstep.comm.transports.tensor_channels import TensorChannels
+from lockstep.parallel.groups import ParameterGroup
+from lockstep.plan.decision import ProcessGroup
+from lockstep.plan.program.lowering import stage_graph
+from lockstep.plan.spec import Plan
+
+# Two ranks of different hosts, the lower one first, and what goes between them.
+ChannelUse = Literal["sums", "mail"]
+
+ChannelKey = tuple[int, int, ChannelUse]
+
+
+def channel_keys(plan: Plan, groups: Sequence[ParameterGroup]) -> set[ChannelKey]:
+    """The channels that a Plan needs."""
+    keys: set[ChannelKey] = set()
+    for group in groups if plan.engine.shares_memory else ():
+        members = members_by_domain(group.ranks, plan.memory_domains)
+        keys |= {(low, high, "sums") for low, high in pairs(members)}
+    if plan.pipeline is not None:
+        graph = stage_graph(plan.pipeline)
+        for one, other in combinations(range(graph.num_stages), 2):
+            for low, high in map(sorted, graph.meetings(one, other)):
+                if plan.host_of(low) != plan.host_of(high):
+                    keys.add((low, high, "mail"))
+    if plan.is_stale:
+        keys |= {(worker, server, "mail") for worker, server in remote_workers(plan).items()}
+    return keys
+
+
+def remote_workers(plan: Plan) -> dict[int, int]:
+    """Workers of other hosts than the servers', and the server whose process speaks for each."""
+    servers = range(plan.num_ranks - plan.num_servers, plan.num_ranks)
+    here = plan.ranks_of_host(plan.host_of(servers[-1]))
+    remote = [rank for rank in range(servers.start) if rank not in here]
+    return {rank: servers[number % len(servers)] for number, rank in enumerate(remote)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neighbours:
+    """What a rank has of other hosts.
+
+    Attributes:
+        host: this host.
+        names: of other ranks' hosts, for messages.
+        channels: this rank's for sums, by the rank at the other end.
+        mail_channels: likewise for what stages send.
+        crossing: to the other hosts' leaders; None unless this rank leads its host.
+        mirrored: see ``HostExchange``.
+        timeout_seconds: longest wait for another host.
+    """
+
+    host: int
+    names: Mapping[int, str]
+    channels: Mapping[int, Channel]
+    mail_channels: Mapping[int, Channel]
+    crossing: Crossing | None
+    mirrored: Sequence[torch.Tensor]
+    timeout_seconds: float
+
+    @property
+    def all_channels(self) -> list[Channel]:
+        """Whatever they are for."""
+        return [*self.channels.values(), *self.mail_channels.values()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """What one rank has to meet the other ranks of its Plan with.
+
+    Attributes:
+        plan: the Plan.
+        spec: the layout of what its ranks share.
+        rank: this rank.
+        region: what ``ExchangeSpec.create`` has made; None where one rank is alone.
+        look_around: see ``StatusBoard``.
+        device: this rank's.
+        neighbours: what it has of other hosts, where there are several.
+        meeting: where ranks of process groups find each other, if there are any.
+        residuals: see ``Exchange``.
+    """
+
+    plan: Plan
+    spec: ExchangeSpec
+    rank: int
+    region: SharedRegion | None
+    look_around: Callable[[float], None]
+    device: torch.device = CPU
+    neighbours: Neighbours | None = None
+    meeting: Meeting | None = None
+    residuals: Mapping[str, Residual] | None = None
+
+    def exchange(self, groups: ProcessGroups | None = None) -> Exchange:
+        """This rank's end of what the Plan's ranks share."""
+        plan, spec, rank = self.plan, self.spec, self.rank
+        region, neighbours = self.region, self.neighbours
+        if region is None:
+            return Exchange(spec, None, board=None, rank=rank)
+        options: dict[str, Any] = {
+            "domains": plan.memory_domains,
+            "transports": self._transports(groups),
+            "groups": groups,
+            "residuals": self.residuals,
+            "device": self.device if spec.on_accelerators else None,
+        }
+        if neighbours is None:
+            board = StatusBoard(
+                region, rank=rank, num_ranks=plan.num_ranks, look_around=self.look_around
+            )
+            return Exchange(spec, region, board=board, rank=rank, **options)
+        wide_board = MultiHostBoard(
+            region,
+            rank=rank,
+            hosts=plan.hosts,
+            look_around=self.look_around,
+            crossing=neighbours.crossing,
+        )
+        return HostExchange(
+            spec,
+            region,
+            board=wide_board,
+            hosts=[plan.ranks_of_host(host) for host in range(plan.num_hosts)],
+            host=neighbours.host,
+            mirrored=neighbours.mirrored,
+            **options,
+        )
+
+    def process_groups(self, channels: Iterable[Pair] = ()) -> ProcessGroups | None:
+        """This rank's process groups, if the Plan has any; channels are those between stages."""
+        plan = self.plan
+        if not isinstance(plan.engine, ProcessGroup) or self.meeting is None:
+            return None
+        members = {
+            _group_name(number): group.ranks
+            for number, group in enumerate(self.spec.groups)
+            if len(group.ranks) > 1 and group.gradients.tensors
+        }
+        names = {} if self.neighbours is None else self.neighbours.names
+        here = plan.ranks_of_host(plan.host_of(self.rank))
+        return ProcessGroups(
+            {**members, **{channel_name(pair): pair for pair in channels}},
+            rank=self.rank,
+            backend=plan.engine.backend,
+            device=self.device,
+            meeting=self.meeting,
+            look_around=self.look_around,
+            abroad={other: name for other, name in names.items() if other not in here},
+            crossing=None if self.neighbours is None else self.neighbours.crossing,
+        )
+
+    def mail_channels(
+        self, look_around: Callable[[float], None] | None = None
+    ) -> MailChannels | None:
+        """Carries this rank's mail to other hosts, if there are any.
+
+        Args:
+            look_around: for who waits for mail in another thread than the rank's own.
+        """
+        one = self.neighbours
+        if one is None:
+            return None
+        look = look_around or self.look_around
+        return MailChannels(one.mail_channels, one.names, look, one.timeout_seconds)
+
+    def _transports(self, groups: ProcessGroups | None) -> dict[int, Transport]:
+        """By the number of a group: what moves its tensors between domains."""
+        held = {
+            number: group.ranks
+            for number, group in enumerate(self.spec.groups)
+            if self.rank in group.ranks
+        }
+        if groups is not None:
+            return {
+                number: ProcessGroupTransport(ranks, _group_name(number), groups)
+                for number, ranks in held.items()
+            }
+        one = self.neighbours
+        if one is None:
+            return {}
+        channels = TensorChannels(one.channels, one.names, self.look_around, one.timeout_seconds)
+        return dict.fromkeys(held, channels)
+
+
+def meeting_point_for(
+    plan: Plan, *, host: int, address: str, timeout_seconds: float
+) -> MeetingPoint | None:
+    """Where the ranks of a Plan's process groups find each other, if it has any.
+
+    Args:
+        plan: the Plan.
+        host: this host.
+        address: of this host, where others reach it.
+        timeout_seconds: longest wait for another rank.
+    """
+    if plan.engine.shares_memory:
+        return None
+    return MeetingPoint(
+        address=address,
+        num_ranks=len(plan.ranks_of_host(host)),
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def _group_name(number: int) -> str:
+    return f"gradients {number}"

@@ -1,0 +1,191 @@
+"""Whether the gradient of some samples is the sum of those of its parts, tried on a few.
+
+A backward pass may mix samples where the forward pass does not: ``scale_grad_by_freq`` divides by
+how often a row of an embedding is used, a hook divides a gradient by its norm, an autograd function
+takes a mean. So the gradients of three samples, the first of which is there twice, are compared
+with those of the first alone and of the others.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.capture.calls import uncompiled
+from lockstep.capture.state import ModelState, left_alone
+from lockstep.data.map_style.sources import Batch
+from lockstep.data.order import seed_streams
+from lockstep.errors import ModelError
+from lockstep.parallel.independence.split_test import begin_again, on_halves, repeated, with_another
+from lockstep.units import first_few
+
+# Of a parameter's gradient, and of the largest one: what rounding may come to, also where a sample
+# falls on the other side of a kink, and less than mixing samples makes; of low precision.
+_TOLERANCE, _FLOOR = 3e-3, 1e-5
+_LOW_TOLERANCE, _LOW_FLOOR = 0.3, 2e-2
+
+# What backward starts from, of some samples, of which the first has such a number: a sum over them.
+# None where nothing takes a gradient.
+RootOf = Callable[[Batch, int], torch.Tensor | None]
+
+
+# What the loss is multiplied by, to see whether gradients are, too.
+_SMALL, _LARGE = 2.0**-7, 2.0**7
+
+
+def check_gradients(model: nn.Module, root_of: RootOf, batch: Batch, *, is_low: bool) -> bool:
+    """Compare gradients of a few samples with those of parts; leaves the model as it is.
+
+    Args:
+        model: in training mode.
+        root_of: runs it on samples.
+        batch: the samples.
+        is_low: it computes in less than float32; autocast within a model is seen.
+
+    Returns:
+        Whether they are multiplied by what the loss is multiplied by; a hook that clips is not.
+
+    Raises:
+        ModelError: they do not add up.
+    """
+    trial, scaled = _Trial(model, root_of), None
+    with left_alone(model) as state, torch.enable_grad():
+        for few in _few(batch):
+            try:
+                residue = trial.of(few, state)
+                scaled = trial.of_multiples(few, state)
+                break
+            except Exception:  # of a model that takes certain numbers of samples: nobody can say
+                residue = None
+    if residue is not None:
+        _check(residue, is_low=is_low or trial.precision.is_low)
+    return scaled is None or not _differing(scaled, is_low=False)  # the same bits, scaled
+
+
+def _few(batch: Batch) -> list[Batch]:
+    """Samples of which the halves are unlike, and have a sample in common, if that can be."""
+    if batch.num_samples > 1:
+        return [repeated(batch, [0, 1, 0])]
+    return [with_another(batch), repeated(batch, [0, 0])]
+
+
+@dataclass(frozen=True)
+class _Residue:
+    """Of each parameter, by name: how large its gradient is, and what parts leave of it."""
+
+    sizes: Mapping[str, float]
+    left: Mapping[str, float]
+
+
+class _Precision(TorchDispatchMode):
+    """Sees whether anything is computed in less than float32."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_low = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch imports torch.compile's machinery, to keep it away: a second."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.is_low |= result.dtype in (torch.bfloat16, torch.float16)
+        return result
+
+
+class _Trial:
+    """Has gradients of parts of some samples taken from those of all, in the parameters' own."""
+
+    def __init__(self, model: nn.Module, root_of: RootOf) -> None:
+        self._model = model
+        self._root_of = root_of
+        self.precision = _Precision()
+        self._trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self._sizes: dict[str, float] = {}
+        self._starts: list[int] = []  # of what is to come
+
+    def of(self, batch: Batch, state: ModelState) -> _Residue | None:
+        """Of some samples and their halves; None if that says nothing."""
+        for training in (None, False):
+            self._begin(batch)
+            if on_halves(self._model, self._run, batch, state, training=training) is not None:
+                return self._residue()
+        return None
+
+    def of_multiples(self, batch: Batch, state: ModelState) -> _Residue | None:
+        """Of a small and a large multiple of what backward starts from."""
+        self._begin(batch)
+        for factor in (_SMALL, _LARGE):
+            if not begin_again(self._model, state, None):
+                return None
+            seed_streams(0)
+            with uncompiled():
+                self._run(batch, factor)
+            self._starts = [0]
+        return self._residue()
+
+    def _begin(self, batch: Batch) -> None:
+        self._sizes, self._starts = {}, [0, 0, batch.num_samples // 2]
+        for parameter in self._trained.values():
+            parameter.grad = None
+
+    def _run(self, part: Batch, factor: float = 1.0) -> None:
+        """Go backward; from the gradients of what comes first those of the rest are taken.
+
+        With a factor they are brought to those of the large one.
+        """
+        with self.precision:
+            root = self._root_of(part, self._starts.pop(0))
+        if root is not None and root.requires_grad:
+            (factor * root).backward()
+        if not self._sizes:
+            for parameter in self._trained.values():
+                if parameter.grad is not None:
+                    parameter.grad = (-1.0 if factor == 1.0 else -_LARGE / factor) * parameter.grad
+            self._sizes = {name: _norm(one.grad) for name, one in self._trained.items()}
+
+    def _residue(self) -> _Residue:
+        left = {name: _norm(one.grad) for name, one in self._trained.items()}
+        return _Residue(self._sizes, left)
+
+
+def _differing(residue: _Residue, *, is_low: bool) -> dict[str, float]:
+    """The parameters whose gradients differ, and by what part."""
+    tolerance, floor = (_LOW_TOLERANCE, _LOW_FLOOR) if is_low else (_TOLERANCE, _FLOOR)
+    # What parts have may be much more than what is left of it all together.
+    sizes = {name: max(size, residue.left[name]) for name, size in residue.sizes.items()}
+    largest = max(sizes.values(), default=0.0)
+    return {
+        name: residue.left[name] / size
+        for name, size in sizes.items()
+        if math.isfinite(largest)
+        and size > floor * largest
+        and residue.left[name] > tolerance * size
+    }
+
+
+def _check(residue: _Residue, *, is_low: bool) -> None:
+    wrong = _differing(residue, is_low=is_low)
+    if wrong:
+        raise ModelError(
+            "The gradient of a batch must be the sum of what its samples add: shares of it go "
+            "backward apart.",
+            received=f"gradients of {first_few([*wrong])} that differ by {max(wrong.values()):.1%} "
+            "from the sum over parts of the samples",
+            fix="Leave out scale_grad_by_freq, and hooks or autograd functions that mix samples in "
+            "backward (by a norm or a mean of their gradients), or train on one device.",
+        )
+
+
+def _norm(gradient: torch.Tensor | None) -> float:
+    if gradient is None:
+        return 0.0
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return float(values.detach().double().norm())

@@ -1,0 +1,258 @@
+"""Whether what a model makes of a sample depends on the others, tried with a share and its halves.
+
+Shares of a batch go through the model apart. A model that takes a mean over the batch, that decides
+by all samples at once, or that remembers those before it in an attribute would see parts of it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from lockstep.capture.layers import FrontEndModel
+from lockstep.capture.state import ModelState, left_alone
+from lockstep.data.map_style.sources import Batch
+from lockstep.data.order import seed_streams
+from lockstep.data.trees import Tree, tensors_of
+from lockstep.errors import ModelError
+from lockstep.parallel.independence.gradient_trial import check_gradients
+from lockstep.parallel.independence.split_test import (
+    begin_again,
+    halves,
+    on_halves,
+    repeated,
+    rows_of,
+)
+
+# Of the largest value: what rounding comes to, also where models compute in float32 inside, and far
+# less than seeing others makes; of what computes in half precision.
+_TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.1
+
+
+def check_sample_independence(
+    model: nn.Module, call: Callable[[Tree], Tree], batch: Batch, *, is_low: bool = False
+) -> bool:
+    """Compare what comes of some samples with what comes of their halves; leaves the model as is.
+
+    Args:
+        model: in training mode.
+        call: runs it on inputs.
+        batch: the samples.
+        is_low: it computes in less than float32, whatever its outputs are.
+
+    Returns:
+        Whether its gradients are multiplied by what the loss is; see ``check_gradients``.
+
+    Raises:
+        ModelError: it makes something else of them.
+    """
+    has_rows: list[bool] = []
+    # With gradients, which a model may take in its forward pass.
+    with left_alone(model) as state, torch.enable_grad():
+        try:
+            error = _seen(model, call, batch, state, has_rows, is_low=is_low)
+        except Exception:  # of a model that takes certain numbers of samples
+            error = _seen_among_others(model, call, batch, state, is_low=is_low)
+    if error is not None:
+        raise error
+    is_low |= isinstance(model, FrontEndModel) and model.has_low_precision
+    root_of = partial(_root, model, call, has_rows)
+    return not model.training or check_gradients(model, root_of, batch, is_low=is_low)
+
+
+def _root(
+    model: nn.Module,
+    call: Callable[[Tree], Tree],
+    has_rows: Sequence[bool],
+    batch: Batch,
+    start: int,
+) -> torch.Tensor | None:
+    """A sum over outputs, each times a number of its own sample and one of its place in it."""
+    terms = []
+    for output, is_row in zip(_tensors(model, call, batch), has_rows, strict=False):
+        if is_row and output.is_floating_point() and output.requires_grad:
+            first = start * len(output) // batch.num_samples
+            by_row = _numbers(output, len(output), first).view(-1, *[1] * (output.dim() - 1))
+            by_place = _numbers(output, output.shape[-1]) if output.dim() > 1 else 1.0
+            terms.append((output * by_row * by_place).sum())
+    return sum(terms[1:], terms[0]) if terms else None
+
+
+def _numbers(like: torch.Tensor, count: int, first: int = 0) -> torch.Tensor:
+    """Of both signs, the first two, too: a hook may clip on one side only."""
+    return (2.5 * torch.arange(first, first + count, device=like.device)).cos().to(like)
+
+
+def _seen(
+    model: nn.Module,
+    call: Callable[[Tree], Tree],
+    batch: Batch,
+    state: ModelState,
+    has_rows: list[bool],
+    *,
+    is_low: bool,
+) -> ModelError | None:
+    """What is wrong with a model, if that shows; of each output, whether it has rows of samples."""
+
+    def look(part: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return _outputs(model, call, part), _kept(model)
+
+    found, training = on_halves(model, look, batch, state, training=None), model.training
+    if found is None:
+        found, training = on_halves(model, look, batch, state, training=False), False
+    if found is None:
+        return None
+    (whole, _), (one, kept), (other, also_kept) = found
+    if any(map(_are_pairs, whole, one, other)):
+        return _sees_others(batch.num_samples, math.inf, training=training)
+    is_low |= isinstance(model, FrontEndModel) and model.has_low_precision
+    outputs = list(zip(whole, one, other, strict=False))
+    has_rows += [_are_samples(*each) for each in outputs]
+    apart = [
+        torch.cat([first, second]) if is_row else both
+        for (both, first, second), is_row in zip(outputs, has_rows, strict=True)
+    ]
+    if (distance := _distance(whole, apart, is_low=is_low)) is not None:
+        return _sees_others(batch.num_samples, distance, training=training)
+    if _are_equal(kept, also_kept) or batch.num_samples < 2:
+        return None
+    early, late = _equal_parts(batch)
+    after = (_after(before, early, model, call, state) for before in (early, late))
+    distance = _distance(*after, is_low=is_low)
+    return None if distance is None else _remembers(distance)
+
+
+def _seen_among_others(
+    model: nn.Module,
+    call: Callable[[Tree], Tree],
+    batch: Batch,
+    state: ModelState,
+    *,
+    is_low: bool,
+) -> ModelError | None:
+    """The same, of as many samples each time: either half with the other, and with itself."""
+    half = batch.num_samples // 2
+    early, late = range(half), range(half, 2 * half)
+    found = []
+    try:
+        for numbers in ((*early, *late), (*early, *early), (*late, *late)):
+            if not begin_again(model, state, None):
+                return None
+            seed_streams(0)
+            found.append(_outputs(model, call, repeated(batch, numbers)))
+    except Exception:  # nobody can say
+        return None
+    for both, one, other in zip(*found, strict=False):
+        if both.dim() and len(both) == len(one) == len(other) and half:
+            rows = len(both) // 2
+            apart = torch.cat([one[:rows], other[rows:]])
+            distance = _distance([both], [apart], is_low=is_low)
+            if distance is not None:
+                return _sees_others(batch.num_samples, distance, training=model.training)
+    return None
+
+
+def _equal_parts(batch: Batch) -> tuple[Batch, Batch]:
+    """As many samples in each: some models remember only what has the size of what comes."""
+    (first, _), size = halves(batch), batch.num_samples
+    return rows_of(batch, first), rows_of(batch, slice(size - first.stop, size))
+
+
+def _after(
+    before: Batch,
+    samples: Batch,
+    model: nn.Module,
+    call: Callable[[Tree], Tree],
+    state: ModelState,
+) -> list[torch.Tensor]:
+    """What comes of some samples after others have been there."""
+    begin_again(model, state, None)
+    call(before.inputs)
+    seed_streams(0)
+    return _outputs(model, call, samples)
+
+
+def _outputs(model: nn.Module, call: Callable[[Tree], Tree], batch: Batch) -> list[torch.Tensor]:
+    return [tensor.detach() for tensor in _tensors(model, call, batch)]
+
+
+def _tensors(model: nn.Module, call: Callable[[Tree], Tree], batch: Batch) -> list[torch.Tensor]:
+    made = call(batch.inputs)
+    return [*tensors_of(model.outputs_in(made) if isinstance(model, FrontEndModel) else made)]
+
+
+def _kept(model: nn.Module) -> list[torch.Tensor]:
+    """Tensors in attributes of modules that are neither parameters nor buffers."""
+    held = [
+        value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name not in ("_parameters", "_buffers", "_modules")
+    ]
+    return _values(held)
+
+
+def _values(tree: Tree) -> list[torch.Tensor]:
+    return [tensor.detach() for tensor in tensors_of(tree)]
+
+
+def _are_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
+
+
+def _are_samples(both: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the rows of an output are the samples."""
+    if not (both.dim() and one.dim() and other.dim()):
+        return False
+    shapes = {each.shape[1:] for each in (both, one, other)}
+    return len(one) + len(other) == len(both) and len(shapes) == 1
+
+
+def _are_pairs(both: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether each sample has a value for each sample."""
+    if not (both.dim() and one.dim() and other.dim()) or len(both) != len(one) + len(other):
+        return False
+    shapes = zip(*(each.shape[1:] for each in (both, one, other)), strict=False)
+    return (len(both), len(one), len(other)) in shapes
+
+
+def _distance(
+    some: Sequence[torch.Tensor], others: Sequence[torch.Tensor], *, is_low: bool
+) -> float | None:
+    """How far outputs are from each other, as a part of the largest; None for what rounding is."""
+    for one, other in zip(some, others, strict=False):
+        if one.shape != other.shape or not one.numel() or not one.is_floating_point():
+            continue
+        size, distance = (float(each.double().abs().max()) for each in (one, one - other))
+        low = is_low or one.dtype in (torch.bfloat16, torch.float16)
+        if distance > (_LOW_TOLERANCE if low else _TOLERANCE) * size:  # not where one is NaN
+            return distance / size if size else math.inf
+    return None
+
+
+def _sees_others(num_samples: int, distance: float, *, training: bool) -> ModelError:
+    return ModelError(
+        "What a model makes of a sample must not depend on the others of its batch: shares of "
+        "it are worked on apart.",
+        received=f"outputs for {num_samples} samples in {'training' if training else 'evaluation'} "
+        + (
+            "with a value for each pair"
+            if math.isinf(distance)
+            else f"that differ by {distance:.1%}"
+        )
+        + " from those for parts of them",
+        fix="Use nn.BatchNorm for statistics of the batch, compute in the loss what compares "
+        "samples, or train on one device.",
+    )
+
+
+def _remembers(distance: float) -> ModelError:
+    return ModelError(
+        "What a model makes of a batch must not depend on the samples of those before: each "
+        "share sees others.",
+        received=f"outputs that differ by {distance:.1%} after other samples, which attributes "
+        "of modules have kept",
+        fix="Pass on as an input what is to be remembered, or train on one device.",
+    )

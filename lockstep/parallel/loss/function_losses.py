@@ -1,0 +1,264 @@
+"""Losses that compare outputs with targets: functions of (output, target), and their contract.
+
+A loss function says in one of three ways what a share adds to the loss of the global batch:
+
+- a scalar, of which is known what it is a mean or a sum of (``parallel.loss.reduction_inference``);
+else it is
+  taken on the whole batch (``parallel.loss.whole_batch``);
+- per-sample values of shape (n,);
+- a pair ``(total, weight)``: a sum and the weight of that sum.
+
+torch's own cross-entropy and NLL losses return a scalar whose true denominator depends on
+``ignore_index`` and class weights: they are recognised and asked for the pair.
+"""
+
+import inspect
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.data.map_style.sources import Batch
+from lockstep.data.trees import Tree
+from lockstep.errors import DataError, LossError, problem
+from lockstep.parallel.independence.loss_trial import adds_up
+from lockstep.parallel.loss.reduction_inference import KnownMeans
+from lockstep.parallel.loss.share_losses import LossAdapter, ShareLoss, nothing
+from lockstep.parallel.loss.torch_losses import ClassLoss, Loss, reduction_of, unreduced
+
+_AGREED = "The loss must return a scalar, values of shape (n,), or a pair (total, weight)."
+
+
+class FunctionAdapter(LossAdapter):
+    """Calls a loss function and reads what it returns."""
+
+    _is_proven = False  # what was read last adds up, whatever the samples are
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+        self._takes_weight = _takes(loss, "sample_weight")
+        self._tried: set[tuple[int, int]] = set()  # samples of a share and of the batch
+
+    @property
+    def is_certain(self) -> bool:  # type: ignore[override]
+        """It is one of torch's own."""
+        return reduction_of(self.loss) is not None
+
+    def __call__(self, output: Tree, batch: Batch) -> ShareLoss:
+        if batch.targets is None:
+            raise missing_targets()
+        if self.sees_all or self.is_alone or self.is_certain:
+            return self._read(output, batch)
+        try:
+            share = self._read(output, batch)
+        except Exception as error:  # perhaps these are too few samples for it
+            self.failure = f"{type(error).__name__}: {error}"
+            return replace(nothing(output), is_guess=True)
+        is_known = share.is_guess or self._adds_up(output, batch)
+        return share if is_known else replace(share, is_guess=True)
+
+    def _adds_up(self, output: Tree, batch: Batch) -> bool:
+        """Whether shares tell the loss of the batch, tried once for each size of both."""
+        sizes = batch.num_samples, self.batch_size
+        if self._is_proven or sizes in self._tried:
+            return True
+        self._tried.add(sizes)
+
+        def loss_of(given: Tree) -> ShareLoss:
+            output, targets, weights, places = given
+            size = len(places)
+            part = Batch(inputs=None, targets=targets, sample_weight=weights, num_samples=size)
+            return self._read(output, part)
+
+        given = output, batch.targets, batch.sample_weight, torch.arange(batch.num_samples)
+        return adds_up(loss_of, given, *sizes, held=[self.loss])
+
+    def _read(self, output: Tree, batch: Batch) -> ShareLoss:
+        target, sample_weight, num_samples = batch.targets, batch.sample_weight, batch.num_samples
+        self._is_proven = False
+        # Looked at anew for every share: a loss may change between two fits, or in a callback.
+        reduction = reduction_of(self.loss)
+        by_class = ClassLoss.recognise(self.loss)
+        if by_class is not None and isinstance(output, torch.Tensor):
+            total, weight = by_class(output, target, sample_weight)
+            if sample_weight is None and by_class.counts:
+                return ShareLoss(
+                    values=(total,), seeds=(1.0,), total=total.detach().double(), weight=weight
+                )
+            return _pair(total, weight)
+        if sample_weight is not None and self._takes_weight:
+            returned: Any = self.loss(output, target, sample_weight=sample_weight)
+            return self._weighted_pair(returned, output)
+        if sample_weight is not None and reduction == "mean":
+            values = unreduced(self.loss)(output, target)
+            returned = values.flatten(1).mean(1) if values.dim() > 1 else values
+        elif reduction is None and not self.sees_all:
+            return self._watched(output, target, sample_weight, num_samples)
+        else:
+            returned = self.loss(output, target)
+        share = read_returned(returned, output, sample_weight, num_samples)
+        is_sum = reduction == "sum" and returned.dim() == 0
+        return self._sum(returned, num_samples) if is_sum else share
+
+    def _watched(
+        self, output: Tree, target: Tree, sample_weight: torch.Tensor | None, num_samples: int
+    ) -> ShareLoss:
+        """What a function of the user's makes of a share; a guess where nobody knows."""
+        with KnownMeans((output, target), num_samples) as watching:
+            returned = self.loss(output, target)
+        share = read_returned(returned, output, sample_weight, num_samples)
+        known = watching.known(returned) if isinstance(returned, torch.Tensor) else None
+        self._is_proven = known is not None and not watching.has_size
+        if not (isinstance(returned, torch.Tensor) and returned.dim() == 0):
+            return share
+        if known is None:
+            return replace(share, is_guess=not self.is_alone)
+        if known.weight is None:
+            return self._sum(returned, num_samples)
+        return mean_over(returned, known.weight) if known.weight else nothing(output)
+
+    def _sum(self, value: torch.Tensor, num_samples: int) -> ShareLoss:
+        return sum_over(value, num_samples, self.batch_size or num_samples)
+
+    def _weighted_pair(self, returned: Any, output: Tree) -> ShareLoss:
+        if isinstance(returned, tuple | list) and len(returned) == 2:
+            return _pair_or_nothing(returned, output)
+        raise LossError(
+            "A loss that takes sample_weight must return a pair (total, weight).",
+            received=type(returned).__name__,
+            fix="Return (sum of weight times loss, sum of weight).",
+        )
+
+
+def read_returned(
+    returned: Any, output: Tree, sample_weight: torch.Tensor | None, num_samples: int
+) -> ShareLoss:
+    """What a loss function has returned for an output, in one of the three ways."""
+    if isinstance(returned, tuple | list) and len(returned) == 2:
+        if sample_weight is not None:
+            raise _needs_weight_argument()
+        return _pair_or_nothing(returned, output)
+    if not isinstance(returned, torch.Tensor):
+        raise LossError(_misfit(f"{type(returned).__name__}"))
+    if returned.dim() == 0:
+        if sample_weight is not None:
+            raise _needs_per_sample_values()
+        return mean_over(returned, float(num_samples))
+    if returned.shape == (num_samples,):
+        return _per_sample(returned, sample_weight)
+    raise LossError(_misfit(f"a tensor of shape {tuple(returned.shape)} for {num_samples} samples"))
+
+
+def mean_over(value: torch.Tensor, weight: float) -> ShareLoss:
+    """A scalar that is a mean over as many terms."""
+    return ShareLoss(
+        values=(value,), seeds=(weight,), total=value.detach().double() * weight, weight=weight
+    )
+
+
+def sum_over(value: torch.Tensor, num_samples: int, batch_size: int) -> ShareLoss:
+    """A scalar that is a sum, and not to be divided: the batch's loss is the sum of the shares'."""
+    total = batch_size * value.detach().double()
+    return ShareLoss(
+        values=(value,), seeds=(float(batch_size),), total=total, weight=float(num_samples)
+    )
+
+
+def _per_sample(values: torch.Tensor, sample_weight: torch.Tensor | None) -> ShareLoss:
+    if sample_weight is None:
+        return ShareLoss(
+            values=(values,),
+            seeds=(torch.ones_like(values),),
+            total=values.detach().sum(dtype=torch.float64),
+            weight=float(len(values)),
+        )
+    weights = sample_weight.to(values)
+    # A loss that is not finite makes the total so, also with weight 0: its gradient would be NaN.
+    return ShareLoss(
+        values=(values,),
+        seeds=(weights,),
+        total=(values.detach() * weights).sum(dtype=torch.float64),
+        weight=weights.sum(dtype=torch.float64),
+    )
+
+
+def _pair_or_nothing(returned: Any, output: Tree) -> ShareLoss:
+    """A pair of the user's, whose total may be 0 / 0 or a constant where nothing counts."""
+    total, weight = returned
+    share = _pair(total, weight)
+    if share.weight == 0 and not math.isfinite(share.total):
+        return nothing(output)
+    if share.weight == 0 and not total.requires_grad:
+        return replace(nothing(output), total=share.total)
+    return share
+
+
+def _pair(total: Any, weight: Any) -> ShareLoss:
+    if not (isinstance(total, torch.Tensor) and total.dim() == 0):
+        raise LossError(_misfit(f"a pair whose total is {_shape(total)}"))
+    number = read_weight(weight)
+    return ShareLoss(values=(total,), seeds=(1.0,), total=total.detach().double(), weight=number)
+
+
+def read_weight(weight: Any, whose: str = "a pair whose weight") -> float:
+    """A weight as a number.
+
+    Raises:
+        LossError: it is none, or depends on what is trained: perhaps it is a second loss.
+    """
+    if isinstance(weight, torch.Tensor) and weight.requires_grad:
+        raise LossError(_misfit(f"{whose} depends on trainable parameters"))
+    number = weight.detach() if isinstance(weight, torch.Tensor) else weight
+    try:
+        number = float(number)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LossError(_misfit(f"{whose} is {_shape(weight)}")) from error
+    if not (math.isfinite(number) and number >= 0):
+        raise LossError(_misfit(f"{whose} is {number}"))
+    return number
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return type(value).__name__
+
+
+def _misfit(received: str) -> str:
+    return problem(_AGREED, received=received, fix="See docs/exactness.md for examples of each.")
+
+
+def _needs_per_sample_values() -> LossError:
+    return LossError(
+        "With sample_weight the loss must say what each sample contributes.",
+        received="a scalar",
+        fix='Return values of shape (n,), for torch losses with reduction="none".',
+    )
+
+
+def _needs_weight_argument() -> LossError:
+    return LossError(
+        "With sample_weight a loss that returns (total, weight) must weigh the samples itself.",
+        received="a loss without an argument named sample_weight",
+        fix="Take (output, target, sample_weight), or return values of shape (n,).",
+    )
+
+
+def missing_targets() -> DataError:
+    """For data that a loss cannot work with."""
+    return DataError(
+        "A loss that compares outputs with targets needs targets.",
+        received="data without any",
+        fix="Pass (inputs, targets), which lockstep.data.columns makes of dicts with named "
+        "columns; or loss=lockstep.OwnLoss() where the model computes its own loss.",
+    )
+
+
+def _takes(loss: Loss, argument: str) -> bool:
+    function = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        return argument in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # builtins have no signature
+        return False

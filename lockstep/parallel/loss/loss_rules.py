@@ -1,0 +1,77 @@
+"""What becomes of a step whose loss is not finite, or trains nothing."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from lockstep.errors import LossError, ModelError, NonFiniteLossError
+from lockstep.parallel.data_parallel.gradient_rules import OnNonFinite
+
+
+def refuses(
+    rule: OnNonFinite,
+    step: int,
+    bounds: Sequence[tuple[int, int]],
+    totals: Sequence[float],
+    diagnose: Callable[[int], str],
+) -> bool:
+    """Whether a step is to be left out because the loss of a share is NaN or infinite.
+
+    One such loss makes the whole gradient so, also where its weight is 0.
+
+    Args:
+        rule: what becomes of such a step.
+        step: the step's number.
+        bounds: samples ``[start, stop)`` of each share.
+        totals: of each filled share.
+        diagnose: says where a share's values cease to be finite; empty where nobody knows.
+
+    Raises:
+        NonFiniteLossError: if that is the rule.
+    """
+    if rule == "ignore":  # perhaps nobody knows the totals yet
+        return False
+    share = next((share for share, total in enumerate(totals) if not math.isfinite(total)), None)
+    if share is None:
+        return False
+    if rule == "raise":
+        raise _nonfinite_loss(step, bounds[share], share, totals[share], diagnose(share))
+    return True
+
+
+def _nonfinite_loss(
+    step: int, bounds: tuple[int, int], share: int, total: float, diagnosis: str
+) -> NonFiniteLossError:
+    start, stop = bounds
+    where = f"; {diagnosis}" if diagnosis else ""
+    return NonFiniteLossError(
+        f"The loss of step {step} is not finite.",
+        received=f"{total} from share {share} (samples {start} to {stop - 1} of the batch){where}",
+        fix="Lower the learning rate, or look at these samples, or leave such steps out with "
+        'on_nonfinite="skip". The weights are those before this step.',
+    )
+
+
+def check_used(step: int, is_any_used: bool) -> None:
+    """A loss that depends on no parameter trains nothing.
+
+    Raises:
+        LossError: it does not.
+    """
+    if not is_any_used:
+        raise LossError(
+            f"The loss of step {step} must depend on a trainable parameter.",
+            received="a loss that needs no gradient",
+            fix="Look for detach(), no_grad() or frozen parameters on the way to it.",
+        )
+
+
+def unequal_scale(step: int) -> ModelError:
+    """For gradients that must be multiplied after backward, and cannot."""
+    return ModelError(
+        "Where a loss is no mean over the samples, gradients are divided by its weight after "
+        "backward, when the weights of all shares are known: hooks must do to a multiple of a "
+        "gradient what they do to the gradient.",
+        received=f"a hook, or an autograd function, that does not (one that clips), in step {step}",
+        fix="Clip gradients of parameters (clip_norm, clip_value), return a mean over the samples, "
+        "or train on one device.",
+    )

@@ -1,0 +1,142 @@
+"""torch's own losses: recognised, so that they are asked for what their mean alone does not say.
+
+Those inside a function of the user's are found while it runs
+(``parallel.loss.reduction_inference``).
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Loss = Callable[..., Any]
+
+
+def _options_of(loss: Loss) -> tuple[Any, dict[str, Any]]:
+    """The underlying function or module, and the options that partials have bound."""
+    if isinstance(loss, functools.partial):
+        inner, options = _options_of(loss.func)
+        return inner, {**options, **loss.keywords}
+    return loss, {}
+
+
+def _is_torch_loss(loss: Any) -> bool:
+    if isinstance(loss, nn.Module):
+        return getattr(_forward_of(loss), "__module__", None) == nn.MSELoss.__module__
+    return getattr(loss, "__module__", None) == F.__name__
+
+
+def _forward_of(loss: nn.Module) -> Any:
+    """What the class computes: a subclass that leaves it alone is as good as torch's own."""
+    return getattr(type(loss), "forward", None)
+
+
+def reduction_of(loss: Loss) -> str | None:
+    """``reduction`` of one of torch's own losses; None for any other."""
+    inner, options = _options_of(loss)
+    if not _is_torch_loss(inner):
+        return None
+    if isinstance(inner, nn.Module):
+        return getattr(inner, "reduction", None)
+    return str(options.get("reduction", "mean"))
+
+
+def unreduced(loss: Loss) -> Loss:
+    """The same torch loss, element by element."""
+    if isinstance(loss, nn.Module):
+        single = copy.copy(loss)
+        vars(single)["reduction"] = "none"
+        return single
+    return functools.partial(loss, reduction="none")
+
+
+def _attributes(module: nn.Module, *names: str) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassLoss:
+    """Cross-entropy or NLL with mean reduction, as the pair (total, weight).
+
+    The denominator is the sum of the class weights of the targets that are not ``ignore_index``
+    (torch documentation of CrossEntropyLoss, reduction 'mean'), or, for targets given as class
+    probabilities, the number of positions.
+    """
+
+    function: Callable[..., torch.Tensor]
+    class_weight: torch.Tensor | None
+    ignore_index: int
+    options: dict[str, Any]
+
+    @classmethod
+    def recognise(cls, loss: Loss) -> "ClassLoss | None":
+        inner, options = _options_of(loss)
+        forward = _forward_of(inner) if isinstance(inner, nn.Module) else inner
+        function: Callable[..., torch.Tensor]
+        if forward is nn.CrossEntropyLoss.forward:
+            function = F.cross_entropy
+            options = _attributes(inner, "weight", "ignore_index", "label_smoothing")
+        elif forward is nn.NLLLoss.forward:
+            function = F.nll_loss
+            options = _attributes(inner, "weight", "ignore_index")
+        elif forward in (F.cross_entropy, F.nll_loss):
+            function = inner
+        else:
+            return None
+        if reduction_of(loss) != "mean" or (isinstance(loss, functools.partial) and loss.args):
+            return None
+        options = {key: value for key, value in options.items() if key != "reduction"}
+        return cls(
+            function=function,
+            class_weight=options.get("weight"),
+            ignore_index=options.get("ignore_index", -100),
+            options=options,
+        )
+
+    @property
+    def counts(self) -> bool:
+        """Whether the denominator is a number of targets: sure to be a weight, and maybe 0."""
+        return self.class_weight is None
+
+    def __call__(
+        self, output: torch.Tensor, target: Any, sample_weight: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | int]:
+        options = self._options_for(output)
+        if sample_weight is None:
+            total = self.function(output, target, reduction="sum", **options)
+            return total, self._weights(output, target).sum(dtype=torch.float64)
+        losses = self.function(output, target, reduction="none", **options)
+        weights = self._weights(output, target)
+        per_sample = sample_weight.to(losses).reshape(-1, *[1] * (losses.dim() - 1))
+        return (losses * per_sample).sum(), (weights * per_sample).sum(dtype=torch.float64)
+
+    def _options_for(self, output: torch.Tensor) -> dict[str, Any]:
+        if self.class_weight is None:
+            return self.options
+        return {**self.options, "weight": self.class_weight.to(output)}
+
+    def _weights(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return class_weights(output, target, self.class_weight, self.ignore_index)
+
+
+def class_weights(
+    output: torch.Tensor,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    ignore_index: int,
+) -> torch.Tensor:
+    """The terms of the denominator of a mean over classes, one per position of the target."""
+    if target.is_floating_point():
+        return torch.ones_like(output.detach().select(1, 0))
+    counted = target != ignore_index
+    if class_weight is None:
+        return counted
+    classes = torch.where(counted, target, torch.zeros_like(target))
+    return torch.where(
+        counted, class_weight.to(output)[classes], torch.zeros((), dtype=output.dtype)
+    )

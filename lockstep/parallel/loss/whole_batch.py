@@ -1,0 +1,219 @@
+"""The loss of a whole batch, of which every rank has some shares.
+
+What a function makes of some samples does not always say what it makes of all: a contrastive loss,
+Dice, the root of a mean, a mean over what is not padding. Such a loss is taken once, on the outputs
+of all shares. They are published for all ranks; every rank puts them together, computes the same
+loss with the same random numbers, and goes backward from its own shares' part of its gradient.
+
+Outputs go together along their first dim. What has no row per sample must be the same in all
+shares (a temperature): its gradient is the first share's.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.capture.seeding import seeded
+from lockstep.comm.codec.message_codec import decode, encode
+from lockstep.comm.exchange import Exchange
+from lockstep.comm.shared_memory.gathering import gather_bytes
+from lockstep.data.map_style.sources import Batch
+from lockstep.data.trees import Tree, map_leaves, map_tensors, tensors_of
+from lockstep.errors import LossError
+from lockstep.parallel.loss.share_losses import JointLoss, LossAdapter, ShareLoss
+from lockstep.units import format_bytes, listed
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharePart:
+    """What a share has of a batch.
+
+    Attributes:
+        output: the model's.
+        batch: its samples.
+    """
+
+    output: Tree
+    batch: Batch
+
+    @property
+    def tree(self) -> Tree:
+        """What the loss is computed from."""
+        return self.output, self.batch.targets, self.batch.sample_weight
+
+
+class WholeBatch:
+    """A batch put together.
+
+    Args:
+        exchange: of this rank.
+        own: what this rank's shares have of it.
+        num_filled: how many shares have samples.
+        device: where the loss is computed.
+
+    Attributes:
+        num_bytes: what all shares have published for it.
+
+    Raises:
+        LossError: outputs cannot be put together.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        own: Mapping[int, SharePart],
+        num_filled: int,
+        device: torch.device,
+    ) -> None:
+        payloads = {share: _encoded(part) for share, part in own.items()}
+        self._own = own
+        gathered = gather_bytes(exchange, payloads, num_filled)
+        self.num_bytes = sum(map(len, gathered))
+        shares = list(map(decode, gathered))
+        self._num_samples = [share["samples"] for share in shares]
+        if any(share["others"] != shares[0]["others"] for share in shares):
+            raise _unlike("values that are no tensors and differ from share to share")
+        if len({len(share["tensors"]) for share in shares}) > 1:
+            raise _unlike("other numbers of tensors in one share than in another")
+        # Of each share's tensors: those from which this rank's shares go backward are leaves.
+        self._leaves = [[_leaf(one, device) for one in share["tensors"]] for share in shares]
+        for leaves, share in zip(self._leaves, shares, strict=True):
+            for leaf, is_trained in zip(leaves, share["trained"], strict=True):
+                leaf.requires_grad_(is_trained and torch.is_grad_enabled())
+        first = own[min(own)]
+        num_outputs = len(list(tensors_of(first.output)))
+        columns = list(zip(*self._leaves, strict=True))
+        joined = iter(
+            [*map(self._output, columns[:num_outputs]), *map(self._rows, columns[num_outputs:])]
+        )
+        self._tree = map_tensors(lambda _: next(joined), first.tree)
+
+    def loss(self, adapter: LossAdapter) -> ShareLoss:
+        """The loss of the batch."""
+        output, targets, weights = self._tree
+        num_samples = sum(self._num_samples)
+        batch = Batch(inputs=None, targets=targets, sample_weight=weights, num_samples=num_samples)
+        found: ShareLoss | JointLoss = adapter(output, batch)
+        if isinstance(found, JointLoss):
+            return found.settled(found.weights, num_samples)
+        return found
+
+    def divided(self, loss: ShareLoss, trainable: Sequence[torch.Tensor]) -> dict[int, ShareLoss]:
+        """This rank's shares' parts: the first share has the total, each its gradients.
+
+        Args:
+            loss: of the batch.
+            trainable: parameters that the loss may use by itself, such as for a penalty.
+        """
+        direct = [one for one in trainable if one.requires_grad] if 0 in self._own else []
+        gradients = _gradients(loss, [*self._own_leaves(), *direct])
+        return {
+            share: self._part(loss, share, part, gradients, direct if share == 0 else ())
+            for share, part in self._own.items()
+        }
+
+    def _part(
+        self,
+        loss: ShareLoss,
+        share: int,
+        part: SharePart,
+        gradients: Mapping[int, torch.Tensor],
+        direct: Sequence[torch.Tensor],
+    ) -> ShareLoss:
+        roots = list(zip(tensors_of(part.tree), self._leaves[share], strict=True))
+        roots += zip(direct, direct, strict=True)
+        found = [(value, gradients[id(leaf)]) for value, leaf in roots if id(leaf) in gradients]
+        return ShareLoss(
+            values=tuple(value for value, _ in found),
+            seeds=tuple(gradient for _, gradient in found),
+            total=loss.total if share == 0 else 0.0,
+            weight=loss.weight if share == 0 else 0.0,
+            parts=loss.parts if share == 0 else (),
+        )
+
+    def _own_leaves(self) -> list[torch.Tensor]:
+        return [leaf for share in self._own for leaf in self._leaves[share] if leaf.requires_grad]
+
+    def _output(self, column: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One output of all shares; no leaf, so that it may be changed in place as any output."""
+        if any(not tensor.equal(column[0]) for tensor in column[1:]):
+            return self._rows(column)
+        if not self._has_rows(column):
+            return column[0].clone()
+        if column[0].unique(dim=0).shape[0] > 1:
+            raise _unlike("the same rows from every share: nobody knows whether they are samples")
+        return self._rows(column)
+
+    def _rows(self, column: Sequence[torch.Tensor]) -> torch.Tensor:
+        if not self._has_rows(column) or len({tensor.shape[1:] for tensor in column}) > 1:
+            shown = dict.fromkeys(str(tuple(tensor.shape)) for tensor in column)
+            raise _unlike(f"tensors of shape {listed(shown)} in shares of {self._num_samples}")
+        return torch.cat(tuple(column))
+
+    def _has_rows(self, column: Sequence[torch.Tensor]) -> bool:
+        """Whether there are equally many for every sample."""
+        if any(not tensor.dim() for tensor in column):
+            return False
+        sizes = [len(tensor) for tensor in column]
+        counts = {divmod(size, n) for size, n in zip(sizes, self._num_samples, strict=True)}
+        return len(counts) == 1 and all(each > 0 and not rest for each, rest in counts)
+
+
+def whole_batch_note(loss: LossAdapter) -> str:
+    """What the Plan says of a loss that is taken on whole batches."""
+    much = ""
+    if loss.gathered_bytes:
+        much = f": {format_bytes(loss.gathered_bytes)} of outputs and targets per step"
+    return (
+        f"the loss is taken on the whole batch{much}; if it is a mean, return values of shape (n,) "
+        "or (total, weight), and no outputs are exchanged"
+    )
+
+
+def _encoded(part: SharePart) -> bytes:
+    tensors = list(tensors_of(part.tree))
+    others: list[Any] = []
+    map_leaves(bool | int | float | str, others.append, part.tree)  # type: ignore[arg-type]
+    return encode(
+        {
+            "samples": part.batch.num_samples,
+            "tensors": [tensor.detach() for tensor in tensors],
+            "trained": [tensor.requires_grad for tensor in tensors],
+            "others": others,
+        }
+    )
+
+
+def _leaf(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.detach().to(device)
+
+
+def _gradients(loss: ShareLoss, sources: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Of the loss's total, by the tensor's id; of those that it depends on."""
+    roots = [
+        (value, seed if isinstance(seed, torch.Tensor) else torch.full_like(value, seed))
+        for value, seed in zip(loss.values, loss.seeds, strict=True)
+        if value.requires_grad
+    ]
+    if not roots or not sources:
+        return {}
+    values, seeds = zip(*roots, strict=True)
+    found = torch.autograd.grad(seeded(values, seeds), sources, allow_unused=True)
+    return {
+        id(source): gradient
+        for source, gradient in zip(sources, found, strict=True)
+        if gradient is not None
+    }
+
+
+def _unlike(received: str) -> LossError:
+    return LossError(
+        "The loss is taken on the outputs of the whole batch: every tensor of outputs and "
+        "targets must have a row for each sample, or be the same for all of them.",
+        received=received,
+        fix="Return tensors of shape (samples, ...), padded to one shape; or let the loss "
+        "return values of shape (n,) or a pair (total, weight), for which nothing is put "
+        "together.",
+    )

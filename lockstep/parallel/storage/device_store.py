@@ -1,0 +1,74 @@
+"""Stores of ranks on accelerators: each has its tensors in its own device's memory.
+
+The script's process has the tensors that all others begin with. They travel as in a store that a
+host's ranks share: by a region of its memory, written when a call is sent, which each rank copies
+to its device and forgets.
+
+What only other ranks have (a stage's parameters) lies in a host's memory on rank 0 while they train
+it. They write it there when rank 0 is to know it.
+"""
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+
+from lockstep.comm.collectives.gradients import TensorSpec, views_in
+from lockstep.comm.shared_memory.shared_region import SharedRegion
+from lockstep.parallel.storage.store import NamedParameters, TensorStore, copy_to_views, tensor_spec
+from lockstep.plan.layout import flat_offsets
+
+# Tensors in memory that rank 0 maps, and those on a device whose values they are to have.
+Mirror = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+
+# Of parameters, and of slots.
+Mirrors = tuple[Sequence[Mirror], Sequence[Mirror]]
+
+
+class DeviceStore(TensorStore):
+    """Tensors in a device's memory, and the region by which their values come to other ranks.
+
+    Args:
+        specs: of the tensors.
+        views: the tensors.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], views: list[torch.Tensor]) -> None:
+        self.specs = tuple(specs)
+        self.views = views
+
+    @classmethod
+    def zeros(cls, specs: Sequence[TensorSpec], device: torch.device) -> Self:
+        """New ones, all zeros."""
+        _, num_bytes = flat_offsets([spec.extent for spec in specs])
+        buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        return cls(specs, views_in(buffer, specs))
+
+    @classmethod
+    def of(cls, parameters: NamedParameters) -> Self:
+        """Parameters where they are; one with holes in its memory gets another."""
+        specs = [tensor_spec(name, parameter) for name, parameter in parameters]
+        for spec, (_, parameter) in zip(specs, parameters, strict=True):
+            if parameter.stride() != spec.stride:
+                parameter.data = torch.empty_strided(
+                    spec.shape, spec.stride, dtype=spec.dtype, device=parameter.device
+                ).copy_(parameter)
+        return cls(specs, [parameter.data for _, parameter in parameters])
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Write the values to a region that others can open."""
+        _, num_bytes = flat_offsets([spec.extent for spec in self.specs])
+        self.region = SharedRegion.create(num_bytes)
+        copy_to_views(TensorStore(self.specs, self.region).views, self.views)
+
+
+@torch.no_grad()
+def on_device(views: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copies of tensors, in a device's memory, with the same strides."""
+    copies = [
+        torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=device)
+        for view in views
+    ]
+    copy_to_views(copies, views)
+    return copies

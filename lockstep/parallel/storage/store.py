@@ -1,0 +1,189 @@
+"""The stores: one copy of the parameters and of the optimizer's slots, mapped by every replica.
+
+The script's own model is moved into its store in place (``Parameter.data``), so an optimizer step
+of any rank is a change of the script's model, and ``model.state_dict()`` is always the truth. The
+script's optimizer has its slots (momenta, averages) in a store of their own in the same way.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Self
+
+import torch
+from torch import nn
+
+from lockstep.comm.collectives.gradients import TensorSpec
+from lockstep.comm.shared_memory.shared_region import SharedRegion, dense_stride
+from lockstep.errors import ModelError
+from lockstep.parallel.storage.allocator import temporary_memory
+from lockstep.parallel.update import SlotKey
+from lockstep.plan.layout import flat_offsets
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+
+
+def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """How a parameter lies in memory; a layout with holes or overlaps becomes a contiguous one."""
+    return TensorSpec(name, tuple(tensor.shape), dense_stride(tensor), tensor.dtype)
+
+
+def slot_spec(key: SlotKey, parameter: torch.Tensor) -> TensorSpec:
+    """How a slot lies in memory: as its parameter."""
+    spec = tensor_spec(f"{key.parameter}: {key.slot}", parameter)
+    return replace(spec, dtype=key.dtype or spec.dtype)
+
+
+class TensorStore:
+    """A region that holds tensors, and views of it in their shapes.
+
+    Attributes:
+        is_elsewhere: only other ranks than this one work with them.
+    """
+
+    is_elsewhere = False
+
+    def __init__(self, specs: Sequence[TensorSpec], region: SharedRegion) -> None:
+        self.specs = tuple(specs)
+        self.region = region
+        offsets, _ = flat_offsets([spec.extent for spec in specs])
+        self.views = [
+            region.tensor(offset, spec.dtype, spec.shape, spec.stride)
+            for offset, spec in zip(offsets, specs, strict=True)
+        ]
+
+    @classmethod
+    def create(cls, specs: Sequence[TensorSpec], *, is_reserved: bool = True) -> Self:
+        """A new store, all zeros.
+
+        Args:
+            specs: of its tensors.
+            is_reserved: take the memory now; else who first uses it must reserve the region.
+        """
+        _, num_bytes = flat_offsets([spec.extent for spec in specs])
+        return cls(specs, SharedRegion.create(num_bytes, [] if is_reserved else [(0, num_bytes)]))
+
+    def copy(self) -> "TensorStore":
+        """Another one with the same values."""
+        other = TensorStore.create(self.specs)
+        copy_to_views(other.views, self.views)
+        other.region.release_pages()
+        return other
+
+
+@torch.no_grad()
+def copy_to_views(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy values to where they are to lie, from wherever they are."""
+    for view, value in zip(views, values, strict=True):
+        view.copy_(value)
+
+
+class ParameterStore(TensorStore):
+    """Where a model's parameters lie."""
+
+    @classmethod
+    def adopt(
+        cls,
+        parameters: NamedParameters,
+        buffers: Iterable[tuple[str, torch.Tensor]] = (),
+        *,
+        are_blank: bool = False,
+        is_reserved: bool = True,
+    ) -> "ParameterStore":
+        """Move parameters into a new store, in place.
+
+        Args:
+            parameters: by name.
+            buffers: must not be views of them.
+            are_blank: they have no values to move.
+            is_reserved: see ``create``.
+        """
+        check_separate(parameters, buffers)
+        specs = [tensor_spec(name, parameter) for name, parameter in parameters]
+        store = cls.create(specs, is_reserved=is_reserved)
+        if are_blank:
+            for view, (_, parameter) in zip(store.views, parameters, strict=True):
+                parameter.data = view
+        else:
+            store.readopt(parameters)
+        return store
+
+    def fits(self, parameters: NamedParameters) -> bool:
+        """Whether these are the parameters the store was made for."""
+        return self.specs == tuple(tensor_spec(name, parameter) for name, parameter in parameters)
+
+    def readopt(self, parameters: NamedParameters) -> None:
+        """Bring back parameters whose memory was exchanged (``p.data = ...``, ``.double()``)."""
+        moved = [
+            (view, parameter)
+            for view, (_, parameter) in zip(self.views, parameters, strict=True)
+            if not _same_memory(parameter, view)
+        ]
+        if moved:  # seldom, and this is asked after every step that a callback watches
+            self._move_back(moved)
+
+    @torch.no_grad()
+    @temporary_memory()
+    def _move_back(self, moved: Sequence[tuple[torch.Tensor, nn.Parameter]]) -> None:
+        for view, parameter in moved:
+            overlaps = self.region.holds(parameter)  # it is another view of the same memory
+            view.copy_(parameter.clone() if overlaps else parameter)
+            set_data(parameter, view)
+
+
+def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Have a Parameter or buffer be where ``data`` is, and stay the same object."""
+    try:
+        tensor.data = data
+    except RuntimeError:  # torch lets it move between cores, CUDA and XPU only
+        is_parameter = isinstance(tensor, nn.Parameter)
+        other = nn.Parameter(data, tensor.requires_grad) if is_parameter else data.view_as(data)
+        torch.utils.swap_tensors(tensor, other)
+
+
+def move_model(model: nn.Module, device: torch.device) -> None:
+    """Bring a model to a device; its Parameters and buffers stay the same objects."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device != device:
+            set_data(tensor, tensor.detach().to(device))
+
+
+def _same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    return (
+        tensor.data_ptr() == view.data_ptr()
+        and tensor.dtype == view.dtype
+        and tensor.stride() == view.stride()
+    )
+
+
+def check_separate(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    buffers: Iterable[tuple[str, torch.Tensor]] = (),
+) -> None:
+    """Refuse parameters that share memory with others, or with buffers: they are about to move.
+
+    Raises:
+        ModelError: with the names of the two.
+    """
+    named = [
+        *((name, tensor, True) for name, tensor in parameters),
+        *((name, tensor, False) for name, tensor in buffers),
+    ]
+    spans = sorted((*_span(tensor), name, moves) for name, tensor, moves in named if tensor.numel())
+    for (_, end, name, moves), (start, _, other, other_moves) in pairwise(spans):
+        if start < end and (moves or other_moves):
+            raise ModelError(
+                "A Parameter lies in the same memory as another Parameter or buffer.",
+                received=f"{name!r} and {other!r}",
+                fix="Tie parameters by making them one Parameter, `b.weight = a.weight`; "
+                "make a buffer a copy.",
+            )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First address and the one after the last."""
+    reach = sum(
+        (extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    start = tensor.data_ptr()
+    return start, start + (reach + 1) * tensor.element_size()

@@ -1,0 +1,5 @@
+"""Models, losses and data on their way to helper processes.
+
+Entry point: ``serialization``. ``readers`` reads batches ahead in threads or processes. Data
+between hosts is never pickled: ``comm.codec``.
+"""

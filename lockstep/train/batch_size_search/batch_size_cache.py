@@ -1,0 +1,173 @@
+"""Batch sizes that were found before, in a file in the user's cache folder.
+
+A size is good for one training on one machine: the key is a digest of all that it depends on and
+that can be told without running anything. The file is only a cache: what cannot be read is told,
+and written anew. It changes by being replaced, so a reader finds the old one or the new one; of two
+writers at once one may forget what the other has found, which costs a search.
+"""
+
+import functools
+import hashlib
+import os
+import resource
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from lockstep.cluster.devices import discover, processor_name
+from lockstep.cluster.memory_limits import memory_ceiling
+from lockstep.data.map_style.sources import Source
+from lockstep.data.order import kept_streams
+from lockstep.data.trees import map_tensors
+from lockstep.disk import replacing
+from lockstep.parallel.data_parallel.forward import DTYPES
+
+_FILE = Path("lockstep") / "batch_sizes.json"
+_VERSION = 1
+
+
+class BatchSizeCache(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A size that was found.
+
+    Attributes:
+        batch_size: samples of the global batch.
+        seconds_per_step: with it.
+        peak_bytes: what all processes together took at most.
+        num_samples: of the data that was searched with, if larger batches could not be tried for
+            want of samples; else None.
+    """
+
+    batch_size: int
+    seconds_per_step: float
+    peak_bytes: int
+    num_samples: int | None
+
+
+class _Content(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The file."""
+
+    version: int
+    sizes: dict[str, BatchSizeCache]
+
+
+def file_path() -> Path:
+    """``lockstep/batch_sizes.json`` in the cache folder: ``$XDG_CACHE_HOME``, or ``~/.cache``."""
+    folder = os.environ.get("XDG_CACHE_HOME")
+    return (Path(folder) if folder else Path.home() / ".cache") / _FILE
+
+
+def recall(key: str) -> BatchSizeCache | None:
+    """What was found under this key, if anything was."""
+    return _read(file_path()).get(key)
+
+
+def remember(key: str, found: BatchSizeCache) -> bool:
+    """Write what was found; returns whether it could be written."""
+    path = file_path()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ``recall`` has told what is wrong with the file
+        sizes = {**_read(path), key: found}
+    content = msgspec.json.encode(_Content(version=_VERSION, sizes=sizes))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, len(content), mode=0o600) as file:
+            file.write(msgspec.json.format(content, indent=2) + b"\n")
+    except OSError as error:
+        warnings.warn(
+            f"The batch size that was found cannot be remembered: {error}. "
+            "Set XDG_CACHE_HOME to a folder that can be written to.",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def _read(path: Path) -> dict[str, BatchSizeCache]:
+    try:
+        content = msgspec.json.decode(path.read_bytes(), type=_Content)
+        if content.version != _VERSION:
+            raise msgspec.ValidationError(f"version {content.version}, not {_VERSION}")
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.MsgspecError, UnicodeError) as error:
+        warnings.warn(
+            f"{path} is no file of batch sizes that this Lockstep can read ({error}): "
+            "it is ignored, and written anew after a search.",
+            stacklevel=2,
+        )
+        return {}
+    return content.sizes
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+
+def key_of(
+    *,
+    model: nn.Module,
+    loss: object,
+    optimizer: object,
+    source: Source,
+    precision: str,
+    maker: object,
+    options: Iterable[object],
+) -> str:
+    """A digest of all that a batch size depends on.
+
+    Args:
+        model: by the names, classes and shapes in it.
+        loss: by its class.
+        optimizer: by its class.
+        source: by the shapes and dtypes of its first sample.
+        precision: of the training.
+        maker: of Plans. What it decides follows from it, the model and this machine.
+        options: of the training and the search: anything whose ``repr`` says all.
+    """
+    parts = [
+        *_structure(model),
+        f"loss {_name_of(loss)}",
+        f"optimizer {_name_of(optimizer)}",
+        f"sample {_sample_shapes(source, precision)}",
+        f"plan {precision} {maker!r}",
+        *(f"option {option!r}" for option in options),
+        *_machine(),
+    ]
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def _structure(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules():
+        yield f"module {path} {_name_of(module)}"
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        yield f"tensor {name} {tuple(value.shape)} {value.dtype} {value.requires_grad}"
+
+
+def _name_of(thing: object) -> str:
+    """Of a function, or of a thing's class."""
+    if isinstance(thing, functools.partial):
+        return f"partial {_name_of(thing.func)}"
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _sample_shapes(source: Source, precision: str) -> Any:
+    with kept_streams():
+        sample = source.read(torch.zeros(1, dtype=torch.long), DTYPES[precision])
+    return map_tensors(
+        lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype}",
+        (sample.inputs, sample.targets, sample.sample_weight),
+    )
+
+
+def _machine() -> Iterator[str]:
+    host = discover().hosts[0]
+    yield f"processor {processor_name()} {host.num_cores} {torch.get_num_threads()}"
+    yield f"devices {[device.kind for device in host.devices if device.kind != 'cpu']}"
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    yield f"memory {memory_ceiling()} {limits}"
+    yield f"torch {torch.__version__}"

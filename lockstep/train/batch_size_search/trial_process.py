@@ -1,0 +1,304 @@
+"""Trials of batch sizes, in processes that may die.
+
+A trial trains for a few steps on the user's data with copies of everything: the script's model,
+optimizer and random streams never notice. It runs in a process of its own, a fork of a template as
+helpers are (``launch.workers.fork_server``), with helpers of its own under the strategy at hand.
+Should memory run out, the kernel kills that one: trials volunteer (``oom_score_adj``, man 5 proc).
+
+Copies learn nothing, as their learning rates are 0: so no trial can diverge. All steps of a trial
+are on one batch, the first samples; what reading others would cost besides (a cold disk) it does
+not see. A process keeps the memory that it has freed, so it tries another size only as long as
+memory is far from short.
+
+Of an accelerator's memory nothing is foreseen: who asks for too much of it only gets an exception.
+The peak is that of the first rank's device.
+"""
+
+import math
+import pickle
+import statistics
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from lockstep import accelerators
+from lockstep.comm.shared_memory.memory_usage import peak_memory
+from lockstep.data.map_style.samples import RepeatedSource, array_bytes, first_samples
+from lockstep.data.map_style.sources import Source
+from lockstep.errors import DeviceError, WorkerError
+from lockstep.launch.health.failure import MEMORY_RAN_OUT, Failure, pack_failure, unpack_failure
+from lockstep.launch.workers.fork_server import Template
+from lockstep.launch.workers.helper import HelperContext
+from lockstep.launch.workers.team import Team
+from lockstep.parallel.exchange.control import unpacked
+from lockstep.parallel.settings import TorchSettings, num_threads
+from lockstep.parallel.storage.meta_init import blank_names, blank_parameters
+from lockstep.parallel.storage.store import tensor_spec
+from lockstep.parallel.transfer.pickle_errors import pack_named
+from lockstep.train.batch_size_search.search_algorithm import (
+    LARGEST_PART,
+    Failed,
+    Measured,
+    TooLarge,
+    Trial,
+    too_much,
+)
+from lockstep.train.callbacks.callback import Callback, Logs
+from lockstep.train.runtime.session import PRELOAD
+from lockstep.train.trainer_protocol import TrainerProtocol
+
+_WARM_UP_STEPS = 2
+_FEWEST_STEPS, _MOST_STEPS = 3, 30
+_MEASURED_SECONDS = 0.5
+
+# Of the memory that is free: what one process may have taken to be asked again. With the next size
+# it has three times that at most, if nothing that was freed can be used again.
+_REUSE_PART = 0.25
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """What a trial's process reports."""
+
+    seconds_per_step: float
+    peak_bytes: int
+    num_ranks: int
+    device_peak_bytes: int | None  # None without an accelerator, and where nobody can tell
+    device_limit_bytes: int | None
+
+
+class Trials:
+    """Tries batch sizes of one training.
+
+    Args:
+        trainer: what to train; copied as it is now.
+        source: its data.
+        others: bytes of arrays that a training shares with its helpers beside the source's.
+        limit_bytes: memory that is free; None where nobody can tell.
+        timeout_seconds: longest wait for one trial.
+
+    Raises:
+        ShippingError: a part of the training cannot be sent to another process.
+    """
+
+    def __init__(
+        self,
+        trainer: TrainerProtocol,
+        source: Source,
+        *,
+        others: int,
+        limit_bytes: int | None,
+        timeout_seconds: float,
+    ) -> None:
+        self._source = source
+        self._shared_bytes = array_bytes(source) + others
+        self._limit = limit_bytes
+        self._timeout = timeout_seconds
+        model = trainer.model
+        blank = blank_names(model)
+        named = [(name, one) for name, one in model.named_parameters() if name in blank]
+        parts = {f"the {name.lstrip('_')}": part for name, part in trainer.__getstate__().items()}
+        self._serialized = pack_named(trainer, parts, [one for _, one in named])
+        self._body = pickle.dumps(
+            (
+                self._serialized.payload,
+                [tensor_spec(name, one) for name, one in named],
+                torch.get_num_threads(),
+                TorchSettings.current(),
+            )
+        )
+        self._template: Template | None = None
+        self._team: Team | None = None
+        self._batch_size = 0
+
+    def __enter__(self) -> "Trials":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end_process()
+        self._serialized.close()
+        if self._template is not None:
+            self._template.close()
+
+    def try_size(self, batch_size: int) -> Trial:
+        """Train a few steps with batches of this size.
+
+        Raises:
+            ShippingError: the data cannot be sent to another process.
+        """
+        self._batch_size = batch_size
+        excerpt = first_samples(self._source, batch_size)
+        serialized = pack_named(excerpt, {"the data": excerpt}, ())
+        try:
+            team = self._process()
+            payload = pickle.dumps((batch_size, serialized.payload))
+            team.broadcast(payload, serialized.descriptors)
+            ((answer, _),) = team.gather(self._timeout)
+        except WorkerError as error:
+            self._end_process()
+            return _judged(batch_size, str(error).partition("\n")[0], error.__cause__ or error)
+        finally:
+            serialized.close()
+        figures = pickle.loads(answer)
+        if not isinstance(figures, _Figures):
+            self._end_process()
+            return _told(batch_size, unpack_failure(figures))
+        return self._measured(figures, array_bytes(excerpt))
+
+    def _measured(self, figures: _Figures, excerpt_bytes: int) -> Measured | TooLarge:
+        if self._limit is not None and figures.peak_bytes > _REUSE_PART * self._limit:
+            self._end_process()
+        peak, limit = figures.device_peak_bytes, figures.device_limit_bytes
+        if peak is not None and limit is not None and peak > LARGEST_PART * limit:
+            return too_much(self._batch_size, peak, limit, "on the device")
+        # Helpers of the true training get all arrays, through shared memory.
+        more = max(self._shared_bytes - excerpt_bytes, 0) if figures.num_ranks > 1 else 0
+        return Measured(
+            batch_size=self._batch_size,
+            seconds_per_step=figures.seconds_per_step,
+            peak_bytes=figures.peak_bytes + more,
+        )
+
+    def _process(self) -> Team:
+        """The process that tries sizes, a new one if there is none."""
+        if self._team is None:
+            self._team = Team(1, self._warm_template)
+            self._team.call(
+                serve_trials,
+                self._body,
+                self._serialized.descriptors,
+                position=lambda rank: f"in a trial of batch_size {self._batch_size}",
+                timeout_seconds=self._timeout,
+            )
+        return self._team
+
+    def _warm_template(self) -> Template:
+        """A template becomes its one helper where processes cannot be forked: then another."""
+        if self._template is None or not self._template.forks:
+            if self._template is not None:
+                self._template.close()
+            self._template = Template(None, PRELOAD)
+        return self._template
+
+    def _end_process(self) -> None:
+        team, self._team = self._team, None
+        if team is not None:
+            team.close()
+
+
+def _told(batch_size: int, failure: Failure) -> Trial:
+    """What a trial's process says of an exception there."""
+    text = f"--- traceback of the trial of batch_size {batch_size} ---\n{failure.text}"
+    error = failure.error or WorkerError(f"A trial of batch_size {batch_size}: {failure.summary}")
+    error.add_note(text)
+    return _judged(batch_size, failure.summary.partition("\n")[0], error)
+
+
+def _judged(batch_size: int, reason: str, error: BaseException) -> Trial:
+    if is_shortage(error):
+        return TooLarge(batch_size=batch_size, reason=reason)
+    return Failed(batch_size=batch_size, reason=reason, error=error)
+
+
+_SHORTAGE_WORDS = (
+    "out of memory",
+    "allocate memory",
+    "memoryerror",
+    "bad_alloc",
+    "more of shared memory",
+)
+
+
+def is_shortage(error: BaseException | None) -> bool:
+    """Whether memory ran out: an exception says so, or the kernel may have killed the process."""
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return True
+        text = str(error).lower()
+        if isinstance(error, RuntimeError | OSError | DeviceError):
+            if any(word in text for word in _SHORTAGE_WORDS):
+                return True
+            if isinstance(error, WorkerError) and MEMORY_RAN_OUT in text:
+                return True
+        error = error.__cause__
+    return False
+
+
+# --- in the trial's process ----------------------------------------------------------------------
+
+
+def serve_trials(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
+    """Try one size after the other; ended by rank 0."""
+    _volunteer()
+    payload, specs, threads, settings = pickle.loads(body)
+    with num_threads(threads), settings.applied():
+        trainer = unpacked(payload, descriptors, blank_parameters(specs))
+        while True:
+            message, attached = context.receive()
+            context.send(_answer(trainer, message, attached))
+
+
+def _volunteer() -> None:
+    """Be the one that the kernel kills when memory runs out, with all helpers to come."""
+    with suppress(OSError):  # another system, or a container that forbids it
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _answer(trainer: TrainerProtocol, message: bytes, descriptors: tuple[int, ...]) -> bytes:
+    batch_size, payload = pickle.loads(message)
+    try:
+        figures: object = _try_size(trainer, unpacked(payload, descriptors), batch_size)
+    except BaseException as error:  # SystemExit as well: a model that exits has failed
+        figures = pack_failure(error)
+    return pickle.dumps(figures)
+
+
+def _try_size(trainer: TrainerProtocol, source: Source, batch_size: int) -> _Figures:
+    assert trainer.optimizer is not None
+    for group in trainer.optimizer.param_groups:
+        if "lr" in group:
+            group["lr"] = 0.0 * group["lr"]
+    train = partial(trainer.fit, batch_size=batch_size, shuffle=False, verbose=0)
+    accelerators.forget_peak()  # of sizes that this process has tried before
+    clock = _Clock(_WARM_UP_STEPS)
+    trainer.callbacks = [clock]
+    train(RepeatedSource(source, _WARM_UP_STEPS * batch_size))
+    num_steps = math.ceil(_MEASURED_SECONDS / max(clock.seconds_per_step, 1e-6))
+    num_steps = min(max(num_steps, _FEWEST_STEPS), _MOST_STEPS)
+    clock = _Clock(num_steps + 1)  # from the end of the first
+    trainer.callbacks = [clock]
+    train(RepeatedSource(source, (num_steps + 1) * batch_size))
+    return _Figures(
+        clock.seconds_per_step,
+        clock.peak_bytes,
+        trainer.plan.num_ranks,
+        accelerators.peak_bytes(),
+        accelerators.limit_bytes(),
+    )
+
+
+class _Clock(Callback):
+    """Notes when steps end, and at the last one how much memory all processes have taken."""
+
+    is_observer = True
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._ends: list[float] = []
+        self.peak_bytes = 0
+
+    @property
+    def seconds_per_step(self) -> float:
+        """From the end of one step to that of the next; the median."""
+        return statistics.median(
+            later - sooner for sooner, later in zip(self._ends, self._ends[1:], strict=False)
+        )
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        self._ends.append(time.perf_counter())
+        if len(self._ends) == self._num_steps:
+            self.peak_bytes = peak_memory()

@@ -1,0 +1,252 @@
+"""Sees whether callbacks have changed more than values.
+
+Weights lie in shared memory, and options of the optimizer and buffers are sent to all ranks. What
+else a callback may do between two epochs (freeze a layer, change a dropout's rate, add a parameter
+group, load an optimizer's state) makes the ranks be sent everything anew, and this is how it shows.
+"""
+
+from collections.abc import Callable, Container, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn, optim
+
+from lockstep.errors import OptionError
+from lockstep.parallel.transfer.serialization import describe
+from lockstep.plan.spec import Plan
+from lockstep.train.callbacks.state_values import changed_values, copied_values
+from lockstep.train.optim.optimizers import Optimizers, each_optimizer
+from lockstep.units import first_few
+
+
+class ModelFingerprint(NamedTuple):
+    """A model at one moment: two of them show what has changed in between.
+
+    Attributes:
+        structure: what there is, what of it is trained, and in which mode.
+        places: where parameters lie.
+        versions: place and version of every buffer, by name.
+    """
+
+    structure: list[object]
+    places: list[object]
+    versions: dict[str, tuple[int, int]]
+
+
+class ModelSnapshotter:
+    """Looks at a model before and after every step that a callback watches, so it must be quick.
+
+    It knows the modules from the beginning: a model with other modules is of another structure.
+
+    Args:
+        model: what to look at.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [(f"{name}." if name else "", one) for name, one in model.named_modules()]
+
+    def look(self) -> ModelFingerprint:
+        """The model as it is now."""
+        found = ModelFingerprint([], [], {})
+        structure, places, versions = found
+        for prefix, module in self._modules:
+            structure.append((module.training, [*map(id, module._modules.values())]))
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    structure.append((id(parameter), parameter.requires_grad))
+                    places.append((parameter.data_ptr(), parameter.stride(), parameter.dtype))
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    versions[prefix + name] = buffer.data_ptr(), buffer._version
+        return found
+
+
+class ChangeWatch:
+    """Sees what callbacks change of a model's values while all ranks wait for them.
+
+    Args:
+        model: the model.
+        readopt: brings parameters that a callback moved back to where all ranks see them.
+        sees_weights: changed weights are told of, also where all ranks see them anyway.
+    """
+
+    def __init__(
+        self, model: nn.Module, readopt: Callable[[], None], *, sees_weights: bool = False
+    ) -> None:
+        self._model = model
+        self._sees_weights = sees_weights
+        self._readopt = readopt
+        self._lookout: ModelSnapshotter | None = None
+
+    def over(
+        self, act: Callable[[], None], *, in_epoch: bool, plan: Plan | None
+    ) -> dict[str, torch.Tensor]:
+        """The tensors that other ranks are to be told of, by name, after ``act``.
+
+        Args:
+            act: calls the callbacks.
+            in_epoch: the epoch goes on with the same modules.
+            plan: whose ranks are told; None where there is nothing to tell.
+
+        Raises:
+            OptionError: in the midst of an epoch more was changed than values.
+        """
+        model = self._model
+        lookout = self._lookout or ModelSnapshotter(model)
+        before = lookout.look()
+        # What other ranks do not see change: buffers, and in other domains parameters. What is
+        # written to ``buffer.data`` leaves no trace but the values.
+        is_told = plan is not None and plan.num_ranks > 1
+        is_elsewhere = self._sees_weights or (plan is not None and len(plan.domains) > 1)
+        known = copied_values(model, with_parameters=is_elsewhere) if is_told else {}
+        act()
+        # Between epochs there may be other modules from now on.
+        self._lookout = lookout if in_epoch else None
+        after = lookout.look() if in_epoch else ModelSnapshotter(model).look()
+        if in_epoch and after.structure != before.structure:
+            raise OptionError(
+                "In the midst of an epoch a callback may change values only.",
+                received="a change of requires_grad or of a module's training mode",
+                fix="Do it in on_epoch_begin or on_epoch_end.",
+            )
+        if after.places != before.places:
+            self._readopt()
+        if not is_told:
+            return {}
+        unseen = changed_values(known, model, with_parameters=is_elsewhere)
+        return changed_buffers(model, before, after) | unseen
+
+
+# What a setting is, or a dict of these, or a short list.
+_PLAIN = (bool, int, float, str, type(None))
+_MOST_HELD = 100
+
+# The attributes of objects, by the object's name and the attribute's.
+Settings = dict[tuple[str, str], object]
+
+
+def settings_of(objects: Mapping[str, object], left_out: Container[str]) -> Settings:
+    """The attributes that are numbers, flags and text, or hold such.
+
+    Args:
+        objects: by name.
+        left_out: names of attributes that are no settings.
+    """
+    found: Settings = {}
+    for name, obj in objects.items():
+        for attribute, value in vars(obj).items():
+            if attribute in left_out:
+                continue
+            if isinstance(value, _PLAIN):
+                found[name, attribute] = value
+            elif isinstance(value, dict):
+                for key, one in value.items():
+                    if isinstance(one, _PLAIN):
+                        found[name, f"{attribute}[{key!r}]"] = one
+            elif isinstance(value, list | tuple) and len(value) <= _MOST_HELD:
+                if all(isinstance(one, _PLAIN) for one in value):
+                    found[name, attribute] = tuple(value)
+            elif isinstance(value, np.ndarray) and value.size <= _MOST_HELD:
+                found[name, attribute] = value.tobytes()
+    return found
+
+
+class SettingsWatch:
+    """Sees whether callbacks change settings in the midst of an epoch, which ranks have copies of.
+
+    What a step changes by itself (a layer may count its calls) is no setting, and neither is what
+    was not there when training began.
+
+    Args:
+        find: finds the objects that have settings, by name.
+        left_out: names of attributes that are none.
+    """
+
+    def __init__(self, find: Callable[[], Mapping[str, object]], left_out: Container[str]) -> None:
+        self._find = find
+        self._left_out = left_out
+        self._objects = find()
+        self._last = self._look()
+        self._watched = set(self._last)
+
+    def begin_epoch(self) -> None:
+        """All ranks have what there is now."""
+        self._objects = self._find()
+        self._last = self._look()
+
+    def _look(self) -> Settings:
+        return settings_of(self._objects, self._left_out)
+
+    def over(self, act: Callable[[], None]) -> None:
+        """Act, and compare.
+
+        Raises:
+            OptionError: settings have changed.
+        """
+        before = self._look()
+        self._watched -= _changed(self._last, before)
+        act()
+        self._last = self._look()
+        changed = sorted(_changed(before, self._last) & self._watched)
+        if changed:
+            names = [f"`{attribute}` of {name}" for name, attribute in changed]
+            raise OptionError(
+                "In the midst of an epoch a callback may change values only: the other ranks "
+                "have attributes as they were when the epoch began.",
+                received=f"a change of {first_few(names)}",
+                fix="Do it in on_epoch_begin or on_epoch_end, or have a buffer or variable "
+                "hold it; notes are better kept in the callback.",
+            )
+
+
+def _changed(before: Settings, after: Settings) -> set[tuple[str, str]]:
+    """Those that are there before and after, and are not the same."""
+    return {
+        key
+        for key, value in before.items()
+        if key in after and after[key] is not value and after[key] != value
+    }
+
+
+def changed_buffers(
+    model: nn.Module, before: ModelFingerprint, after: ModelFingerprint
+) -> dict[str, torch.Tensor]:
+    """The buffers that were written to, or made, between two looks.
+
+    Also with the value that they had: another rank may have had another.
+    """
+    if before.versions == after.versions:
+        return {}
+    return {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if after.versions[name] != before.versions.get(name)
+    }
+
+
+def structure(model: nn.Module) -> object:
+    """What is trained, and in which mode."""
+    return [id(module) for module in model.modules()], ModelSnapshotter(model).look().structure
+
+
+def fingerprint(
+    model: nn.Module, optimizer: optim.Optimizer | Optimizers | None, plan: Plan
+) -> object:
+    """Everything that ranks were sent or made, but for values that are brought to them anyway."""
+    slots = [_slots_of(each) for each in each_optimizer(optimizer)]
+    if plan.num_ranks > 1 or plan.pipeline is not None:  # stages run a trace of the model
+        return structure(model), describe(model, list(model.parameters())), slots
+    # The user's own model runs, and the optimizer steps itself; on master weights a clone does.
+    return structure(model), slots if plan.precision == "bf16" else []
+
+
+def _slots_of(optimizer: optim.Optimizer) -> object:
+    groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    slots = {
+        id(parameter): [
+            (name, id(value), getattr(value, "_version", None)) for name, value in values.items()
+        ]
+        for parameter, values in optimizer.state.items()
+    }
+    return groups, slots

@@ -1,0 +1,212 @@
+"""The driver: what rank 0 does between the steps of a task, and what it is shown."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.data.map_style.sources import Source
+from lockstep.errors import WorkerError
+from lockstep.launch.workers.team import Team
+from lockstep.parallel.debug.module_watch import Noted
+from lockstep.parallel.training_step import StepResult
+from lockstep.parallel.update import PieceSlots, Updater
+from lockstep.train.fault_tolerance.rank_states import RankState
+from lockstep.train.history import History
+from lockstep.train.input.stream_broadcast import GlobalBatch
+
+Logs = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Everything a step left behind: for proofs, not for training.
+
+    Attributes:
+        step: the step's number, from 0.
+        loss: of the global batch.
+        weight: its weight; 0 means that nothing was updated.
+        gradients: by parameter name; None where the parameter was not used.
+        states: what each rank has of the model's ``state_dict``.
+        slots: pieces of the optimizer's slots, of all ranks.
+        is_divided: ranks have parts of the model only.
+        weights: where ranks train apart, what each has trained on. Loss, gradients and slots are
+            then those of the first.
+        num_samples: of the global batch.
+        noted: what each rank's modules have computed, where that was asked for.
+    """
+
+    step: int
+    loss: float
+    weight: float
+    gradients: dict[str, torch.Tensor | None]
+    states: list[dict[str, torch.Tensor]]
+    slots: list[PieceSlots]
+    is_divided: bool = False
+    weights: tuple[float, ...] = ()
+    num_samples: int = 0
+    noted: Sequence[Noted] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where in a ``fit`` training stands, between two steps.
+
+    Attributes:
+        epoch: number of the epoch of the next step.
+        batch: number of its batch.
+        num_steps: made so far by the task under way.
+        so_far: what the epoch has come to (``train.fit.epoch_sums``); None where it has not begun.
+        read: of a stream, the number of batches that were used, and their checksum; else None.
+        replicas: of ranks that train apart, what each has of its own
+        (``train.checkpointing.replica_state``).
+        residuals: of all hosts that compress what they send (``train.optim.error_feedback``).
+        is_lasting: another process could go on from there.
+    """
+
+    epoch: int
+    batch: int
+    num_steps: int
+    so_far: Any = None
+    read: list[int] | None = None
+    replicas: Any = None
+    residuals: Any = None
+    is_lasting: bool = True
+
+
+class TaskDriver:
+    """What rank 0 does between steps. This base does nothing, as on every other rank."""
+
+    stop_training = False
+    is_interrupted = False
+    updater: Updater | None = None
+    """Of the training that is conducted."""
+    history: History
+    """Of the training that is conducted."""
+    failure: Exception | None = None
+    """Of a callback, or of a stream that is read here; it ends the training as Ctrl-C does."""
+    samples: Any = None
+    """A few, on which all ranks compute the same (``train.validation.rank_consistency``)."""
+
+    def fail(self, error: Exception) -> None:
+        """What it was to do between two steps has failed."""
+        raise error
+
+    def announce(self, doing: str) -> None:
+        """What is done before the first step, as it begins."""
+
+    def hold_interrupts(self) -> None:
+        """Steps begin: Ctrl-C must not cut one in half, but set ``is_interrupted``."""
+
+    def begin_epoch(self, epoch: int) -> None:
+        """An epoch begins."""
+
+    def rejoin_epoch(self, epoch: int) -> None:
+        """Steps go on in an epoch that has begun before."""
+
+    def begin_step(self, index: int) -> None:
+        """Step number ``index`` of the epoch begins."""
+
+    def end_step(self, index: int, result: StepResult) -> None:
+        """A step is done."""
+
+    seconds_between_metrics: float = 0.0
+    """How often metrics are shown within an epoch; 0 is never."""
+
+    def show_metrics(self, values: Logs) -> None:
+        """What metrics have come to in the epoch so far."""
+
+    def watched(self, source: Source) -> Source:
+        """The training data, as rank 0 sees how long it takes to come."""
+        return source
+
+    def awaited(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
+        """Batches that are read one after the other, as rank 0 sees how long they take to come."""
+        return batches
+
+    def wants_state(self, index: int) -> bool:
+        """Whether a callback takes the training's state after this step."""
+        return False
+
+    def record_position(self, place: Place | None) -> None:
+        """Callbacks are called there next; None where that is no place to go on from."""
+
+    def begin_run(self, start: Any, look: Callable[[], list[RankState]]) -> None:
+        """All ranks are about to train, from the ``Resume`` on; ``look`` tells what they are at."""
+
+    def note_failure(self, error: BaseException, states: list[RankState], team: Team) -> None:
+        """Training has failed, and helpers are about to be ended: what all ranks were at."""
+
+    def back_up(self) -> None:
+        """After a step, and all that callbacks do: keep a copy of the training, if it is time."""
+
+    def back_up_at(self, resume: Any, num_steps: int) -> None:
+        """An epoch begins whose ranks are going to be some steps apart: keep what is there now."""
+
+    def begin_apart(self, begun: Any) -> None:
+        """Steps of an epoch are about to be made by ranks that are apart, from the Resume on."""
+
+    def record_progress(self, stand: Any) -> None:
+        """After the loss of a process: how far they were (``ServedStand``); None if unknown."""
+
+    def put_back(self) -> int | None:
+        """After a failure: have the training be as it was when it was last copied.
+
+        Returns:
+            The number of the last step that was made then; None where there is no copy.
+        """
+        return None
+
+    def resume_after(self, error: WorkerError) -> Any:
+        """The ``Resume`` from which to go on after the loss of a process; None if it is the end."""
+        return None
+
+    def decide(self, directive: Any, renew_at: Any = None) -> Any:
+        """What callbacks have decided now, or had decided when this step was made before.
+
+        Args:
+            directive: their decision.
+            renew_at: where ranks go on that are sent everything anew; None within an epoch.
+        """
+        return directive
+
+    def note_bad_records(self, bad: Mapping[int, str]) -> None:
+        """Records that are left out, by their index, each with the reason."""
+
+    def begin_validation(self) -> None:
+        """Validation begins."""
+
+    def end_validation(self, logs: Logs) -> None:
+        """Validation is done."""
+
+    def end_epoch(self, epoch: int, logs: Logs) -> None:
+        """An epoch is done."""
+
+    def take_traces(self, traces: list[bytes]) -> None:
+        """The traced steps are over: all ranks' traces."""
+
+    def observe_state(self, snapshot: Snapshot) -> None:
+        """The state after a step, where the task records it."""
+
+    def take_slots(self, slots: list[PieceSlots]) -> None:
+        """Let callbacks see the optimizer's slots, put together from those of all ranks."""
+
+    def fingerprint(self) -> object:
+        """What the other ranks were sent: where it has changed, they must be sent it anew."""
+        return None
+
+    def watch(self, act: Callable[[], None], *, in_epoch: bool) -> dict[str, torch.Tensor]:
+        """Act, and see what has changed of the model.
+
+        Parameters whose memory was exchanged are brought back to where all ranks see them.
+
+        Args:
+            act: what rank 0 does.
+            in_epoch: in the midst of an epoch, where only values may change.
+
+        Returns:
+            What the others cannot see that has changed of buffers and parameters, by name.
+        """
+        act()
+        return {}

@@ -1,0 +1,227 @@
+"""RankSync: a rank among all, and what rank 0's callbacks change told to the others.
+
+Only rank 0 has a driver that does anything. Whatever that changes (options, weights, buffers, an
+end) is brought to all ranks before the next step, so that all go on alike.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from lockstep.parallel.exchange.control import Control
+from lockstep.parallel.parameter_server.async_worker import ServerProgress
+from lockstep.parallel.update import PieceSlots
+from lockstep.parallel.worker import Worker
+from lockstep.train.callbacks.driver import TaskDriver
+from lockstep.train.callbacks.state_values import set_values
+from lockstep.train.fit.tracing import StepTracer
+from lockstep.train.input.stream_broadcast import Halt
+
+_T = TypeVar("_T")
+
+_BATCHES_BETWEEN_PAUSES = 4
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a training goes on.
+
+    Attributes:
+        epoch: the epoch's number.
+        is_begun: its ``on_epoch_begin`` has been called.
+        stops: a callback wanted training to stop there, and a step is still to be made.
+        batch: the number of the epoch's next batch.
+        so_far: what the epoch has come to in the batches before (``train.fit.epoch_sums``).
+        replicas: of ranks that train apart, what each has of its own
+        (``train.checkpointing.replica_state``).
+        served: of workers and servers that are apart, how far they are in the epoch.
+        num_ended: batches of the epoch whose end callbacks have seen, where ``served`` is told.
+    """
+
+    epoch: int = 0
+    is_begun: bool = False
+    stops: bool = False
+    batch: int = 0
+    so_far: Any = None
+    replicas: Any = None
+    served: ServerProgress | None = None
+    num_ended: int = 0
+
+
+class RestartTask(Exception):  # noqa: N818  # no error: all ranks leave the loop here, together
+    """A callback has changed what the ranks were sent."""
+
+    def __init__(self, resume: Resume) -> None:
+        super().__init__()
+        self.resume = resume
+
+
+@dataclass(frozen=True)
+class CallbackOutcome:
+    """What rank 0's callbacks decided: options, unless they are unchanged, and changed values.
+
+    False where they have decided nothing: then the others need not be told.
+    """
+
+    stop: bool
+    halt: bool
+    renew: bool
+    options: list[dict[str, Any]] | None
+    values: dict[str, torch.Tensor]
+
+    def __bool__(self) -> bool:
+        changes = self.stop or self.halt or self.renew or self.values
+        return bool(changes) or self.options is not None
+
+
+_NOTHING = CallbackOutcome(stop=False, halt=False, renew=False, options=None, values={})
+_END = replace(_NOTHING, halt=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSync:
+    """A rank among all: its worker, its line to the others, its driver."""
+
+    worker: Worker
+    control: Control
+    driver: TaskDriver
+
+    def sync_callback(
+        self,
+        act: Callable[[], None],
+        renew_at: Resume | None = None,
+        *,
+        stops_at_once: bool = True,
+    ) -> bool:
+        """Let rank 0 act, bring what it changed to all ranks; returns whether to stop.
+
+        Args:
+            act: what rank 0 does.
+            renew_at: between epochs, where to go on if the ranks must be sent everything anew.
+            stops_at_once: no step is made any more if training is to stop.
+
+        Raises:
+            Halt: on all ranks, if the user wants out.
+            Renew: on all ranks, if more has changed than values.
+        """
+        updater, model = self.worker.updater, self.worker.model
+        assert updater is not None
+        directive = None
+        if self.control.rank == 0:
+            decided = self.act(partial(self._directive, act, renew_at))
+            directive = _END if decided is None else decided
+        directive = self._tell(directive)
+        set_values(model, directive.values)
+        updater.look_again()
+        if not directive:
+            return False
+        is_over = directive.halt or (directive.stop and stops_at_once)
+        if directive.renew and renew_at is not None and not is_over:
+            raise RestartTask(replace(renew_at, stops=directive.stop))
+        if directive.options is not None:
+            updater.set_options(directive.options)
+        if directive.halt:
+            raise Halt
+        return bool(directive.stop)
+
+    def act(self, act: Callable[[], _T]) -> _T | None:
+        """Have rank 0 do something between two steps.
+
+        An error of it ends the training as Ctrl-C does: with a step that all ranks have made. Until
+        then nothing else is done.
+        """
+        if self.driver.failure is not None:
+            return None
+        try:
+            return act()
+        except Exception as error:
+            self.driver.fail(error)
+            return None
+
+    def _directive(self, act: Callable[[], None], renew_at: Resume | None) -> CallbackOutcome:
+        """What rank 0's callbacks decide."""
+        driver, updater = self.driver, self.worker.updater
+        assert updater is not None
+        options = updater.options()
+        fingerprint = None if renew_at is None else driver.fingerprint()
+        values = driver.watch(act, in_epoch=renew_at is None)
+        renew = renew_at is not None and fingerprint != driver.fingerprint()
+        changed = updater.options()
+        directive = CallbackOutcome(
+            stop=driver.stop_training,
+            halt=driver.is_interrupted or self._is_halted,
+            renew=renew,
+            options=changed if changed != options else None,
+            values=values,
+        )
+        decided: CallbackOutcome = driver.decide(directive, renew_at)
+        return decided
+
+    def _tell(self, directive: CallbackOutcome | None) -> Any:
+        """Rank 0's directive, on every rank; a message is sent only if it says anything."""
+        is_sent = self.worker.board is None or self.is_wanted(bool(directive))
+        return self.control.broadcast(directive) if is_sent else _NOTHING
+
+    def is_wanted(self, wish: bool) -> bool:
+        """Rank 0's wish, on every rank."""
+        board = self.worker.board
+        if board is None:
+            return bool(self.control.broadcast(wish))
+        return board.announce(wish) if self.control.rank == 0 else board.announced()
+
+    def show_slots(self) -> None:
+        """Callbacks find the optimizer's slots where they look for them."""
+        self.driver.take_slots(self.gathered_slots())
+
+    def gathered_slots(self) -> list[PieceSlots]:
+        """What rank 0 has not of the slots; what lies in stores all hosts have afterwards."""
+        updater = self.worker.updater
+        assert updater is not None
+        self.worker.gather_slots()
+        if updater.shares_all:
+            return []
+        return [part for parts in self.control.gather(self.worker.slots()) for part in parts]
+
+    def show_traces(self, tracer: StepTracer) -> None:
+        """Whoever has asked for traces gets those of all ranks."""
+        traces = self.control.gather(tracer.take())
+        if self.control.rank == 0:
+            self.act(partial(self.driver.take_traces, traces))
+
+    def check_halt(self) -> None:
+        """Between two barriers: leave the loop, on all ranks or on none.
+
+        Raises:
+            Halt: the user wants out.
+        """
+        alone = self.control.num_ranks == 1 and self.driver.is_interrupted
+        if alone or self._is_halted:
+            raise Halt
+
+    @property
+    def _is_halted(self) -> bool:
+        return self.worker.is_halted
+
+    def pause_validation(self, index: int) -> None:
+        """After a batch of the validation: nothing waits there otherwise, so not at each."""
+        if index % _BATCHES_BETWEEN_PAUSES == 0:
+            self.worker.barrier()
+            self.check_halt()
+
+    def collect_buffers(self) -> None:
+        """Give rank 0 the buffers, and parameters, of which others have the values that count."""
+        self.worker.show_parameters()
+        if self.control.num_ranks > 1 and next(self.worker.model.buffers(), None) is not None:
+            own = self.worker.ruled_buffers()
+            for buffers in self.control.gather({} if self.control.rank == 0 else own):
+                set_values(self.worker.model, buffers)
+
+    def share_buffers(self) -> None:
+        """Give every rank the values of all buffers that count."""
+        self.collect_buffers()
+        model = self.worker.model
+        if self.control.num_ranks > 1 and next(model.buffers(), None) is not None:
+            set_values(model, self.control.broadcast(dict(model.named_buffers())))

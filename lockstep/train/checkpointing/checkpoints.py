@@ -1,0 +1,378 @@
+"""Checkpoints of a ``fit``: taken between its steps, written meanwhile, gone on from by the next.
+
+A checkpoint is the training's whole state (``train.checkpointing.training_state``), the place in
+the ``fit``, and what that was asked to do. Training waits for the copy in memory only: a thread
+writes it. All copies of a ``fit`` take the same memory: in new memory they would take six times as
+long.
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import msgspec
+import torch
+from torch import nn
+
+from lockstep.checkpoint.generations import write_generation, writing_alone
+from lockstep.checkpoint.manifest import Summary
+from lockstep.checkpoint.reading import read_newest
+from lockstep.checkpoint.saved import Saved
+from lockstep.checkpoint.storage import Folder, Url, folder_of
+from lockstep.checkpoint.trees import Tree, flattened, pointer
+from lockstep.errors import OptionError, Problems
+from lockstep.events import LOGGER
+from lockstep.launch.background import Background
+from lockstep.options import check_choice, check_count
+from lockstep.plan.spec import Plan
+from lockstep.tracebacks import public_methods
+from lockstep.train.callbacks.callback import Callback, Logs
+from lockstep.train.callbacks.interrupt import (
+    PATIENCE_SECONDS,
+    STATUS_OF_SIGTERM,
+    Interrupt,
+    Termination,
+)
+from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
+from lockstep.train.history import History
+from lockstep.train.resume.differences import ON_DIFFERENCE, OnDifference
+from lockstep.train.resume.fit_record import End, FitRecord, Found, at_end, reaches
+from lockstep.version import __version__
+
+_EVERY = re.compile(r"(?P<steps>\d+) steps?|(?P<epoch>epoch)|(?P<seconds>\d+(\.\d+)?) ?s")
+
+
+@public_methods
+class Checkpoint:
+    """Where and how often ``fit`` writes checkpoints, for ``fit(..., checkpoint=...)``.
+
+    The same script started again goes on at the very next batch, with the bits that it would have
+    had; a ``fit`` that had ended trains nothing and returns the same history. Each ``fit`` has a
+    folder of its own. On several hosts host 0 reads and writes.
+
+    Args:
+        directory: the folder, which need not be there yet; or a URL that fsspec opens, as in
+            ``s3://bucket/run``.
+        every: ``"epoch"``, ``"100 steps"`` or ``"60s"``. The end of a ``fit`` is written always.
+        keep: how many checkpoints are kept, the newest.
+        on_difference: what to do where the script has changed in a way that changes the result
+            (options of the optimizer, the schedule, loss, clipping, data, ...): ``"error"`` raises
+            a CheckpointError that names all that differs; ``"take new"`` goes on with what the
+            script says now; ``"keep"`` with the optimizer's options and the schedule that the
+            checkpoint has. What schedules and callbacks have changed during training is no
+            difference.
+
+    Raises:
+        OptionError: an argument cannot be what it is.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        every: str = "epoch",
+        keep: int = 3,
+        on_difference: OnDifference = "error",
+    ) -> None:
+        found = _EVERY.fullmatch(every) if isinstance(every, str) else None
+        problems = Problems()
+        if found is None or not any(found.groups()) or _number(found) == 0:
+            problems.add(
+                'A checkpoint is written every "epoch", "100 steps" or "60s".',
+                received=f"every={every!r}",
+                fix="Give one of these forms, with a number above 0.",
+            )
+        check_count("keep", keep, problems, fix="Leave it out for 3.")
+        fix = "Leave it out to raise an error where the script has changed."
+        check_choice("on_difference", on_difference, ON_DIFFERENCE, problems, fix=fix)
+        problems.raise_if_any(OptionError)
+        self.directory = folder_of(directory)
+        self.every = every
+        self.keep = keep
+        self.on_difference = on_difference
+        assert found is not None
+        self.is_by_epoch = found["epoch"] is not None
+        self.num_steps = int(found["steps"]) if found["steps"] else None
+        self.num_seconds = float(found["seconds"]) if found["seconds"] else None
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.directory)!r}, every={self.every!r}, keep={self.keep})"
+
+
+def check_places(checkpoint: object, record: object) -> None:
+    """See that ``fit`` can tell where to keep what it keeps.
+
+    Raises:
+        OptionError: it cannot.
+    """
+    if not isinstance(checkpoint, Checkpoint | None):
+        raise OptionError(
+            "`checkpoint` must be a lockstep.Checkpoint.",
+            received=f"checkpoint={checkpoint!r}",
+            fix='Pass lockstep.Checkpoint("run"), with the folder.',
+        )
+    is_path = isinstance(record, str | os.PathLike) and not isinstance(folder_of(record), Url)
+    if record is not None and not is_path:
+        raise OptionError(
+            "`record` must be the path of a folder of this machine.",
+            received=f"record={record!r}",
+            fix='Pass record="run", for example.',
+        )
+
+
+def _number(found: re.Match[str]) -> float:
+    return 1 if found["epoch"] else float(found["steps"] or found["seconds"])
+
+
+# Ctrl-C on another host: longest wait for host 0, which was likely sent it too, to write.
+_PATIENCE_FOR_HOST_0_SECONDS = 2.0
+
+
+class CheckpointWriter(Callback):
+    """Writes the checkpoints of one ``fit``. It is called after all other callbacks.
+
+    Args:
+        checkpoint: where, and how often.
+        termination: what has become of SIGTERM, after which one more is written.
+        memory: has the newest state, and says whether to take another between those that are
+            written.
+        epochs: how many are asked for.
+
+    Attributes:
+        directory: where.
+        on_difference: see ``Checkpoint``.
+        place: name of the checkpoint on the disk from which to go on.
+        tell: shows a line to the user.
+        memory: the one given.
+        record: of the ``fit``; set before training.
+        found: the checkpoint from which all go on, until they have; None where they begin.
+        interrupt: what has become of Ctrl-C, after which one more is written; set before training.
+        has_last: that one is taken.
+    """
+
+    is_observer = True
+    record: FitRecord
+    found: Found | None = None
+    interrupt = Interrupt()
+    has_last = False
+    _end: End | None = None
+    """What was there when the last epoch had ended."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        termination: Termination,
+        memory: MemoryCheckpoints,
+        epochs: int,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._checkpoint = checkpoint
+        self.directory = checkpoint.directory
+        self.on_difference = checkpoint.on_difference
+        self.place = ""
+        self._epochs = epochs
+        self.tell = tell
+        self._termination = termination
+        self.memory = memory
+        self._is_last = self._is_open = False
+        self._background = Background("lockstep: checkpoints")
+        self._writing: Future[Folder] | None = None
+        self._is_due = False
+        self._is_wanted = False  # in memory, at least
+        self._last_seconds = self._asked_seconds = time.monotonic()
+        self.begin_at(0)
+
+    def begin_at(self, num_steps: int) -> None:
+        """So many steps of the ``fit`` were made before."""
+        self._num_steps = self._last_steps = num_steps
+
+    @contextmanager
+    def opened(self) -> Iterator[dict[str, Tree] | None]:
+        """Within the block nobody else writes there; gives the newest checkpoint, if there is one.
+
+        Raises:
+            CheckpointError: there are some, and none is whole; another process writes there.
+            OSError: the folder, or the last checkpoint, cannot be written.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(writing_alone(self._checkpoint.directory))
+            stack.callback(self._background.close)
+            self._is_open = True
+            try:
+                yield self._newest()
+            except BaseException as error:
+                self._wait_after(error)
+                raise
+            self._wait()
+
+    def _newest(self) -> dict[str, Tree] | None:
+        """The newest checkpoint; where more epochs are wanted than it has, one before the end.
+
+        What callbacks have done at the end, such as to take the best weights, is in the last one.
+        """
+        saved = read_newest(self.directory)
+        if saved is None:
+            return None
+        if saved.summary.is_finished and reaches(saved.tree(), self._epochs):
+            saved = read_newest(self.directory, is_finished=False) or saved
+        self.place = saved.place
+        return saved.tree()
+
+    # --- between the steps -----------------------------------------------------------------------
+
+    def takes_state(self, batch: int) -> bool:
+        every = self._checkpoint
+        self._is_last = self._termination.is_requested
+        self.has_last = self.interrupt.is_requested
+        self._is_due = self._is_last or self.has_last
+        if every.num_steps is not None:  # not after every step it may have been asked
+            steps = (self._last_steps, self._num_steps + 1)
+            last, now = (number // every.num_steps for number in steps)
+            self._is_due = self._is_due or now > last
+        elif every.num_seconds is not None:
+            passed = time.monotonic() - self._last_seconds
+            self._is_due = self._is_due or passed >= every.num_seconds
+        is_idle = self._writing is None or self._writing.done()
+        is_wanted = is_idle and self.memory.wants_another()
+        self._is_wanted = is_wanted or self._is_due
+        self._asked_seconds = time.monotonic()
+        return self._is_wanted
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        self._num_steps += 1
+        if self._is_wanted:
+            self._take(self._asked_seconds, writes=self._is_due)
+            self._is_due = self._is_wanted = False
+        if self.has_last:
+            self._wait()
+        if self._is_last and not self.trainer.stop_training:  # else the end is written in a moment
+            self._wait()
+            raise SystemExit(STATUS_OF_SIGTERM)
+
+    def lets_end(self) -> bool:
+        """Whether Ctrl-C may end training: on host 0 once a checkpoint is taken, or in vain."""
+        patience = PATIENCE_SECONDS if self._is_open else _PATIENCE_FOR_HOST_0_SECONDS
+        return self.has_last or time.monotonic() - self.interrupt.requested_seconds > patience
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        if self._checkpoint.is_by_epoch:
+            self._take(time.monotonic(), writes=True)
+        if epoch + 1 == self._epochs:
+            self._end = at_end(self.trainer)
+
+    def _take(self, began: float, *, writes: bool) -> None:
+        if self.trainer.stop_training:
+            return  # the end is near, and one in between would go on
+        self._wait()  # what it writes from is where the next copy goes
+        # Memory that was touched is written to faster.
+        parts = self.trainer.state_onto(self.memory.given_up())
+        num_shares = self.trainer.plan.num_shares
+        self.record = msgspec.structs.replace(self.record, num_shares=num_shares)
+        self.memory.keep(parts, self.record.tree(), began)
+        if writes:
+            self._write(parts, self.record, self.trainer.plan)
+            self._last_seconds = time.monotonic()
+            self._last_steps = self._num_steps
+
+    # --- writing ---------------------------------------------------------------------------------
+
+    def begin(self, parts: Mapping[str, Tree]) -> None:
+        """Write the first checkpoint: no step was made.
+
+        Args:
+            parts: of the state.
+        """
+        self.memory.keep(parts, self.record.tree(), time.monotonic())
+        self._write(parts, self.record, None)
+
+    def write_found(self, found: Found) -> None:
+        """Write a checkpoint that another host had, or this one's memory, before training goes on.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        self._write(found.state.parts(), found.record, None)
+        self._wait()  # training may have its tensors
+
+    def finish(self, parts: Mapping[str, Tree], history: History, plan: Plan | None) -> None:
+        """Write the last checkpoint: training has ended.
+
+        Args:
+            parts: of the state.
+            history: of the whole ``fit``.
+            plan: the last one; None where no step was left to be made.
+        """
+        record = msgspec.structs.replace(
+            self.record,
+            history=history.history,
+            epoch=history.epoch,
+            is_finished=True,
+            is_stopped=self.trainer.stop_training,
+            end=None if self._end is None else self._end.unless_changed(self.trainer),
+        )
+        self._write(parts, record, plan)
+
+    def _write(self, parts: Mapping[str, Tree], record: FitRecord, plan: Plan | None) -> None:
+        """Have a state written, once the one before is.
+
+        Raises:
+            OSError: the one before could not be written.
+        """
+        saved = _saved(parts, record, plan, self.model)
+        self._wait()
+        folder, keep = self._checkpoint.directory, self._checkpoint.keep
+        self._writing = self._background.submit(partial(_write_one, folder, saved, keep))
+
+    def _wait(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _wait_after(self, error: BaseException) -> None:
+        """Where training has failed, what else has failed is a note."""
+        try:
+            self._wait()
+        except Exception as other:
+            error.add_note(f"The last checkpoint was not written: {other}")
+
+
+def _write_one(folder: Folder, saved: Saved, keep: int) -> Folder:
+    written = write_generation(folder, saved, keep)
+    LOGGER.info("checkpoint written: %s, step %d", written, saved.summary.step)
+    return written
+
+
+def _saved(
+    parts: Mapping[str, Tree], record: FitRecord, plan: Plan | None, model: nn.Module
+) -> Saved:
+    tensors, values = flattened({**parts, "fit": record.tree()})
+    place = parts["position"]["fit"]
+    return Saved(
+        summary=Summary(
+            epoch=parts["position"]["epochs"] + (0 if place is None else place["epoch"]),
+            step=parts["position"]["steps"],
+            is_finished=record.is_finished,
+            strategy="" if plan is None else plan.strategy,
+            num_devices=0 if plan is None else plan.num_ranks,
+            lockstep=__version__,
+        ),
+        tensors=tensors,
+        weights=_weights(model),
+        values=values,
+        plan=msgspec.to_builtins(plan),
+    )
+
+
+def _weights(model: nn.Module) -> dict[str, str]:
+    """Of each name in the model's ``state_dict()``, the tensor's name in the training's state."""
+    parts = {"parameters": model.named_parameters(), "buffers": model.named_buffers()}
+    names = {id(one): pointer((part, name)) for part, every in parts.items() for name, one in every}
+    found = model.state_dict(keep_vars=True).items()
+    return {
+        name: names[id(one)]
+        for name, one in found
+        if isinstance(one, torch.Tensor) and id(one) in names
+    }

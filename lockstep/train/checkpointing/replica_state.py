@@ -1,0 +1,80 @@
+"""What each of the replicas that train apart has of its own, to go on from in another process.
+
+It is taken where their weights are alike. What then differs is the state of their optimizers, and
+what they have made of an epoch so far.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from lockstep.checkpoint.trees import Tree
+from lockstep.parallel.exchange.control import Control
+from lockstep.parallel.training_step import StepResult
+from lockstep.parallel.update import Slots, assemble_slots
+from lockstep.parallel.worker import Worker
+from lockstep.train.checkpointing.training_state import TrainingState, copied
+from lockstep.train.fit.epoch_sums import told
+from lockstep.train.optim.wrapped_updaters import OuterUpdater
+
+
+def replicas_of(worker: Worker, results: Sequence[StepResult], control: Control) -> Tree:
+    """A tree for each rank, on rank 0; all ranks call it.
+
+    Args:
+        worker: this rank's.
+        results: of its steps in the epoch so far.
+        control: its line to the others.
+    """
+    assert worker.updater is not None
+    own = {"steps": told(results), "buffers": _flags(worker)}
+    size = worker.plan.ranks_per_replica
+    pieces = worker.updater.slots() if size > 1 else []  # of the optimizer a rank knows these
+    if worker.rank >= size == 1:  # the first replica's is the training's
+        own["updater"] = worker.updater.state()
+    gathered = control.gather((own, pieces))
+    if control.rank != 0:
+        return None
+    if size > 1:
+        parameters = dict(worker.model.named_parameters())
+        options = worker.updater.state()["options"]  # callbacks have set them here, for all
+        for first in range(size, len(gathered), size):
+            ranks = gathered[first : first + size]
+            known = _known(assemble_slots([one for _, part in ranks for one in part], parameters))
+            for each, _ in ranks:
+                each["updater"] = {"options": options, **known}
+    return copied([each for each, _ in gathered])
+
+
+def _known(slots: dict[str, Slots]) -> dict[str, Tree]:
+    """The parts of a state that the ranks of a pipeline know together."""
+    names = [name for name, own in slots.items() if OuterUpdater.slot in own]
+    return {
+        "velocities": {name: slots[name].pop(OuterUpdater.slot) for name in names},
+        "optimizer": {name: own for name, own in slots.items() if own},
+    }
+
+
+def own_replica(replicas: Tree, worker: Worker) -> Tree:
+    """A rank's part of what ``replicas_of`` has told; None where that is of other replicas."""
+    plan = worker.plan
+    if not worker.has_own_optimizer or replicas is None or len(replicas) != plan.num_ranks:
+        return None
+    is_alike = sum("updater" not in one for one in replicas) == plan.ranks_per_replica
+    return replicas[worker.rank] if is_alike else None
+
+
+def set_replica(worker: Worker, replica: Tree) -> None:
+    """Have a rank go on as one that has told this of itself."""
+    flags = _flags(worker)
+    for name, value in replica["buffers"].items():
+        flags[name].copy_(value)
+    if "updater" in replica:
+        assert worker.updater is not None
+        worker.updater.load_state(TrainingState(**replica["updater"]))
+        worker.bind_again()
+
+
+def _flags(worker: Worker) -> dict[str, torch.Tensor]:
+    """Buffers that are not averaged."""
+    return {name: one for name, one in worker.model.named_buffers() if one.dtype == torch.bool}

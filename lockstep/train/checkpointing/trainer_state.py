@@ -1,0 +1,376 @@
+"""What of a Trainer outlives its calls: weights in files, its state, trials that are taken back."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from lockstep.checkpoint.weights import load_weights, save_weights
+from lockstep.errors import OptionError
+from lockstep.tracebacks import public_methods
+from lockstep.train.callbacks.callback import Callback
+from lockstep.train.callbacks.driver import Place, TaskDriver
+from lockstep.train.callbacks.rank_sync import Resume
+from lockstep.train.checkpointing.run_state import (
+    callback_states,
+    check_state,
+    module_states,
+    no_place,
+    set_callback_states,
+    set_module_states,
+    within_training,
+)
+from lockstep.train.checkpointing.training_state import TrainingState, copied
+from lockstep.train.history import History
+from lockstep.train.input.data_adapter import DataPipeline
+from lockstep.train.input.stream_broadcast import SharedStream
+from lockstep.train.optim.learning_rates import RunningSchedule
+from lockstep.train.runtime.runner import Runner
+
+_T = TypeVar("_T")
+
+
+@public_methods
+class PersistentRunner(Runner):
+    """A runner whose state can be saved, loaded and taken back.
+
+    Attributes:
+        callbacks: called during every training.
+        schedule: of the learning rate, or None.
+    """
+
+    callbacks: list[Callback]
+    schedule: RunningSchedule | None
+    _resumed: TrainingState | None = None
+    """A state from within a ``fit``, with which the next one goes on."""
+    _first_epoch: int | None = None
+    """Epochs trained before the ``fit`` that is under way; None where none is."""
+    _place: dict[str, Any] | None = None
+    """Where in it callbacks are called."""
+    _is_lasting = False
+    """Another process could go on from there."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_resumed": None, "_place": None}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model's weights and buffers, whole and by name, as safetensors.
+
+        The file appears whole or not at all, with the permissions of the one that it replaces.
+        On several hosts all call it, and host 0 writes.
+        """
+        with self._job_context.together("save") as hosts:
+            self._initialize()
+            if self._is_chief:
+                save_weights(self.model, path)
+            if hosts is not None:
+                hosts.wait()  # so that what comes after finds the file, where all hosts see it
+        self._session.stores.release_pages()
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Read weights that ``save`` wrote under any strategy, into the model.
+
+        On several hosts all call it, host 0 reads, and all get the weights.
+
+        Raises:
+            CheckpointError: it is no such file, or names or shapes do not fit the model; nothing is
+                changed then.
+        """
+        self._check_not_averaged("load")
+        with self._job_context.together("load") as hosts:
+            self._initialize()
+            if self._is_chief or self._job_context.follower is not None:
+                load_weights(self.model, path)
+            if hosts is not None:
+                hosts.share_values(self.model, None)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within ``with trainer.averaged():`` the model has the averaged weights.
+
+        ``evaluate``, ``predict`` and ``save`` then use them. The trained weights come back after
+        the block. Buffers are those of training.
+
+        Raises:
+            OptionError: nothing is averaged, or there was no update yet.
+        """
+        self._job_context.check_thread("averaged")
+        averages = self._update_config.averages
+        if averages is None:
+            raise OptionError(
+                "There are averaged weights where the Trainer was asked for them.",
+                received="average=None",
+                fix="Pass average=lockstep.EMA(0.999), for example.",
+            )
+        return averages.applied_to(self.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of which this training consists: to go on from it later, in another process.
+
+        A dict of plain values and of tensors, which are copies: weights and buffers, the
+        optimizer's slots and options, float32 copies, averages, the schedule, the loss scale, the
+        seed, how many epochs and steps were made, what callbacks keep. ``torch.save`` writes it,
+        and ``torch.load(path, weights_only=True)`` reads it. See ``load_state_dict``.
+
+        Callbacks may call it in ``on_epoch_end``, and in ``on_train_batch_end`` where their
+        ``takes_state`` has said so. On several hosts all call it, outside of callbacks.
+
+        Raises:
+            CheckpointError: a scheduler, a callback or a module keeps what is neither; a callback
+                calls it where training cannot be gone on from.
+        """
+        return self.state_onto(None)
+
+    def state_onto(self, before: Mapping[str, Any] | None) -> dict[str, Any]:
+        """``state_dict()``, in the memory of one that nobody needs any more.
+
+        Args:
+            before: that one; None for new memory.
+        """
+        self._check_not_averaged("state_dict")
+        parts: dict[str, Any] = self._call("state_dict", lambda: self._copied_parts(before))
+        return parts
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state: what is trained next has the bits that it would have had there.
+
+        The Trainer is made as the other was, by the same script, and may be under another strategy,
+        on another number of devices. Where these have the same ``num_shares``, bits are equal, too.
+        A state that a callback has taken within a ``fit`` is gone on from by the next ``fit``, with
+        the same arguments: from the next batch to the last of its epochs.
+
+        On several hosts all call it, with the same.
+
+        Args:
+            state: what ``state_dict`` has returned; it stays as it is.
+
+        Raises:
+            CheckpointError: it is no such state, or does not fit; nothing is changed then.
+        """
+        self._check_not_averaged("load_state_dict")
+        with self._job_context.together("load_state_dict") as hosts:
+            if self._job_context.is_nested:
+                raise within_training()
+            found = TrainingState.of(state)
+            if hosts is not None:
+                hosts.check_equal({"the state": found.digest()})
+            self._take_up(found)
+
+    def record_position(self, place: Place | None, history: History) -> None:
+        """For the driver of a ``fit``: callbacks are called there next."""
+        if place is None:
+            self._place = None
+            return
+        self._is_lasting = place.is_lasting
+        told = dict(vars(place))
+        del told["num_steps"], told["is_lasting"]
+        self._place = {
+            **told,
+            "batch_size": self.batch_size,
+            "steps": self._steps_trained + place.num_steps,
+            "history": history.history,
+            "epochs": history.epoch,
+        }
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it is known where in a ``fit`` callbacks are called."""
+        return self._place is not None
+
+    def _start(self, batch_size: int, *, is_stream: bool) -> Resume:
+        """Where the next ``fit`` begins.
+
+        Raises:
+            OptionError: it is to go on with other data, or batches of another size.
+        """
+        if self._resumed is None:
+            return Resume()
+        place = self._resumed.position["fit"]
+        if is_stream != (place.get("read") is not None):
+            kinds = ["arrays or map-style data", "data that can only be iterated"]
+            raise OptionError(
+                f"A fit is gone on with as it was begun: on {kinds[not is_stream]}.",
+                received=kinds[is_stream],
+                fix="Give fit the arguments that it had.",
+            )
+        if place["batch_size"] != batch_size:
+            raise OptionError(
+                "A fit is gone on with as it was begun.",
+                received=f"batch_size={batch_size} after batches of {place['batch_size']}",
+                fix="Give fit the arguments that it had.",
+            )
+        batch = place["batch"]
+        return Resume(
+            place["epoch"],
+            is_begun=batch > 0,
+            batch=batch,
+            so_far=place["so_far"],
+            replicas=place.get("replicas"),
+        )
+
+    def _read_again(
+        self, start: Resume, first: int, feed: DataPipeline, others: Sequence[Any]
+    ) -> None:
+        """Read a stream up to where it was left.
+
+        Args:
+            start: where that is.
+            first: the first epoch of the ``fit``.
+            feed: the training data.
+            others: what else was read, as the stream and the epochs after which.
+
+        Raises:
+            DataError: it gives something else.
+        """
+        used = None if self._resumed is None else self._resumed.position["fit"].get("read")
+        for epoch in range(first, start.epoch):  # in turns: they may draw from one generator
+            if isinstance(feed.source, SharedStream):
+                feed.source.skip(epoch)
+            for stream, epochs in others:
+                if epoch in epochs and isinstance(stream, SharedStream):
+                    stream.skip(epoch)
+        if isinstance(feed.source, SharedStream) and used is not None:
+            feed.source.skip(start.epoch, start.batch)
+            feed.source.check_used(used)
+
+    def _go_on(self, driver: TaskDriver, start: Resume) -> None:
+        """After callbacks have begun, have all be as the state says with which ``fit`` goes on."""
+        state, self._resumed = self._resumed, None
+        if state is None:
+            return
+        if start.is_begun:
+            driver.begin_epoch(start.epoch)
+        self._set_whole_state(state)
+        place = copied(state.position["fit"])
+        driver.history = History(place["history"], place["epochs"])
+
+    @contextmanager
+    def _fitting(self) -> Iterator[None]:
+        self._first_epoch = self._epochs_trained
+        try:
+            yield
+        finally:
+            self._first_epoch = self._place = None
+
+    def _take_up(self, state: TrainingState) -> None:
+        """Be as a state says, and have the next ``fit`` go on from there.
+
+        Raises:
+            CheckpointError: it does not fit; nothing is changed then.
+        """
+        check_state(state, self._state(), self.callbacks, has_schedule=self.schedule is not None)
+        self._set_whole_state(state)
+        self._resumed = state if state.position["fit"] is not None else None
+
+    def _position(self) -> dict[str, Any]:
+        """How far training has come.
+
+        Raises:
+            CheckpointError: within a ``fit``, where it cannot be gone on from.
+        """
+        if self._first_epoch is None:
+            place = None if self._resumed is None else self._resumed.position["fit"]
+            return {"epochs": self._epochs_trained, "steps": self._steps_trained, "fit": place}
+        if self._place is None or not self._is_lasting:
+            raise no_place()
+        return self._place_in_fit()
+
+    def _place_in_fit(self) -> dict[str, Any]:
+        assert self._place is not None
+        place = dict(self._place)
+        del place["residuals"]  # they are a part of the state
+        return {"epochs": self._first_epoch, "steps": place.pop("steps"), "fit": place}
+
+    def _copied_parts(self, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        state = self._whole_state().copied(before)
+        state.flat()  # what cannot be written is told at once
+        self._session.stores.release_pages()
+        return state.parts()
+
+    def _whole_state(self) -> TrainingState:
+        """With what the script's process alone knows, on several hosts that of host 0."""
+        state = self._state_at(self._position())
+        own = callback_states(self._own_callbacks), state.schedule
+        callbacks, schedule = self._job_context.from_chief(own)
+        return replace(state, callbacks=callbacks, schedule=schedule)
+
+    def _state_at(self, position: dict[str, Any]) -> TrainingState:
+        """All but what callbacks keep; no copy."""
+        return replace(
+            self._state(),
+            position=position,
+            residuals=self._residuals_of_all(),
+            modules=module_states(self.model),
+            schedule=None if self.schedule is None else self.schedule.state_dict(),
+        )
+
+    def _residuals_of_all(self) -> dict[str, Any]:
+        """What all hosts keep of compressed tensors; within a ``fit`` as far as it is told."""
+        own = self._residuals.told(self._job_context.host)
+        if self._first_epoch is not None:
+            told = None if self._place is None else self._place["residuals"]
+            return own if told is None else told
+        return {host: one for each in self._job_context.from_all(own) for host, one in each.items()}
+
+    def _set_whole_state(self, state: TrainingState) -> None:
+        self._set_state_but_callbacks(state)
+        if self._is_chief:
+            set_callback_states(self.callbacks, state.callbacks)
+
+    def _set_state_but_callbacks(self, state: TrainingState) -> None:
+        self._set_state(state)
+        trained = set(state.trained)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(name in trained)
+        set_module_states(self.model, state.modules)
+        if self.schedule is not None:
+            self.schedule.load_state_dict(copied(state.schedule))
+        self._session.stores.release_pages()
+
+    @contextmanager
+    def rewound(self) -> Iterator[None]:
+        """Within the block train on trial: after it, all is as before, whatever has happened.
+
+        Put back are weights and buffers, the optimizer's slots and options, and the position in the
+        orders and random streams; a schedule rests meanwhile. So what is trained next has the same
+        bits as without the block. That takes memory for a second copy of weights and slots.
+        """
+        self._job_context.check_thread("rewound")
+        with torch.inference_mode(False):  # the optimizer may get these tensors, to step them
+            before = self._state().copied()
+        resumed = self._resumed if self._first_epoch is None else None
+        schedule, self.schedule = self.schedule, None  # whoever trains on trial sets the rate
+        try:
+            yield
+        finally:
+            self.schedule = schedule
+            with torch.inference_mode(False):
+                self._set_state(before)
+            self._resumed = resumed
+
+    def same_everywhere(self, result: _T) -> _T:
+        """Rank 0's value of something, on all processes, where a launcher has started several.
+
+        All call it. It may be made of numbers, texts, tensors, tuples, lists, dicts, dataclasses.
+        """
+        return self._call("same_everywhere", lambda: self._job_context.from_chief(result))
+
+    # --- parts -----------------------------------------------------------------------------------
+
+    @property
+    def _own_callbacks(self) -> list[Callback]:
+        """Callbacks run where rank 0 is."""
+        return self.callbacks if self._is_chief else []
+
+    def _check_not_averaged(self, method: str) -> None:
+        """Refuse to change weights that are put back at the end of ``averaged()``."""
+        averages = self._update_config.averages
+        if averages is not None and averages.is_applied:
+            raise OptionError(
+                "Within averaged() the model has other weights for a while: what changes "
+                "them would be lost.",
+                received=method,
+                fix="Call it after the block.",
+            )

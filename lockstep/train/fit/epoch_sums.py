@@ -1,0 +1,74 @@
+"""What an epoch has come to so far: losses and metrics, to be kept and gone on from.
+
+Losses of steps are kept one by one: their sums are exactly rounded, so an epoch that is gone on
+with has the very loss of one that was not interrupted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from lockstep.checkpoint.trees import Tree
+from lockstep.parallel.exchange.control import Control
+from lockstep.parallel.training_step import StepResult
+from lockstep.train.checkpointing.training_state import copied
+from lockstep.train.logging.metrics import Metrics
+
+
+def epoch_sums(
+    results: Sequence[StepResult], metrics: Metrics, control: Control, *, are_apart: bool = False
+) -> Tree:
+    """A tree of plain values and tensors, on rank 0; all ranks call it.
+
+    Args:
+        results: of the epoch's steps, as this rank knows them.
+        metrics: this rank's.
+        control: its line to the others.
+        are_apart: each rank has made steps of its own.
+    """
+    steps, states = control.gather(results), metrics.states(control)
+    if control.rank != 0:
+        return None
+    if are_apart:
+        whole = [result for own in steps for result in own]
+    else:
+        whole = [_with_all_parts(own) for own in zip(*steps, strict=True)]
+    return {**told(whole), "metrics": copied(states)}
+
+
+def _with_all_parts(ranks: Sequence[StepResult]) -> StepResult:
+    """A step, of which each rank knows the parts of its shares' losses."""
+    return replace(ranks[0], parts=[sums for result in ranks for sums in result.parts])
+
+
+def told(results: Sequence[StepResult]) -> dict[str, Tree]:
+    """Steps as a tree, for ``results_so_far``."""
+    losses = [[result.total, result.weight] for result in results]
+    counts = [[result.num_samples, int(result.is_skipped), result.num_bad] for result in results]
+    return {
+        "losses": torch.tensor(losses, dtype=torch.float64).reshape(-1, 2),
+        "counts": torch.tensor(counts, dtype=torch.int64).reshape(-1, 3),
+        "parts": [list(result.parts) for result in results],
+    }
+
+
+def results_so_far(sums: Tree, *, is_told: bool) -> list[StepResult]:
+    """The steps of an epoch that is gone on with.
+
+    Args:
+        sums: what ``epoch_sums`` or ``told`` has told.
+        is_told: this rank tells of the parts of their losses, of all ranks.
+    """
+    steps = zip(sums["losses"].tolist(), sums["counts"].tolist(), sums["parts"], strict=True)
+    return [
+        StepResult(
+            total=total,
+            weight=weight,
+            num_samples=size,
+            is_skipped=bool(is_skipped),
+            parts=parts if is_told else [],
+            num_bad=num_bad,
+        )
+        for (total, weight), (size, is_skipped, num_bad), parts in steps
+    ]

@@ -1,0 +1,469 @@
+"""The course of one ``fit``: check, take the data in, settle batch size and rates, train.
+
+What comes before and after is the Trainer's; what happens between the steps is the driver's.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, cast
+
+from lockstep.data.records.bad_records import CheckedSource, OnBadRecord
+from lockstep.errors import ModelError, OptionError
+from lockstep.launch.health.failure import ending_with
+from lockstep.parallel.loss.share_losses import ONE_LOSS, LossAdapter
+from lockstep.train.batch_size_search.batch_size import (
+    BatchSizeSearch,
+    Training,
+    choose_batch_size,
+    search_of,
+)
+from lockstep.train.callbacks.callback import acting, stopping, told_of_errors, traced_steps
+from lockstep.train.callbacks.fit_driver import FitDriver
+from lockstep.train.callbacks.interrupt import (
+    held_interrupts,
+    held_termination,
+    telling_of_interrupts,
+)
+from lockstep.train.callbacks.rank_sync import Resume
+from lockstep.train.checkpointing.checkpoints import Checkpoint, CheckpointWriter, check_places
+from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
+from lockstep.train.fault_tolerance.backups import Backups
+from lockstep.train.fault_tolerance.lost_hosts import check_restarts_on, going_on, outlast
+from lockstep.train.fault_tolerance.restarting import FollowerDriver
+from lockstep.train.fault_tolerance.run_record import RunRecord
+from lockstep.train.fit.fit_task import FitTask
+from lockstep.train.history import History
+from lockstep.train.input.bad_record_filter import skipping
+from lockstep.train.input.data_adapter import (
+    DataOptions,
+    DataPipeline,
+    adapt_data,
+    adapt_validation_data,
+    close_all,
+    closing_on_error,
+    split_off,
+)
+from lockstep.train.input.same_data import check_same_data, fingerprint
+from lockstep.train.input.stream_broadcast import SharedStream, sample_of
+from lockstep.train.logging.metrics import Metrics
+from lockstep.train.logging.progress import OutputConsole, ProgressDisplay
+from lockstep.train.optim.optimizers import rates_of
+from lockstep.train.optim.rate_rules import RateRule
+from lockstep.train.resume.differences import Difference
+from lockstep.train.resume.fit_facts import (
+    Facts,
+    described,
+    model_facts,
+    optimizer_facts,
+    plain,
+    schedule_facts,
+)
+from lockstep.train.resume.fit_record import Found
+from lockstep.train.resume.new_options import set_new_options
+from lockstep.train.resume.resuming_runner import ResumingRunner
+from lockstep.train.trainer_protocol import TrainerProtocol
+from lockstep.train.validation.checks import (
+    check_counts,
+    check_on_bad_record,
+    check_restarts,
+    check_targets,
+    log_names,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRequest:
+    """The arguments of a ``fit``: see ``Trainer.fit``."""
+
+    data: Any
+    epochs: int
+    batch_size: int | Literal["auto"] | BatchSizeSearch | None
+    steps_per_epoch: int | None
+    validation_data: Any
+    validation_split: float
+    shuffle: bool | None
+    verbose: int
+    rule: RateRule | None
+    checkpoint: Checkpoint | None
+    restarts: int
+    on_bad_record: OnBadRecord
+    record: str | os.PathLike[str] | None
+    on_snapshot: Any
+    memory: MemoryCheckpoints = field(default_factory=MemoryCheckpoints)
+    """What this process has of it in memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fit:
+    """A ``fit`` whose data is taken in.
+
+    Attributes:
+        loss: None where the step has its own.
+        wish: what was asked of the data.
+        feed: the training data.
+        validation: what is evaluated after every epoch, or None.
+    """
+
+    loss: LossAdapter | None
+    wish: DataOptions
+    feed: DataPipeline
+    validation: DataPipeline | None
+
+    def close(self) -> None:
+        """Read no more."""
+        close_all(self.feed, self.validation)
+
+
+class FittingRunner(ResumingRunner):
+    """A runner that fits.
+
+    Attributes:
+        metrics: by name.
+        stop_training: set to True to end training after the step under way.
+    """
+
+    metrics: Metrics
+    stop_training: bool
+    _run_record: RunRecord
+    _loss: LossAdapter | None
+
+    def _fit_to_the_end(self, asked: FitRequest) -> History:
+        """Fit; on several hosts, again where one was lost."""
+        start = self._epochs_trained, self._steps_trained
+
+        def fit(memory: MemoryCheckpoints) -> History:
+            self._epochs_trained, self._steps_trained = start
+            return self._call("fit", lambda: self._fit(replace(asked, memory=memory)))
+
+        history, lost = outlast(fit, asked.restarts, self._job_context, verbose=asked.verbose)
+        history.restarts += lost
+        return history
+
+    def _fit(self, asked: FitRequest) -> History:
+        self._check_not_averaged("fit")
+        check_places(asked.checkpoint, asked.record)
+        beside = None if asked.checkpoint is None else asked.checkpoint.directory
+        self._run_record = self._record_in(asked.record, beside)
+        with self._run_record.kept(self.strategy):
+            if asked.checkpoint is None:
+                return self._fit_on(asked, None)
+            with held_termination() as termination:
+                console = OutputConsole(quiet=not self._shows(asked))
+                keeper = CheckpointWriter(
+                    asked.checkpoint, termination, asked.memory, asked.epochs, console.tell
+                )
+                return self._fit_with(asked, keeper)
+
+    def _fit_with(self, asked: FitRequest, keeper: CheckpointWriter) -> History:
+        """Fit, and write checkpoints."""
+        hosts = self._job_context.hosts
+        with going_on(keeper, hosts, asked.restarts, is_chief=self._is_chief):
+            history = self._fit_on(asked, keeper)
+        if hosts is not None:
+            hosts.wait()  # until the last one is written
+        return history
+
+    def _fit_on(self, asked: FitRequest, keeper: CheckpointWriter | None) -> History:
+        """Go on with the ``fit`` that was found, if one was."""
+        search = search_of(asked.batch_size)
+        self._check_alone(asked, search)
+        fit = self._taken_in(asked, search)
+        console = OutputConsole(quiet=not self._shows(asked))
+        with ending_with(fit.close):
+            self._check_targets(fit)
+            if search is not None:
+                size = None if keeper is None or keeper.found is None else keeper.found.size
+                size = size or self._find_batch_size(search, fit, console)
+                fit = replace(fit, feed=fit.feed.resized(size))
+            self._settle_batch_size(fit.feed.batch_size, asked.rule, console)
+            if keeper is not None:
+                before = self._epochs_trained, self._steps_trained
+                keeper.record = self._record_of(asked.memory, partial(self._facts, fit), *before)
+                keeper.set_trainer(cast(TrainerProtocol, self))
+                is_new = keeper.found is None
+                if (ended := self._take_up_found(keeper)) is not None:
+                    return ended
+                if is_new and asked.restarts:
+                    self._keep_beginning(keeper)
+            self._begin_schedule(fit)
+            self._pass_over(fit)
+            with self._kept(keeper):
+                history = self._train_through(asked, fit)
+        if keeper is not None:
+            self._finish(keeper, history)
+        return history
+
+    def _train_through(self, asked: FitRequest, fit: _Fit) -> History:
+        task = self._fit_task(fit)
+        backups = self._backups_of(task.sources(), asked.restarts)
+        if asked.on_snapshot is not None:
+            task = replace(task, record=True, look=getattr(asked.on_snapshot, "look", None))
+        task.takes_states = task.takes_states or backups is not None
+        task.is_kept = task.is_kept or (backups is not None and backups.is_asked)
+        display = None
+        if self._shows(asked):
+            rates = partial(rates_of, self.optimizer)
+            display = ProgressDisplay(fit.wish.epochs, fit.feed.num_steps, rates=rates)
+        return self._conduct(task, fit.loss, display, asked.on_snapshot, backups)
+
+    def _shows(self, asked: FitRequest) -> bool:
+        return bool(asked.verbose) and self._is_chief
+
+    def _taken_in(self, asked: FitRequest, search: BatchSizeSearch | None) -> _Fit:
+        """Check what needs no data, and take the data in."""
+        sizes = {
+            "batch_size": None if search else asked.batch_size,
+            "steps_per_epoch": asked.steps_per_epoch,
+        }
+        epochs, size, steps_per_epoch = check_counts(sizes, epochs=asked.epochs)
+        check_restarts(asked.restarts)
+        check_on_bad_record(asked.on_bad_record)
+        has_validation = asked.validation_data is not None or bool(asked.validation_split)
+        loss = self._loss_of_fit(has_validation=has_validation)
+        self._check_trainable()
+        wish = DataOptions(
+            name="data",
+            batch_size=size,
+            shuffle=asked.shuffle,
+            epochs=epochs,
+            steps_per_epoch=steps_per_epoch,
+            seed=self.seed,
+            first_epoch=self._epochs_trained,
+            is_read_here=self._is_chief,
+            is_summed=asked.checkpoint is not None,
+            dims=self._dims,
+        )
+        feed = adapt_data(asked.data, wish)
+        with closing_on_error(feed):
+            if asked.on_bad_record == "skip":  # before hosts compare samples, of which some are bad
+                feed = skipping(feed, self._maker(), self._job_context.hosts)
+            feed, split = split_off(feed, asked.validation_split, asked.validation_data)
+            feed = self._job_context.agreed_feed(feed)
+            validation = split or adapt_validation_data(asked.validation_data, wish, feed)
+            if validation and asked.on_bad_record == "skip":
+                validation = skipping(validation, self._maker(), self._job_context.hosts)
+        return _Fit(loss=loss, wish=wish, feed=feed, validation=validation)
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def _pass_over(self, fit: _Fit) -> None:
+        """Read streams again up to where they were left.
+
+        Raises:
+            DataError: they give something else.
+        """
+        start = self._start_of(fit.feed)
+        validation = fit.validation
+        others = [] if validation is None else [(validation.source, range(start.epoch))]
+        self._read_again(start, 0, fit.feed, others)
+
+    def _facts(self, fit: _Fit) -> Facts:
+        loss, validation = fit.loss, fit.validation
+        return {
+            "epochs": fit.wish.epochs,
+            "batch_size": fit.feed.batch_size,
+            "steps_per_epoch": fit.wish.steps_per_epoch,
+            "shuffle": fit.wish.shuffle,
+            "seed": self.seed,
+            "data": fingerprint(fit.feed.source),
+            "validation_data": None if validation is None else fingerprint(validation.source),
+            "precision": self.precision,
+            "batch_dim": str(self._dims),
+            **described("loss", None if loss is None else loss.loss),
+            "loss_weights": None if loss is None else plain(loss.parts.factors),
+            **self._update_config.facts(),
+            **optimizer_facts(self.optimizer, self.model),
+            **schedule_facts(self.schedule),
+            **model_facts(self.model),
+        }
+
+    def _set_new_options(self, found: Found, asked: Facts, taken: Sequence[Difference]) -> None:
+        set_new_options(self.optimizer, self.schedule, self._begun, found, asked, taken)
+        self.seed = asked["seed"]
+
+    # --- checks ----------------------------------------------------------------------------------
+
+    def _check_alone(self, asked: FitRequest, search: BatchSizeSearch | None) -> None:
+        """Refuse what one host alone can do."""
+        hosts = self._job_context.hosts
+        has_checkpoint = asked.checkpoint is not None
+        reach = self._job_context.reach
+        check_restarts_on(hosts, asked.restarts, has_checkpoint=has_checkpoint, reach=reach)
+        if hosts is not None and search is not None:
+            raise OptionError(
+                "A batch size is searched on one host.",
+                received=f"batch_size={search!r} with {hosts.control_group.num_hosts} hosts",
+                fix="Start the script once for that; then pass the number on all hosts.",
+            )
+
+    def _loss_of_fit(self, *, has_validation: bool) -> LossAdapter | None:
+        has_own_step = self._update_config.train_step is not None
+        return self._loss if has_own_step and not has_validation else self._need_loss("fit")
+
+    def _need_loss(self, method: str) -> LossAdapter:
+        if self._loss is None:
+            raise OptionError(
+                f"{method} needs a loss.",
+                received="loss=None",
+                fix="Give the Trainer one: torch.nn.CrossEntropyLoss(), for example.",
+            )
+        return self._loss
+
+    def _check_trainable(self) -> None:
+        if self.optimizer is None:
+            raise OptionError(
+                "fit needs an optimizer.",
+                received="optimizer=None",
+                fix="Give the Trainer one: functools.partial(torch.optim.Adam, lr=1e-3).",
+            )
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ModelError(
+                "The model must have a trainable parameter.",
+                received=f"a {type(self.model).__name__} without any",
+                fix="Unfreeze a part of it, or use evaluate or predict.",
+            )
+
+    def _check_targets(self, fit: _Fit) -> None:
+        """Refuse data without targets where there must be some."""
+        if fit.loss is not None and self._update_config.train_step is None:
+            check_targets(sample_of(fit.feed.source), fit.loss, self.metrics)
+        if fit.loss is not None and fit.validation is not None:
+            check_targets(sample_of(fit.validation.source), fit.loss, self.metrics)
+
+    # --- batch size and rates --------------------------------------------------------------------
+
+    def _find_batch_size(self, search: BatchSizeSearch, fit: _Fit, console: OutputConsole) -> int:
+        """The batch size that the search finds, or remembers."""
+        training = Training(
+            trainer=cast(TrainerProtocol, self),
+            loss=None if fit.loss is None else fit.loss.loss,
+            maker=self._maker(),
+            source=fit.feed.by_index("data"),
+            validation=None if fit.validation is None else sample_of(fit.validation.source),
+            options=(self._update_config,),
+        )
+        return choose_batch_size(training, search, console)
+
+    def _settle_batch_size(
+        self, batch_size: int, rule: RateRule | None, console: OutputConsole
+    ) -> None:
+        self._maker().check_batch_size(batch_size)
+        self.batch_size = batch_size
+        if rule is not None and self.schedule is not None:
+            raise OptionError(
+                "A schedule has rates of its own, which no rule scales.",
+                received=f"learning_rate_rule={rule.name!r} with a schedule",
+                fix="Leave the rule out, and give the schedule the rates you want.",
+            )
+        if rule is not None:
+            said = rule.apply(self.optimizer, batch_size)
+            console.print(said, highlight=False, soft_wrap=True)
+
+    def _begin_schedule(self, fit: _Fit) -> None:
+        if self.schedule is None:
+            return
+        has_validation = fit.validation is not None
+        names = log_names(
+            fit.loss, self.metrics, self._update_config, has_validation=has_validation
+        )
+        start = self._start_of(fit.feed)
+        num_steps = None
+        if fit.feed.num_steps is not None:
+            num_epochs = fit.wish.epochs - start.epoch
+            num_steps = max(num_epochs * fit.feed.num_steps - start.batch, 0)
+        self.schedule.begin(names, num_steps)
+
+    # --- training --------------------------------------------------------------------------------
+
+    def _start_of(self, feed: DataPipeline) -> Resume:
+        return self._start(feed.batch_size, is_stream=isinstance(feed.source, SharedStream))
+
+    def _fit_task(self, fit: _Fit) -> FitTask:
+        callbacks, wish = self._own_callbacks, fit.wish
+        task = FitTask(
+            source=fit.feed.source,
+            validation=None if fit.validation is None else fit.validation.source,
+            epochs=wish.epochs,
+            batch_size=fit.feed.batch_size,
+            shuffle=wish.shuffle is not False,
+            seed=self.seed,
+            first_epoch=self._epochs_trained,
+            first_step=self._steps_trained,
+            metrics=Metrics(None) if self._update_config.train_step is not None else self.metrics,
+            validation_metrics=self.metrics.for_validation,
+            watched=bool(callbacks),
+            watches_beginnings=bool(acting(callbacks, "on_epoch_begin")),
+            before_steps=bool(stopping(callbacks, "on_train_batch_begin")),
+            after_steps=bool(stopping(callbacks, "on_train_batch_end")),
+            steps_per_epoch=wish.steps_per_epoch,
+            traced=traced_steps(callbacks, self._steps_trained),
+            counts_bad=isinstance(fit.feed.source, CheckedSource),
+            counts_skipped=self._update_config.rules.on_nonfinite == "skip",
+            loss_parts=ONE_LOSS if fit.loss is None else fit.loss.parts,
+            turns=self._update_config.turns,
+            start=self._start_of(fit.feed),
+            takes_states=bool(acting(callbacks, "takes_state")),
+            is_kept=bool(acting(callbacks, "takes_state")),
+        )
+        return self._agreed(task)
+
+    def _agreed(self, task: FitTask) -> FitTask:
+        """The task that all hosts have alike."""
+        hosts = self._job_context.hosts
+        if hosts is None:
+            return task
+        schedule = None if self.schedule is None else self.schedule.every
+        facts = {"the schedule": schedule, "the Trainer's options": self._update_config}
+        check_same_data(hosts, task.validation, "validation_data")
+        return hosts.agree_on_task(task, facts)
+
+    def _conduct(
+        self,
+        task: FitTask,
+        loss: LossAdapter | None,
+        display: ProgressDisplay | None,
+        on_snapshot: Any,
+        backups: Backups | None,
+    ) -> History:
+        """Train, with callbacks and progress around."""
+        self.stop_training = False
+        with (
+            told_of_errors(self._own_callbacks),
+            self._fitting(),
+            telling_of_interrupts(lambda: self._steps_trained, self.keeper),
+            held_interrupts() as interrupt,
+        ):
+            driver = FollowerDriver(interrupt, self.keeper)
+            if self._is_chief:
+                driver = FitDriver(
+                    cast(TrainerProtocol, self),
+                    self.callbacks,
+                    display,
+                    lambda: self._session.stores.readopt(self.model),
+                    on_snapshot,
+                    interrupt,
+                    backups,
+                    self._run_record,
+                )
+            with driver.raising_failure(self._state_after_failure):
+                with ending_with(driver.close):
+                    driver.begin_train()
+                    self._go_on(driver, task.start)
+                    self._train(task, loss, driver, task.batch_size)
+                # Schedules have moved on host 0 alone, and some optimizers have stepped there. Also
+                # where Ctrl-C now ends the call on one host, all have got all.
+                self._job_context.share_values(self.model, driver.updater)
+        history: History = self._job_context.from_chief(driver.history)
+        self._job_context.share_values(self.model)  # of layers that other hosts alone have
+        driver.end_train()
+        self._end_together(task)
+        return history
+
+    def _end_together(self, task: FitTask) -> None:
+        """A call ends well only where it does so on all hosts."""
+        if self._job_context.hosts is not None:
+            self._job_context.hosts.wait()
+            if task.watched:  # ``on_train_end`` may have set weights
+                self._job_context.share_values(self.model)

@@ -1,0 +1,54 @@
+"""A model tried on a first batch before a pipeline divides it: its own loss, or its outputs.
+
+Ranks that have the whole model try it on their own shares
+(``parallel.data_parallel.model_passes``).
+"""
+
+import torch
+
+from lockstep.data.map_style.sources import Batch, Source
+from lockstep.data.order import kept_streams
+from lockstep.parallel.data_parallel.forward import DTYPES, ModelCall
+from lockstep.parallel.data_parallel.staging import moved
+from lockstep.parallel.independence.reduction_test import check_added, check_mean
+from lockstep.parallel.independence.sample_independence import check_sample_independence
+from lockstep.parallel.loss.share_losses import JointLoss, LossAdapter, ShareLoss
+from lockstep.train.runtime.assignment import Assignment
+
+
+def check_inner_loss(
+    assignment: Assignment, loss: LossAdapter, source: Source | None, batch_size: int
+) -> None:
+    """Try a model on a first batch, where no rank is going to have the whole of it.
+
+    Args:
+        assignment: the Plan and the model; one that has no values yet is not tried.
+        loss: of the model.
+        source: samples; None where another host has them.
+        batch_size: of the global batch.
+
+    Raises:
+        LossError: its loss is not the weighted mean of those of parts of the batch.
+        ModelError: what it makes of a sample depends on others.
+    """
+    plan, model, device = assignment.plan, assignment.model, assignment.device
+    is_due = plan.pipeline is not None
+    if not is_due or source is None or assignment.blank or plan.num_shares == 1:
+        return
+    with kept_streams():
+        num_samples = min(batch_size, len(source))
+        batch = moved(source.read(torch.arange(num_samples), DTYPES[plan.precision]), device)
+    call = ModelCall(model, plan, device, assignment.dims)
+
+    if not loss.is_inside:
+        loss.is_linear = check_sample_independence(model, call, batch, is_low=call.is_low)
+        loss.begin(batch.num_samples, plan.num_shares)
+        check_added(model, loss, call, batch)
+        return
+
+    def loss_of(part: Batch) -> ShareLoss | JointLoss:
+        with loss.watching():
+            output = call(part.inputs)
+        return loss(output, part)
+
+    loss.is_linear = check_mean(model, loss_of, batch, is_low=call.is_low)

@@ -1,0 +1,84 @@
+"""Snapshots: all that a step has left behind on all ranks, brought to rank 0 for a proof."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lockstep.parallel.debug.module_watch import ModuleWatch, Noted, WatchedSteps
+from lockstep.parallel.training_step import StepResult
+from lockstep.parallel.worker import Worker
+from lockstep.train.callbacks.driver import Snapshot
+from lockstep.train.callbacks.rank_sync import RankSync
+
+
+def take_snapshot(rank_sync: RankSync, step: int, result: StepResult, noted: Noted) -> None:
+    """Show the driver what a step has left behind; every rank calls it."""
+    worker, control = rank_sync.worker, rank_sync.control
+    gradients = worker.gradients() if result.weight else {}
+    ranks = control.gather(
+        (
+            _state(worker),
+            worker.slots(with_stored=True),
+            dict(gradients),
+            result.weight,
+            noted,
+        )
+    )
+    if control.rank == 0:
+        rank_sync.driver.observe_state(
+            Snapshot(
+                step=step,
+                loss=result.loss,
+                weight=result.weight,
+                gradients={
+                    name: None if gradient is None else gradient.clone()
+                    for _, _, own, *_ in ranks
+                    for name, gradient in own.items()
+                },
+                states=[state for state, *_ in ranks[: len(ranks) - worker.plan.num_servers]],
+                slots=[part for _, parts, *_ in ranks for part in parts],
+                is_divided=worker.held_names() is not None,
+                weights=tuple(one[3] for one in ranks) if worker.trains_apart else (),
+                num_samples=result.num_samples,
+                noted=[noted for *_, noted in ranks],
+            )
+        )
+    worker.barrier()  # the next step overwrites the gradients
+
+
+@contextmanager
+def noting(worker: Worker, look: WatchedSteps | None, step: int) -> Iterator[Noted]:
+    """Within the block, what modules compute is noted, if the step is among those to look at."""
+    if look is None or step not in look.steps:
+        yield {}
+        return
+    is_due = look.flip is not None and (look.flip.rank, look.flip.step) == (worker.rank, step)
+    passes = worker.passes
+    passes.watch = ModuleWatch(worker.model, look.flip if is_due else None)
+    try:
+        with passes.watch.watching() as noted:
+            yield noted
+    finally:
+        passes.watch = None
+
+
+def _state(worker: Worker) -> dict[str, torch.Tensor]:
+    """What this rank has of the model's ``state_dict``, a tied tensor under each of its names."""
+    held, model = worker.held_names(), worker.model
+    firsts = {
+        id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    all_names = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    elsewhere = {
+        name for name, tensor in all_names if held is not None and firsts[id(tensor)] not in held
+    }
+    return {
+        name: value.clone()
+        for name, value in model.state_dict().items()
+        if isinstance(value, torch.Tensor)  # a module's extra state may be anything
+        and name not in elsewhere
+    }

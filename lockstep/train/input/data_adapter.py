@@ -1,0 +1,262 @@
+"""Intake: what a user gives as data, as what a task runs on, and what must not be asked of it."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
+from lockstep.data.divided import check_whole
+from lockstep.data.iterable.stream_reader import Reading
+from lockstep.data.iterable.streams import Stream, as_stream
+from lockstep.data.map_style.sources import ArraySource, Source, as_input_source, as_source
+from lockstep.errors import OptionError, Problems
+from lockstep.launch.health.failure import noting_on
+from lockstep.options import is_number
+from lockstep.train.input.stream_broadcast import SharedStream
+from lockstep.train.validation.checks import filled
+
+DEFAULT_BATCH_SIZE = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """What a call asks of its data.
+
+    Attributes:
+        name: the data's, for messages.
+        batch_size: samples of a global batch; None where the user has not said.
+        default_batch_size: where neither the user nor the data says.
+        shuffle: None where the user has not said.
+        epochs: how many there are.
+        steps_per_epoch: batches of an epoch; None is a pass over the data.
+        seed: of the random numbers that reading draws.
+        purpose: see ``Reading``.
+        first_epoch: epochs trained before.
+        with_targets: there must be targets.
+        is_read_here: a stream is read by this process, and not on another host.
+        is_summed: see ``Reading``.
+        dims: where the samples are in the data.
+    """
+
+    name: str
+    batch_size: int | None = None
+    default_batch_size: int = DEFAULT_BATCH_SIZE
+    shuffle: bool | None = None
+    epochs: int = 1
+    steps_per_epoch: int | None = None
+    seed: int
+    purpose: str = "reading"
+    first_epoch: int = 0
+    with_targets: bool = True
+    is_read_here: bool = True
+    is_summed: bool = False
+    dims: BatchDims = SAMPLES_FIRST
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPipeline:
+    """What a task runs on.
+
+    Attributes:
+        source: the data; empty only where it is the inputs of ``predict``.
+        batch_size: samples of a global batch; of a stream, those of the first.
+        num_steps: batches of an epoch, where that is known.
+        steps_per_epoch: where the user has said it.
+    """
+
+    source: Source | SharedStream
+    batch_size: int
+    num_steps: int | None
+    steps_per_epoch: int | None = None
+
+    @property
+    def is_read_here(self) -> bool:
+        """Whether this process can look at it."""
+        return not isinstance(self.source, SharedStream) or self.source.is_read_here
+
+    def by_index(self, name: str) -> Source:
+        """The data, to be read in batches of any size.
+
+        Raises:
+            OptionError: it has batches of its own.
+        """
+        if isinstance(self.source, SharedStream):
+            raise OptionError(
+                "A batch size is found for data that is read by index.",
+                received=f'`{name}` that can only be iterated, and batch_size="auto"',
+                fix="Pass a number, for samples of an IterableDataset; else leave it out, and "
+                "set the size where the batches are made.",
+            )
+        return self.source
+
+    def resized(self, batch_size: int) -> "DataPipeline":
+        """The same data in other batches."""
+        num_steps = self.steps_per_epoch or -(-len(self.by_index("data")) // batch_size)
+        return replace(self, batch_size=batch_size, num_steps=num_steps)
+
+    def close(self) -> None:
+        """Read no more."""
+        if isinstance(self.source, SharedStream):
+            self.source.close()
+
+
+def close_all(*feeds: DataPipeline | None) -> None:
+    """Read no more, of any."""
+    for feed in feeds:
+        if feed is not None:
+            feed.close()
+
+
+@contextmanager
+def closing_on_error(*feeds: DataPipeline | None) -> Iterator[None]:
+    """Where the block fails, read no more."""
+    try:
+        yield
+    except BaseException as error:
+        with noting_on(error):
+            close_all(*feeds)
+        raise
+
+
+def adapt_data(data: Any, wish: DataOptions) -> DataPipeline:
+    """Data as a user gives it, checked.
+
+    Raises:
+        OptionError: what is asked cannot be had of such data.
+        DataError: it is no data, a part of it only, or the first batch cannot be read.
+    """
+    check_whole(data, wish.name)
+    size = wish.default_batch_size if wish.batch_size is None else wish.batch_size
+    stream = as_stream(data, name=wish.name, batch_size=size, with_targets=wish.with_targets)
+    if stream is not None:
+        if wish.dims:
+            stream = replace(stream, begin=wish.dims.stream(stream))
+        return _adapt_stream(stream, wish)
+    data = wish.dims.data(data, with_targets=wish.with_targets)
+    source = (as_source if wish.with_targets else as_input_source)(data, name=wish.name)
+    if wish.with_targets:
+        filled(source, wish.name)
+    num_steps = -(-len(source) // size)
+    return DataPipeline(
+        source=source,
+        batch_size=size,
+        num_steps=wish.steps_per_epoch or num_steps,
+        steps_per_epoch=wish.steps_per_epoch,
+    )
+
+
+def adapt_validation_data(data: Any, wish: DataOptions, feed: DataPipeline) -> DataPipeline | None:
+    """What is evaluated after every epoch; in batches of the same size, if it has none."""
+    if data is None:
+        return None
+    return adapt_data(
+        data,
+        replace(
+            wish,
+            name="validation_data",
+            batch_size=None,
+            default_batch_size=feed.batch_size,
+            shuffle=None,
+            steps_per_epoch=None,
+            purpose="validation",
+        ),
+    )
+
+
+def split_off(
+    feed: DataPipeline, part: float, validation_data: Any
+) -> tuple[DataPipeline, DataPipeline | None]:
+    """The data without its last samples, and these, which are evaluated after every epoch.
+
+    Args:
+        feed: the training data.
+        part: of its samples, from 0 to 1, as Keras has it; 0 leaves all.
+        validation_data: as the user has given it.
+
+    Raises:
+        OptionError: what is asked cannot be had of such data.
+    """
+    if not part:
+        return feed, None
+    source = feed.source
+    size = len(source) if isinstance(source, ArraySource) else 0
+    kept = math.floor(size * (1 - part)) if is_number(part) and 0 < part < 1 else 0
+    if validation_data is not None or not 0 < kept < size:
+        raise OptionError(
+            "`validation_split` is the part of arrays or tensors, from 0 to 1, that is evaluated "
+            "and not trained on.",
+            received=f"validation_split={part!r}"
+            + (" and validation_data" if validation_data is not None else f" of {size} samples")
+            if isinstance(source, ArraySource)
+            else f"validation_split={part!r} of data that is no array",
+            fix="Use 0.2, or pass validation_data=.",
+        )
+    assert isinstance(source, ArraySource)
+    ends = source.between(0, kept), source.between(kept, size)
+    return tuple(replace(feed, source=end).resized(feed.batch_size) for end in ends)  # type: ignore[return-value]
+
+
+def _adapt_stream(stream: Stream, wish: DataOptions) -> DataPipeline:
+    _check(stream, wish)
+    if not wish.is_read_here:
+        return read_elsewhere()
+    reading = Reading(
+        stream,
+        seed=wish.seed,
+        purpose=wish.purpose,
+        first_epoch=wish.first_epoch,
+        steps=wish.steps_per_epoch,
+        is_summed=wish.is_summed,
+    )
+    return replace(read_here(reading), num_steps=wish.steps_per_epoch or stream.num_batches)
+
+
+def read_here(reading: Reading) -> DataPipeline:
+    """A stream that this process reads; its first batch is read now."""
+    shared = SharedStream(reading)
+    feed = DataPipeline(source=shared, batch_size=0, num_steps=None)
+    with closing_on_error(feed):
+        return replace(feed, batch_size=len(shared.peek()))
+
+
+def read_elsewhere() -> DataPipeline:
+    """A stream that another host reads, which will tell how large its batches are."""
+    return DataPipeline(source=SharedStream(None), batch_size=0, num_steps=None)
+
+
+def _check(stream: Stream, wish: DataOptions) -> None:
+    problems = Problems()
+    if wish.batch_size is not None and stream.has_batches:
+        problems.add(
+            f"`{wish.name}` gives global batches of its own.",
+            received=f"{stream.kind} and batch_size={wish.batch_size}",
+            fix="Leave batch_size out, and set the size where the batches are made.",
+        )
+    if wish.shuffle is not None:
+        problems.add(
+            f"`{wish.name}` has an order of its own.",
+            received=f"{stream.kind} and shuffle={wish.shuffle}",
+            fix="Leave shuffle out, and shuffle where the samples come from.",
+        )
+    if wish.epochs > 1 and wish.steps_per_epoch is None and not stream.restarts:
+        problems.add(
+            f"`{wish.name}` can be gone through once only, and is needed in every epoch.",
+            received=f"{stream.kind} and epochs={wish.epochs}",
+            fix="Pass a function that makes it anew (a generator function), or, to train, "
+            "steps_per_epoch: then every epoch takes as many batches.",
+        )
+    if wish.is_summed and not stream.restarts:
+        problems.add(
+            f"To go on from a checkpoint, `{wish.name}` is read again up to there.",
+            received=f"{stream.kind}, which can be gone through once only",
+            fix="Pass a function that makes it anew (a generator function).",
+        )
+    if stream.is_endless and wish.steps_per_epoch is None:
+        problems.add(
+            f"`{wish.name}` never ends.",
+            received=f"{stream.kind} that repeats for ever",
+            fix="Say how many batches an epoch has: steps_per_epoch in fit, or .take(n) of it.",
+        )
+    problems.raise_if_any(OptionError)

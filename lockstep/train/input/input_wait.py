@@ -1,0 +1,108 @@
+"""Waiting for data: how much of an epoch it takes, and a word to the user where it is much."""
+
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from lockstep.data.map_style.sources import Batch, Source
+from lockstep.errors import level_of_user
+from lockstep.units import format_seconds
+
+_SHORTEST_SECONDS = 1.0
+_LARGEST_SHARE = 0.25
+
+
+_T = TypeVar("_T")
+
+
+class InputBoundWarning(UserWarning):
+    """Training waits for its data."""
+
+
+class InputClock:
+    """Measures how long rank 0 waits for data in an epoch."""
+
+    def __init__(self) -> None:
+        self._has_warned = False
+        self.begin()
+
+    def begin(self) -> None:
+        """An epoch begins."""
+        self._began = time.perf_counter()
+        self._seconds = 0.0
+        self._waited = 0.0
+        self._longest = 0.0  # single wait
+        self._waits: list[float] = []  # since the last step
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around whatever brings data."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waits.append(time.perf_counter() - began)
+
+    def awaited(self, items: Iterator[_T]) -> Iterator[_T]:
+        """What an iterator brings: to wait for it is to wait for data."""
+        while True:
+            with self.waiting():
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+    def end_step(self) -> None:
+        """A step has ended; what comes after the last one is not counted."""
+        self._seconds = time.perf_counter() - self._began
+        self._waited += sum(self._waits)
+        self._longest = max(self._longest, *self._waits, 0.0)
+        self._waits.clear()
+
+    @property
+    def share(self) -> float:
+        """How much of the time until the last step was spent waiting, from 0 to 1."""
+        return min(self._waited / self._seconds, 1.0) if self._seconds else 0.0
+
+    def end_epoch(self) -> None:
+        """Warn once if the epoch has waited for its data more than it should.
+
+        The longest single wait does not count: that a file was opened, or the machine held up for
+        once, is nothing that reading ahead would change.
+
+        Warns:
+            InputBoundWarning: it has.
+        """
+        seconds = self._seconds - self._longest
+        if self._has_warned or seconds < _SHORTEST_SECONDS:
+            return
+        if self._waited - self._longest <= _LARGEST_SHARE * seconds:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"Training waited for its data {self.share:.0%} of the time: "
+            f"{format_seconds(self._waited)} of {format_seconds(self._seconds)} in this epoch, on "
+            "rank 0. Have it read ahead (lockstep.data.prefetch), keep what was read "
+            "(lockstep.data.cache), or give a DataLoader more workers.",
+            InputBoundWarning,
+            stacklevel=level_of_user(),
+        )
+
+
+class ClockedSource(Source):
+    """A source whose reads a clock counts as waiting."""
+
+    def __init__(self, source: Source, clock: InputClock) -> None:
+        self._source = source
+        self._clock = clock
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def read(self, indices: torch.Tensor, dtype: torch.dtype | None) -> Batch:
+        with self._clock.waiting():
+            return self._source.read(indices, dtype)

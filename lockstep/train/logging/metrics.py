@@ -1,0 +1,360 @@
+"""torchmetrics on many ranks: an update is of a whole batch, as in a loop on one device.
+
+What shares have of a batch is brought together on rank 0, which updates the user's own metrics:
+with outputs and targets of all samples, or, for a metric that is known to be a sum over samples
+(``train.logging.metric_kinds``), with the sum of what the shares add to its states. Sums are taken
+in the tree of all sums (``plan.program.sum_tree``), so values have the same bits on any number of
+ranks. One message is for several batches, if these are small.
+
+An update of a metric takes some 150 microseconds however few the samples, which is much beside the
+step of a small model. So metrics that do nothing but count samples by class are updated on every
+rank, with the outputs of several steps at once, where these are small: the counts are the same.
+
+A metric follows the outputs to their device; between ranks they travel in host memory.
+"""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
+from lockstep.data.order import seed_streams, stream_seed
+from lockstep.data.trees import Tree, map_tensors, tensors_of
+from lockstep.errors import DataError, OptionError
+from lockstep.parallel.data_parallel.passes import ShareOutput
+from lockstep.parallel.exchange.control import Control
+from lockstep.train.logging.metric_kinds import (
+    counts_samples,
+    is_collection,
+    is_metric,
+    keeps_samples,
+    parts_of,
+    sums_samples,
+)
+from lockstep.train.logging.metric_states import (
+    States,
+    add_sums,
+    all_states_of,
+    plain_value,
+    set_states,
+    states_of,
+    sums_of,
+    update_each,
+)
+from lockstep.train.logging.share_outputs import joined_trees
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+# A share's outputs wait for others if they have at most so many elements; so many wait at most.
+_FEW_ELEMENTS = 1 << 14
+_MOST_WAITING = 32
+
+# A message to rank 0 is for as many batches as together have at most so many bytes.
+_MESSAGE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class MetricUpdate:
+    """What a rank keeps of a share until rank 0 has its whole batch.
+
+    Attributes:
+        batch: the number of the batch.
+        share: the number of the share.
+        num_samples: of the share.
+        sums: what the share adds to the states of each metric that is a sum.
+        tree: what other metrics are updated with; None where there are no others.
+    """
+
+    batch: int
+    share: int
+    num_samples: int
+    sums: list[States]
+    tree: Tree
+
+
+class Metrics:
+    """The user's metrics by name.
+
+    Args:
+        metrics: name -> torchmetrics Metric.
+        dims: where the samples are in what they take.
+        seed: of what metrics draw.
+
+    Raises:
+        OptionError: something that is no Metric, or a name that is taken.
+    """
+
+    _dims: BatchDims = SAMPLES_FIRST
+
+    def __init__(
+        self, metrics: Mapping[str, Any] | None, dims: BatchDims = SAMPLES_FIRST, seed: int = 0
+    ) -> None:
+        self._dims = dims
+        self._seed = seed
+        self.by_name = _checked(metrics)
+        self._counters: list[Metric] = []
+        self._sums: list[Metric] = []
+        self._others: list[Metric] = []
+        for metric in self.by_name.values():
+            kind = self._counters if counts_samples(metric) else self._others
+            (self._sums if sums_samples(metric) else kind).append(metric)
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._form: object = None  # of those that wait
+        self._seen: list[MetricUpdate] = []
+        self._num_batches = 0
+        self._next_message = 1  # after so many batches
+        self._num_updates = 0  # of metrics that are no counters, on rank 0
+        self._for_validation = copy.deepcopy(self) if self._keeps_more else None
+
+    def __bool__(self) -> bool:
+        return bool(self.by_name)
+
+    def reset(self) -> None:
+        """Forget all samples."""
+        self._waiting.clear()
+        self._seen.clear()
+        self._num_batches = self._num_updates = 0
+        self._next_message = 1
+        for metric in self.by_name.values():
+            metric.reset()
+
+    @property
+    def for_validation(self) -> "Metrics":
+        """Those that the validation of a training updates."""
+        return self._for_validation or self
+
+    # --- shares ----------------------------------------------------------------------------------
+
+    def update(self, part: ShareOutput) -> None:
+        """Take in what the model has made of a share.
+
+        Raises:
+            DataError: there are no targets.
+        """
+        if part.target is None and self:
+            raise targetless()
+        output = self._dims.given_outputs(part.output)
+        target = self._dims.given_targets(part.target)
+        if self._counters and self._dims:  # batches of these may not be put together
+            update_each(self._counters, output, target)
+        elif self._counters:
+            self._take_in(output, target)
+        sums = [sums_of(metric, output, target) for metric in self._sums]
+        if sums or self._others:
+            self._keep(part, sums, (part.output, part.target) if self._others else None)
+
+    def _keep(self, part: ShareOutput, sums: list[States], tree: Tree) -> None:
+        """For rank 0; others may use the memory of outputs and targets."""
+        batch = self._num_batches if part.step is None else part.step
+        kept = map_tensors(torch.Tensor.clone, tree)
+        self._seen.append(MetricUpdate(batch, part.share, part.num_samples, sums, kept))
+
+    def _take_in(self, output: Tree, target: Tree) -> None:
+        form = _small_form(output, target)
+        if form is None or form != self._form:
+            self._count_waiting()
+            self._form = form
+        if form is None:
+            update_each(self._counters, output, target)
+            return
+        self._waiting.append((output.clone(), target.clone()))  # others may use their memory
+        if len(self._waiting) == _MOST_WAITING:
+            self._count_waiting()
+
+    def _count_waiting(self) -> None:
+        """Take in the outputs that wait, all at once."""
+        if self._waiting:
+            outputs, targets = zip(*self._waiting, strict=True)
+            num_others = len(self._waiting) - 1
+            self._waiting.clear()
+            update_each(self._counters, torch.cat(outputs), torch.cat(targets))
+            for metric in self._counters:
+                metric._update_count += num_others
+
+    # --- batches ---------------------------------------------------------------------------------
+
+    @property
+    def _needs_batches(self) -> bool:
+        """Whether shares of a batch are brought together."""
+        return bool(self._sums or self._others)
+
+    def settle(self, control: Control) -> None:
+        """After a batch, of which all ranks have seen their shares; every rank calls it."""
+        self._num_batches += 1
+        if self._needs_batches and self._num_batches >= self._next_message:
+            seen = self._bring(control)
+            wait = 1 if control.num_ranks == 1 else control.broadcast(_batches_per_message(seen))
+            self._next_message = self._num_batches + wait
+
+    def _bring(self, control: Control) -> list[MetricUpdate]:
+        """Have rank 0 take in what ranks have kept; returns that, on rank 0."""
+        seen, self._seen = self._seen, []
+        if control.num_ranks > 1:
+            gathered = control.gather(map_tensors(torch.Tensor.cpu, seen))
+            seen = [one for own in gathered for one in own]
+        seen.sort(key=attrgetter("batch", "share"))
+        for batch, shares in groupby(seen, attrgetter("batch")):
+            self._update_batch(batch, list(shares))
+        return seen
+
+    def _update_batch(self, batch: int, shares: Sequence[MetricUpdate]) -> None:
+        """Take in a whole batch."""
+        self._num_updates += 1
+        for number, metric in enumerate(self._sums):
+            add_sums(metric, {one.share: one.sums[number] for one in shares})
+        if self._others:
+            output, target = joined_trees(
+                [one.tree for one in shares], [one.num_samples for one in shares]
+            )
+            seed_streams(stream_seed(self._seed, "metrics", batch))
+            given = self._dims.given_outputs(output), self._dims.given_targets(target)
+            update_each(self._others, *given)
+
+    def join(self, control: Control) -> None:
+        """Have rank 0 hold the values of all samples; every rank calls it."""
+        if self._needs_batches:
+            self._bring(control)
+        if self._counters:
+            ranks = control.gather(self._counts())
+            if ranks:
+                self._set_counts(ranks)
+
+    def values_so_far(self, control: Control) -> dict[str, Any]:
+        """On rank 0, values of what has been seen; every rank calls it. Metrics stay as they are.
+
+        Those that keep all samples are left out, and those that cannot be computed of so few.
+        """
+        if self._needs_batches:
+            self._bring(control)
+        own = self._counts()
+        ranks = control.gather(own)
+        if not ranks:
+            return {}
+        self._set_counts(ranks)
+        empty, found = self._ids_of_empty(), {}
+        for name, metric in self.by_name.items():
+            if id(metric) not in empty and not keeps_samples(metric):
+                with suppress(Exception):  # R2Score, for example, needs two samples
+                    found[name] = plain_value(copy.deepcopy(metric).compute())
+        self._set_counts([own])
+        return found
+
+    def values(self) -> dict[str, Any]:
+        """The metrics' values: numbers, lists or dicts of numbers; NaN without any sample."""
+        self._count_waiting()
+        empty = self._ids_of_empty()
+        return {
+            name: math.nan if id(metric) in empty else plain_value(metric.compute())
+            for name, metric in self.by_name.items()
+        }
+
+    def _ids_of_empty(self) -> set[int]:
+        """Those that have seen no sample. Metrics are not compared: == makes another."""
+        empty = [one for one in self._counters if not one._update_count]
+        empty += [] if self._num_updates else [*self._sums, *self._others]
+        return {id(metric) for metric in empty}
+
+    @property
+    def _keeps_more(self) -> bool:
+        """Whether a metric may keep something beyond a reset, such as extremes of its values."""
+        if not self._others:
+            return False
+        from torchmetrics.wrappers.abstract import WrapperMetric
+
+        parts = [part for metric in self._others for part in parts_of(metric)]
+        return any(isinstance(part, WrapperMetric) for part in parts)
+
+    # --- states ----------------------------------------------------------------------------------
+
+    def _counts(self) -> list[States]:
+        self._count_waiting()
+        return [states_of(metric) for metric in self._counters]
+
+    def _set_counts(self, ranks: Sequence[list[States]]) -> None:
+        """Counts are whole numbers: their order does not matter."""
+        for metric, *states in zip(self._counters, *ranks, strict=True):
+            set_states(metric, {name: sum(one[name] for one in states) for name in states[0]})
+
+    def states(self, control: Control) -> Tree:
+        """On rank 0, what has been seen so far, to be gone on from; every rank calls it."""
+        if self._needs_batches:
+            self._bring(control)
+        counts = control.gather(self._counts())
+        metrics = [*self._sums, *self._others]
+        others = [[all_states_of(part) for part in parts_of(metric)] for metric in metrics]
+        return {"counts": counts, "others": others, "updates": self._num_updates}
+
+    def go_on_from(self, states: Tree, control: Control) -> None:
+        """Be as when ``states`` was called; every rank calls it."""
+        if control.rank != 0:
+            return
+        self._set_counts(states["counts"])
+        self._num_updates = states["updates"]
+        metrics = [*self._sums, *self._others]
+        for metric, parts in zip(metrics, states["others"], strict=True):
+            for part, kept in zip(parts_of(metric), parts, strict=True):
+                set_states(part, kept)
+
+
+def targetless() -> DataError:
+    """For data that metrics cannot work with."""
+    return DataError(
+        "Metrics compare outputs with targets.",
+        received="data without targets",
+        fix="Pass (inputs, targets), also where the model computes its own loss.",
+    )
+
+
+def _checked(metrics: Mapping[str, Any] | None) -> "dict[str, Metric]":
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise OptionError(
+            "`metrics` must be a dict of metrics by name.",
+            received=type(metrics).__name__,
+            fix='Pass {"accuracy": torchmetrics.Accuracy(...)}, for example.',
+        )
+    for name, metric in (metrics or {}).items():
+        if not is_metric(metric):
+            raise OptionError(
+                f"metrics[{name!r}] must be a torchmetrics.Metric.",
+                received=type(metric).__name__,
+                fix="Pass its members by name: metrics=dict(collection.items())."
+                if is_collection(metric)
+                else 'Pass {"accuracy": torchmetrics.Accuracy(...)}, for example.',
+            )
+        if name == "loss" or name.startswith("val_"):
+            raise OptionError(
+                "A metric cannot be named 'loss' or 'val_...': these names are taken.",
+                received=repr(name),
+                fix="Give it another name.",
+            )
+    return dict(metrics or {})
+
+
+def _small_form(output: Tree, target: Tree) -> object:
+    """What shares must have in common to be counted as one; None for one to be counted alone.
+
+    Those may wait that are small and plain: a row of scores and a class for every sample. What is
+    wrong with others, the metric says.
+    """
+    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
+        return None
+    rows, classes = output.shape, target.shape
+    if len(rows) != 2 or len(classes) != 1 or rows[0] != classes[0]:
+        return None
+    if rows[0] * rows[1] > _FEW_ELEMENTS or target.is_floating_point():
+        return None
+    return rows[1], output.dtype, target.dtype, output.device, target.device
+
+
+def _batches_per_message(seen: Sequence[MetricUpdate]) -> int:
+    num_batches = len({one.batch for one in seen})
+    num_bytes = sum(tensor.nbytes for tensor in tensors_of([one.tree for one in seen]))
+    return max(1, min(_MOST_WAITING, _MESSAGE_BYTES * num_batches // max(num_bytes, 1)))

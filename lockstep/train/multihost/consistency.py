@@ -1,0 +1,51 @@
+"""What hosts compare before they work together, as texts by name.
+
+Each host runs the user's script for itself. Where the scripts have come to different models, losses
+or options, training would go on and be wrong without a word. So what decides the result is put into
+words and compared; a name that differs is in the error.
+
+Functions and classes are known by their names (``train.resume.stable_descriptions``). What the
+user's own classes hold is theirs: it may well differ from host to host, as the number of the host
+does. Of data see ``train.input.same_data``.
+"""
+
+import msgspec
+from torch import nn
+
+from lockstep.plan.spec import Plan
+from lockstep.train.resume.stable_descriptions import Facts, said, said_of_module
+from lockstep.train.runtime.assignment import Assignment
+
+
+def assignment_facts(assignment: Assignment) -> Facts:
+    """All that must be alike of an assignment, but for values."""
+    loss, updater = assignment.loss, assignment.updater
+    metrics = getattr(assignment.task, "metrics", None)
+    return {
+        **_plan_facts(assignment.plan),
+        **_model_facts(assignment.model),
+        "the loss": "none" if loss is None else said(loss.loss),
+        "the factors of the loss": "none" if loss is None else loss.parts.factors,
+        "the optimizer": "none" if updater is None else said(updater.owner),
+        "batch_dim": str(assignment.dims),
+        "the metrics": "none" if metrics is None else said(metrics.by_name),
+        "train_step": said([each.function for each in assignment.functions]),
+    }
+
+
+def _plan_facts(plan: Plan) -> Facts:
+    return {f"the Plan's {name}": value for name, value in msgspec.to_builtins(plan).items()}
+
+
+def _model_facts(model: nn.Module) -> Facts:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {
+        **{
+            f"the tensor {name!r}": f"{tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
+            for name, tensor in tensors
+        },
+        **{
+            f"the layer {name!r}" if name else "the model": said_of_module("", module)
+            for name, module in model.named_modules()
+        },
+    }

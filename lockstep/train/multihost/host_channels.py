@@ -1,0 +1,100 @@
+"""Connected hosts: the channels of a call to other hosts, and what goes over them at its end."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.channel.sealed_channel import Channel
+from lockstep.comm.transports.memfd_store import MeetingPoint
+from lockstep.parallel.exchange.engine import (
+    ChannelKey,
+    Neighbours,
+    channel_keys,
+    meeting_point_for,
+)
+from lockstep.parallel.groups import ParameterGroup
+from lockstep.plan.spec import Plan
+from lockstep.train.multihost.hosts import Hosts
+from lockstep.train.runtime.assignment import Assignment
+from lockstep.train.runtime.serving import RemoteHosts
+from lockstep.train.runtime.stores import Mapped
+
+# Where ranks of one host reach each other.
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostChannels:
+    """Other hosts, with channels to them.
+
+    Attributes:
+        hosts: all hosts.
+        abroad: what this host's ranks are told of them.
+        channels: this host's channels, by the ranks at this end and at the other, and by their use.
+    """
+
+    hosts: Hosts
+    abroad: RemoteHosts
+    channels: Mapping[ChannelKey, Channel]
+
+    @classmethod
+    def of(
+        cls,
+        hosts: Hosts | None,
+        plan: Plan,
+        groups: Sequence[ParameterGroup],
+        timeout_seconds: float,
+        *,
+        keeps: bool = True,
+    ) -> "HostChannels | None":
+        """Have the channels that a Plan needs, if it has several hosts.
+
+        Args:
+            hosts: all hosts; None where there is one.
+            plan: the Plan.
+            groups: the parameters, by the ranks that have them.
+            timeout_seconds: longest wait for another host.
+            keeps: use those of the last time, which has ended; else the channels are the caller's.
+        """
+        if hosts is None or plan.num_hosts == 1:
+            return None
+        opened = hosts.open_channels if keeps else hosts.new_channels
+        channels = opened(plan, sorted(channel_keys(plan, groups)), timeout_seconds)
+        names = {rank: hosts.names[plan.host_of(rank)] for rank in range(plan.num_ranks)}
+        abroad = RemoteHosts(
+            host=hosts.host,
+            names=names,
+            channels={key: channel.keys for key, channel in channels.items()},
+            timeout_seconds=timeout_seconds,
+        )
+        return cls(hosts=hosts, abroad=abroad, channels=channels)
+
+    def neighbours(
+        self, rank: int, mirrored: Sequence[torch.Tensor], look_around: Callable[[float], None]
+    ) -> Neighbours:
+        """What a rank of this process has of other hosts; for the arguments see those."""
+        own = [end for (low, _, _), end in self.channels.items() if low == rank]
+        return self.abroad.neighbours(rank, own, mirrored, self.hosts.crossing(look_around))
+
+
+def meeting_point_of(
+    plan: Plan, connected: HostChannels | None, timeout_seconds: float
+) -> MeetingPoint | None:
+    """Where this host's ranks of a Plan's process groups find each other, if it has any."""
+    return meeting_point_for(
+        plan,
+        host=0 if connected is None else connected.hosts.host,
+        address=_LOOPBACK if connected is None else connected.hosts.address,
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def bring_groups(connected: HostChannels, assignment: Assignment, stores: Sequence[Mapped]) -> None:
+    """Have every host know the parameters and slots that it has no rank for."""
+    plan = assignment.plan
+    for mapped in stores:
+        having = {plan.host_of(rank) for rank in mapped.ranks}
+        if len(having) < plan.num_hosts:
+            is_here = connected.hosts.host in having
+            connected.hosts.bring(mapped.store.region, min(having), is_here=is_here)

@@ -1,0 +1,142 @@
+"""The user's optimizer before training: made where a maker is given, and checked."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from lockstep.errors import ModelError, OptionError
+from lockstep.parallel.exchange.exchange_layout import sparse_weights
+from lockstep.plan.spec import Plan
+from lockstep.train.optim.updaters import ELEMENTWISE, PARAMETERWISE
+
+
+def make_optimizer(optimizer: Any, model: nn.Module) -> optim.Optimizer:
+    """The user's optimizer: an instance over the model's parameters, or a class or function.
+
+    Raises:
+        OptionError: it is neither, or steps on other parameters than the model's.
+    """
+    if not isinstance(optimizer, optim.Optimizer):
+        if not callable(optimizer):
+            raise _no_optimizer(optimizer)
+        with _without_compiler():
+            made = optimizer(model.parameters())
+        if not isinstance(made, optim.Optimizer):
+            raise _no_optimizer(made)
+        return make_optimizer(made, model)
+    needs_rows = isinstance(optimizer, optim.SparseAdam) and not sparse_weights(model)
+    if needs_rows or isinstance(optimizer, optim.LBFGS):
+        raise OptionError(
+            "LBFGS evaluates the loss several times per step, and SparseAdam needs embeddings with "
+            "sparse=True.",
+            received=type(optimizer).__name__,
+            fix="Use another optimizer, such as torch.optim.AdamW.",
+        )
+    if getattr(optimizer, "is_cross_replica", False):
+        raise OptionError(
+            "A Trainer's strategy makes its optimizer step across replicas.",
+            received=type(optimizer).__name__,
+            fix="Pass the optimizer that it wraps, or train in a loop of your own.",
+        )
+    _check_parameters(optimizer, model)
+    _widen_slots(optimizer)
+    return optimizer
+
+
+def _no_optimizer(received: object) -> OptionError:
+    return OptionError(
+        "`optimizer` must be a torch optimizer over model.parameters(), or make one from them.",
+        received=type(received).__name__,
+        fix="Pass functools.partial(torch.optim.Adam, lr=1e-3), for example.",
+    )
+
+
+def _check_parameters(optimizer: optim.Optimizer, model: nn.Module) -> None:
+    own = {id(parameter) for parameter in model.parameters()}
+    strange = sum(
+        id(parameter) not in own
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+    if strange:
+        raise OptionError(
+            "The optimizer must hold the model's own parameters.",
+            received=f"{strange} tensors that are none of them",
+            fix="Make it from model.parameters() of the model given to the Trainer.",
+        )
+
+
+def _widen_slots(optimizer: optim.Optimizer) -> None:
+    """Slots made before the model became float64 follow it, as in ``Optimizer.load_state_dict``."""
+    if type(optimizer) not in ELEMENTWISE | PARAMETERWISE:
+        return
+    for parameter, slots in optimizer.state.items():
+        for slot, value in slots.items():
+            if (
+                parameter.dtype == torch.float64
+                and isinstance(value, torch.Tensor)
+                and value.is_floating_point()
+                and slot != "step"
+            ):
+                slots[slot] = value.double()
+
+
+def check_divisible(model: nn.Module, optimizer: object, plan: Plan, *, is_known: bool) -> None:
+    """Refuse what cannot be divided as the Plan says.
+
+    Raises:
+        ModelError: hooks that would see a share's gradients.
+        OptionError: an optimizer that stages, or hosts, cannot step for themselves.
+    """
+    if plan.num_shares > 1:
+        check_hooks(model)
+    if plan.pipeline is not None and not is_known:
+        raise OptionError(
+            "The stages of a pipeline each step their own parameters, which is known to be "
+            "right only for optimizers of PyTorch or Keras that look at one parameter at a "
+            "time.",
+            received=type(optimizer).__name__,
+            fix="Use one of torch.optim, or of keras.optimizers without global_clipnorm, or a "
+            "data parallel strategy.",
+        )
+    if plan.compression is not None and not is_known:
+        raise OptionError(
+            "Where gradients are compressed every host updates all weights, which is known to give "
+            "the same bits only with optimizers of PyTorch or Keras.",
+            received=type(optimizer).__name__,
+            fix="Use one of torch.optim, or leave `compression` out.",
+        )
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Refuse gradient hooks on parameters where gradients come in shares.
+
+    Raises:
+        ModelError: with the parameters' names.
+    """
+    names = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    ]
+    if names:
+        raise ModelError(
+            "Gradient hooks on parameters would see the gradient of a share, not of the batch.",
+            received=f"hooks on {', '.join(names)}",
+            fix="Remove them, or train with SingleDeviceStrategy.",
+        )
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Have torch's optimizers not import torch.compile's machinery as they are made: a second."""
+    wrapped = optim.Optimizer.add_param_group
+    optim.Optimizer.add_param_group = inspect.unwrap(wrapped)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        optim.Optimizer.add_param_group = wrapped  # type: ignore[method-assign]

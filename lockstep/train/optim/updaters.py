@@ -1,0 +1,444 @@
+"""torch optimizers as updaters: stepping on pieces, with slots by parameter name.
+
+A rank's optimizer is a clone of the user's whose parameter groups hold the rank's pieces instead of
+whole parameters. Options and slots are the same objects' worth either way, so a state made by one
+number of ranks is right for any other.
+
+How small the pieces may be depends on the optimizer. torch's own are known: most treat every
+element by itself, some a parameter as a whole. Of any other nothing is known: it may clip by the
+norm of all gradients, wrap another optimizer, or count its steps. So rank 0 alone steps it, the
+user's own object on the user's own Parameters, and that is exact whatever it does.
+"""
+
+import functools
+import inspect
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from lockstep.comm.collectives.gradients import TensorSpec, cut_piece
+from lockstep.data.trees import map_tensors
+from lockstep.parallel.storage.allocator import temporary_memory
+from lockstep.parallel.transfer.serialization import optimizer_contents, rebuild_optimizer
+from lockstep.parallel.update import (
+    BoundPiece,
+    PieceSlots,
+    SlotKey,
+    Slots,
+    Updater,
+    assemble_slots,
+)
+from lockstep.train.checkpointing.training_state import TrainingState
+from lockstep.train.optim.optimizer_state import optimizer_parts, option_values, set_optimizer
+from lockstep.train.runtime.shared_options import SharedOptions, options_spec
+
+# Treat every element by itself. Exact types: a subclass may do anything.
+ELEMENTWISE = frozenset(
+    {
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Adagrad,
+        optim.Adadelta,
+        optim.ASGD,
+        optim.Rprop,
+    }
+)
+
+# Have a form for sparse gradients, without momentum and decay; the last has no other.
+LAZY = frozenset({optim.SGD, optim.Adagrad, optim.SparseAdam})
+
+# Treat every parameter by itself.
+PARAMETERWISE = frozenset({optim.Adafactor, optim.Muon})
+
+
+class TorchUpdater(Updater):
+    """Steps a torch optimizer on pieces of its parameters.
+
+    Args:
+        optimizer: the user's optimizer; on rank 0 it gets the slots back after training.
+        parameters: the model's parameters by name, the same objects that the optimizer holds.
+        changes_by_step: options may change at every step.
+    """
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        parameters: dict[str, nn.Parameter],
+        *,
+        changes_by_step: bool = False,
+    ) -> None:
+        self.optimizer = self.owner = optimizer
+        self.parameters = parameters
+        self.is_known = _is_known(optimizer)  # hooks do not travel, so rank 0 says it for all
+        self.is_elementwise = self.is_known and type(optimizer) in ELEMENTWISE | LAZY
+        self._changes_by_step = changes_by_step
+        self._shared_options: SharedOptions | None = None
+        self._active = optimizer
+        self._pieces: list[BoundPiece] = []
+        self._store: dict[str, dict[str, torch.Tensor]] = {}  # by parameter and slot
+        self._newborn: list[BoundPiece] = []  # pieces without slots until now
+        self._trained: set[str] = set()  # since it was bound, on any rank
+
+    @property
+    def takes_sparse(self) -> bool:  # type: ignore[override]  # of others it is fixed
+        """Whether it has a lazy form, which touches no row but those of the gradient."""
+        groups = self.optimizer.param_groups
+        return type(self.optimizer) in LAZY and not any(
+            group.get("momentum") or group.get("weight_decay") for group in groups
+        )
+
+    def bind(self, pieces: Sequence[BoundPiece]) -> None:
+        self._pieces = list(pieces)
+        self._trained = {name for name, one in self.parameters.items() if one.requires_grad}
+        # A rank that updates nothing has pieces of none, and still takes part with a clone.
+        same = bool(pieces) and all(piece.tensor is self.parameters[piece.name] for piece in pieces)
+        self._active = self.optimizer if same or not self.is_known else self._clone()
+        self._newborn = []
+        if self._active is not self.optimizer:
+            self._newborn = [bound for bound in pieces if self._has_homeless(bound)]
+
+    def slot_keys(self) -> list[SlotKey]:
+        if not self.is_elementwise:
+            return []
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        return [
+            SlotKey(parameter=names[id(parameter)], slot=slot)
+            for group in self.optimizer.param_groups
+            for slot in self._slots_of(group)
+            for parameter in group["params"]
+            if parameter.requires_grad and id(parameter) in names
+        ]
+
+    def _stored_slots(self, bound: BoundPiece) -> dict[str, torch.Tensor]:
+        """A piece of the slots that the user's optimizer has in the store."""
+        whole = self.optimizer.state[self.parameters[bound.name]]
+        kept = self._store.get(bound.name, {})
+        return {
+            slot: place
+            for slot, place in self._places_of(bound).items()
+            if whole.get(slot) is kept[slot]
+        }
+
+    def _slots_of(self, group: dict[str, Any]) -> list[str]:
+        """The slots of a parameter's size that a step with these options makes: by making one."""
+        return [
+            slot
+            for slot, value in self._dummy_state(group).items()
+            if isinstance(value, torch.Tensor) and value.shape == (3,)
+        ]
+
+    def _dummy_state(self, group: dict[str, Any]) -> Slots:
+        """The slots that a step with these options makes for a parameter of three elements."""
+        dummy = torch.zeros(3)
+        dummy.grad = torch.zeros(3)
+        if type(self.optimizer) is optim.SparseAdam:
+            dummy.grad = dummy.grad.to_sparse()
+        options = map_tensors(torch.Tensor.cpu, option_values(group))
+        # It lies in host memory, where some ways to step cannot be used.
+        ways = {way: False for way in ("capturable", "fused", "foreach") if way in options}
+        groups = [{**options, **ways, "params": [dummy]}]
+        contents = {"state": defaultdict(dict), "param_groups": groups}
+        clone = self._rebuild(contents)
+        _step_plainly(clone)
+        return {name: value for name, value in clone.state[dummy].items() if value is not None}
+
+    def _rebuild(self, contents: dict[str, Any]) -> optim.Optimizer:
+        return rebuild_optimizer(
+            type(self.optimizer), {**optimizer_contents(self.optimizer), **contents}
+        )
+
+    @torch.no_grad()
+    @temporary_memory()
+    def store_slots(self, store: Mapping[SlotKey, torch.Tensor]) -> None:
+        self._store = defaultdict(dict)
+        moved = []
+        for key, stored in store.items():
+            self._store[key.parameter][key.slot] = stored
+            slots = self.optimizer.state.get(self.parameters[key.parameter], {})
+            value = slots.get(key.slot)
+            if value is not stored and getattr(value, "shape", None) == stored.shape:
+                # All are copied before any moves: some may be views of the same memory.
+                moved.append((slots, key.slot, stored, value.clone()))
+        for slots, slot, stored, value in moved:
+            slots[slot] = stored.copy_(value)
+
+    def _clone(self) -> optim.Optimizer:
+        by_parameter: dict[int, list[BoundPiece]] = defaultdict(list)
+        state: dict[torch.Tensor, Slots] = defaultdict(dict)
+        for bound in self._pieces:
+            parameter = self.parameters[bound.name]
+            by_parameter[id(parameter)].append(bound)
+            if parameter in self.optimizer.state:
+                stored, slots = self._stored_slots(bound), self.optimizer.state[parameter]
+                others = {slot: value for slot, value in slots.items() if slot not in stored}
+                state[bound.tensor] = {**_cut_slots(others, parameter, bound), **stored}
+        groups = [
+            {**option_values(group), "params": _tensors_of(group["params"], by_parameter)}
+            for group in self.optimizer.param_groups
+        ]
+        return self._rebuild({"state": state, "param_groups": groups})
+
+    def options_spec(self) -> TensorSpec | None:
+        return options_spec(self.optimizer.param_groups) if self._changes_by_step else None
+
+    def share_options(self, tensor: torch.Tensor) -> None:
+        self._shared_options = SharedOptions(self.optimizer.param_groups, tensor)
+
+    def publish_options(self) -> None:
+        """On rank 0, between two steps: all ranks step with the optimizer's present options."""
+        if self._shared_options is not None:
+            self._shared_options.write(self.optimizer.param_groups)
+
+    def step(self) -> None:
+        if self._active is not self.optimizer:
+            if self._shared_options is not None:
+                self._shared_options.read_into(self._active.param_groups)
+            with temporary_memory() if self._newborn else nullcontext():
+                _step_plainly(self._active)
+                self._store_newborn()
+            vars(self.optimizer)["_opt_called"] = True  # a scheduler asks whether it has stepped
+        elif self._pieces:
+            self._step_itself()
+
+    def _store_newborn(self) -> None:
+        """The optimizer makes slots at a piece's first step: move them to the store."""
+        for bound in self._newborn:
+            slots = self._active.state.get(bound.tensor, {})
+            for slot, place in self._places_of(bound).items():
+                if isinstance(slots.get(slot), torch.Tensor) and not _is_same(slots[slot], place):
+                    slots[slot] = place.copy_(slots[slot])
+        self._newborn = [bound for bound in self._newborn if self._has_homeless(bound)]
+
+    def _has_homeless(self, bound: BoundPiece) -> bool:
+        """Whether the store has a place for a slot that the piece has not, or not there."""
+        slots = self._active.state.get(bound.tensor, {})
+        return any(
+            not isinstance(slots.get(slot), torch.Tensor) or not _is_same(slots[slot], place)
+            for slot, place in self._places_of(bound).items()
+        )
+
+    def _places_of(self, bound: BoundPiece) -> dict[str, torch.Tensor]:
+        """Where a piece's slots lie in the store, by the slot's name."""
+        return {
+            slot: cut_piece(place, bound.piece).view(bound.tensor.shape)
+            for slot, place in self._store.get(bound.name, {}).items()
+        }
+
+    def _step_itself(self) -> None:
+        """Step the user's own optimizer, on whole Parameters with the pieces' gradients."""
+        whole = [(self.parameters[bound.name], bound.tensor) for bound in self._pieces]
+        for parameter, tensor in whole:
+            parameter.grad = tensor.grad
+        if self.is_known and _is_bare(self.optimizer):
+            _step_plainly(self.optimizer)
+        else:
+            self.optimizer.step()
+        for parameter, tensor in whole:
+            if parameter is not tensor:
+                parameter.grad = None
+
+    def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
+        own = self._active is self.optimizer
+        keys = [self.parameters[bound.name] if own else bound.tensor for bound in self._pieces]
+        return [
+            self._piece_slots(bound, self._active.state[key], with_stored)
+            for bound, key in zip(self._pieces, keys, strict=True)
+            if key in self._active.state
+        ]
+
+    def _piece_slots(self, bound: BoundPiece, slots: Slots, with_stored: bool) -> PieceSlots:
+        places = {} if with_stored else self._places_of(bound)
+        stored = tuple(
+            slot for slot, place in places.items() if slot in slots and _is_same(slots[slot], place)
+        )
+        return PieceSlots(
+            name=bound.name,
+            start=bound.piece.start,
+            stop=bound.piece.stop,
+            slots={
+                slot: _flat(value, bound, self.parameters[bound.name])
+                for slot, value in slots.items()
+                if slot not in stored
+            },
+            stored=stored,
+        )
+
+    @property
+    def takes_notes(self) -> bool:  # type: ignore[override]  # as above
+        """Whether only counts and the like are not in the store."""
+        return self.is_elementwise
+
+    def take_notes(self, notes: Sequence[PieceSlots]) -> None:
+        known = {(part.name, part.start): part.slots for part in notes}
+        for bound in self._pieces:
+            slots = known.get((bound.name, bound.piece.start))
+            if slots is None:  # it has not been stepped on yet, though other pieces have
+                self._active.state.pop(bound.tensor, None)
+            else:
+                self._active.state[bound.tensor].update(slots)
+        self._newborn = [bound for bound in self._pieces if self._has_homeless(bound)]
+
+    def take_slots(self, pieces: Sequence[PieceSlots]) -> None:
+        """Give the user's optimizer the slots of whole parameters, put together from all ranks'."""
+        if self._active is self.optimizer:
+            return
+        parameters, state = self.parameters, self.optimizer.state
+        for name, values in assemble_slots(pieces, parameters).items():
+            state[parameters[name]] = values
+        for part in pieces:
+            for slot in part.stored:
+                state[parameters[part.name]][slot] = self._store[part.name][slot]
+
+    def stored(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, place) for name, slots in self._store.items() for place in slots.values()]
+
+    def state(self) -> dict[str, Any]:
+        return optimizer_parts(self.optimizer, self.parameters)
+
+    def load_state(self, state: TrainingState) -> None:
+        set_optimizer(self.optimizer, self.parameters, state)
+
+    def recover(self) -> list[str]:
+        if self._active is self.optimizer:
+            return []
+        own = {part.name: part for part in self.slots() if self._is_known_whole(part)}
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        lost = []
+        for group in self.optimizer.param_groups:
+            members = [  # what was frozen has never been stepped on
+                names[id(one)] for one in group["params"] if names.get(id(one)) in self._trained
+            ]
+            known = [own[name] for name in members if name in own]
+            keeps_slots = not self.is_elementwise or bool(self._dummy_state(group))
+            for name in members:
+                part = own.get(name) or _of_the_others(name, known)
+                if part is not None and self._is_touched(part):
+                    self.take_slots([part])
+                elif part is None and keeps_slots:
+                    self.optimizer.state.pop(self.parameters[name], None)
+                    lost.append(name)
+        return lost
+
+    def _is_known_whole(self, part: PieceSlots) -> bool:
+        """Whether what is not in the store is here: counts, or slots of the whole parameter."""
+        is_whole = part.stop - part.start == self.parameters[part.name].numel()
+        return is_whole or not _has_arrays(part)
+
+    def _is_touched(self, part: PieceSlots) -> bool:
+        """Whether a parameter has been stepped on, by whichever rank."""
+        stored = [self._store[part.name][slot] for slot in part.stored]
+        return not stored or any(bool(slot.any()) for slot in stored)
+
+    def options(self) -> list[dict[str, Any]]:
+        return [option_values(group) for group in self.optimizer.param_groups]
+
+    def set_options(self, options: list[dict[str, Any]]) -> None:
+        for group, values in zip(self._active.param_groups, options, strict=True):
+            group.update(values)
+
+
+def _has_arrays(part: PieceSlots) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.dim() for value in part.slots.values())
+
+
+def _of_the_others(name: str, known: Sequence[PieceSlots]) -> PieceSlots | None:
+    """The slots of a parameter that other ranks own: its counts are those of all known ones.
+
+    None if these differ (parameters that were not used in every step), or there are none.
+    """
+    if not known or any(_has_arrays(part) for part in known):
+        return None
+    counts = [{slot: float(value) for slot, value in part.slots.items()} for part in known]
+    if any(count != counts[0] for count in counts):
+        return None
+    first = known[0]
+    return PieceSlots(name=name, start=0, stop=0, slots=first.slots, stored=first.stored)
+
+
+def _flat(value: Any, bound: BoundPiece, parameter: torch.Tensor) -> Any:
+    """A slot of a part of an embedding's rows as one of any other piece."""
+    is_cut = bound.tensor.numel() != parameter.numel()
+    is_slot = isinstance(value, torch.Tensor) and value.shape == bound.tensor.shape
+    return value.view(-1) if is_cut and is_slot else value
+
+
+def _is_same(value: Any, place: torch.Tensor) -> bool:
+    """Whether a slot lies in its place."""
+    return isinstance(value, torch.Tensor) and value.data_ptr() == place.data_ptr()
+
+
+def _step_plainly(optimizer: optim.Optimizer) -> None:
+    """The step of one of torch's own optimizers that has no hooks, without what torch wraps it in.
+
+    The wrappers run hooks, and import torch.compile's machinery at the first step: a second.
+    """
+    step = _plain_step(type(optimizer))  # type: ignore[arg-type]  # a class is hashable
+    checks = torch.sparse.check_sparse_tensor_invariants
+    with (
+        torch.set_grad_enabled(optimizer.defaults.get("differentiable", False)),
+        # As it is, but said: else the steps that make sparse tensors warn that nobody has.
+        checks(checks.is_enabled()) if type(optimizer) in LAZY else nullcontext(),  # type: ignore[no-untyped-call]
+    ):
+        step(optimizer)
+
+
+@functools.cache
+def _plain_step(kind: Any) -> Any:
+    return inspect.unwrap(kind.step)
+
+
+def _is_bare(optimizer: optim.Optimizer) -> bool:
+    """Whether what is around its ``step`` is all torch's, and does nothing."""
+    outermost: Any = type(optimizer).step
+    return (
+        outermost.__globals__["__name__"].startswith("torch.")
+        and "step" not in vars(optimizer)
+        and not _global_optimizer_pre_hooks
+        and not _global_optimizer_post_hooks
+    )
+
+
+def _is_known(optimizer: optim.Optimizer) -> bool:
+    """Whether its class alone says what a step does: no hooks, no ``step`` of its own."""
+    step = vars(optimizer).get("step")
+    return (
+        type(optimizer) in ELEMENTWISE | PARAMETERWISE | LAZY
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and (step is None or hasattr(step, "_wrapped_by_lr_sched"))
+    )
+
+
+def _tensors_of(
+    parameters: Sequence[torch.Tensor], pieces: dict[int, list[BoundPiece]]
+) -> list[torch.Tensor]:
+    return [bound.tensor for parameter in parameters for bound in pieces.get(id(parameter), [])]
+
+
+def _cut_slots(slots: Slots, parameter: torch.Tensor, bound: BoundPiece) -> Slots:
+    cut: Slots = {}
+    for slot, value in slots.items():
+        if isinstance(value, torch.Tensor):
+            fits = value.shape == parameter.shape and value.dim() > 0
+            cut[slot] = _cut_slot(value, parameter, bound) if fits else value.clone()
+        else:
+            cut[slot] = value
+    return cut
+
+
+def _cut_slot(value: torch.Tensor, parameter: torch.Tensor, bound: BoundPiece) -> torch.Tensor:
+    """A slot lies in memory as its parameter does, so the same elements are cut from both."""
+    aligned = torch.empty_strided(
+        parameter.shape, parameter.stride(), dtype=value.dtype, device=bound.tensor.device
+    )
+    return cut_piece(aligned.copy_(value), bound.piece).clone().view(bound.tensor.shape)

@@ -1,0 +1,200 @@
+"""What a checkpoint knows of its ``fit``, and whether another ``fit`` can go on from it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from lockstep.checkpoint.trees import Tree
+from lockstep.errors import CheckpointError
+from lockstep.train.checkpointing.training_state import TrainingState
+from lockstep.train.resume.stable_descriptions import digest
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of the last epoch, from which more epochs may be trained.
+
+    Attributes:
+        sight: of weights and options.
+        read: see ``train.callbacks.driver.Place``.
+        is_whole: the training's state has all that the next epoch needs.
+    """
+
+    sight: str
+    read: list[int] | None
+    is_whole: bool
+
+    def unless_changed(self, trainer: Any) -> "End | None":
+        """This, where callbacks have changed nothing since; else None."""
+        return self if self.is_whole and self.sight == _sight(trainer) else None
+
+
+def at_end(trainer: Any) -> End:
+    """What is there as the last epoch ends; ``trainer`` is a PersistentRunner."""
+    place = trainer.place_in_fit()
+    is_whole = place["replicas"] is None
+    return End(sight=_sight(trainer) if is_whole else "", read=place["read"], is_whole=is_whole)
+
+
+def _sight(trainer: Any) -> str:
+    state = trainer.present_state()
+    values = digest([*state.parameters.values(), *state.buffers.values()]).hex()
+    return f"{values} {state.options}"
+
+
+class FitRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a checkpoint knows of its ``fit``, beside the training's state.
+
+    Attributes:
+        epochs: trained before it.
+        steps: made before it.
+        asked: what it was asked to do, as far as the result depends on it
+        (``train.resume.fit_facts``).
+        history: at its end; empty before.
+        epoch: numbers of the epochs in the history.
+        is_finished: it has ended.
+        is_stopped: a callback has ended it.
+        end: of the last epoch, where more epochs can follow on the state of a ``fit`` that has
+            ended; None where they cannot, and before.
+        num_shares: of its steps; None where none was made.
+    """
+
+    epochs: int
+    steps: int
+    asked: dict[str, Any]
+    history: dict[str, list[Any]] = {}
+    epoch: list[int] = []
+    is_finished: bool = False
+    is_stopped: bool = False
+    end: End | None = None
+    num_shares: int | None = None
+
+    def tree(self) -> dict[str, Tree]:
+        """The same as a part of a checkpoint."""
+        end = None if self.end is None else msgspec.structs.asdict(self.end)
+        return {**msgspec.structs.asdict(self), "end": end}
+
+    @property
+    def num_trained(self) -> int:
+        """The number of the epoch after the last one, of a ``fit`` that has ended."""
+        return self.epoch[-1] + 1 if self.epoch else int(self.asked.get("initial_epoch", 0))
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether it has ended before, or as, the last epoch that was asked for."""
+        return self.is_stopped or self.num_trained < self.asked["epochs"]
+
+    def check_beginning(self, other: "FitRecord") -> None:
+        """See that another ``fit`` begins where this one has begun.
+
+        Raises:
+            CheckpointError: it does not.
+        """
+        if (self.epochs, self.steps) != (other.epochs, other.steps):
+            raise CheckpointError(
+                f"The checkpoints are of a fit that began after {self.steps} steps.",
+                received=f"a fit that begins after {other.steps}",
+                fix="Give each fit a folder of its own, and have the script do as before.",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A ``fit`` that was begun.
+
+    Attributes:
+        state: of the training.
+        record: what was asked of the ``fit``.
+        is_written: it is on host 0's disk.
+        name: of the checkpoint.
+    """
+
+    state: TrainingState
+    record: FitRecord
+    is_written: bool = True
+    name: str = "the checkpoint"
+
+    @property
+    def size(self) -> int:
+        """Of its batches."""
+        return int(self.record.asked["batch_size"])
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where in the ``fit`` it is."""
+        first = int(self.record.asked.get("initial_epoch", 0))
+        return self.state.position["fit"] or {"epoch": first, "batch": 0}
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Tree]) -> "Found":
+        """What a checkpoint says.
+
+        Raises:
+            CheckpointError: it says something else.
+        """
+        parts = dict(tree)
+        try:
+            record = msgspec.convert(parts.pop("fit", None), FitRecord)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(
+                "A checkpoint says what its fit was asked to do.",
+                received=error,
+                fix="Take one that fit(checkpoint=...) has written.",
+            ) from error
+        return cls(state=TrainingState.of(parts), record=record)
+
+    def reaching(self, epochs: int) -> "Found":
+        """The same, to train up to so many epochs from it.
+
+        A ``fit`` that has ended is none any more where more are wanted than it was asked for.
+
+        Raises:
+            CheckpointError: it has come further, or nobody knows what has become of its end.
+        """
+        record, place = self.record, self.place
+        come = place["epoch"] + (place["batch"] > 0)
+        if record.is_finished:
+            come = record.num_trained
+        if come > epochs:
+            raise CheckpointError(
+                f"{self.name} is of epoch {come}, and fit was to end before.",
+                received=f"epochs={epochs}",
+                fix=f"Ask for {come} epochs or more, or take another folder to begin anew.",
+            )
+        if not record.is_finished or not _reaches(record, epochs):
+            return self
+        if record.end is None:
+            raise CheckpointError(
+                f"{self.name} was written after the end of {come} epochs, and has not all that "
+                "another one needs: callbacks have changed weights or options in on_train_end, or "
+                "each replica has an optimizer of its own. No older checkpoint is there.",
+                received=f"epochs={epochs}",
+                fix="Begin anew in another folder; with keep=3 older checkpoints are kept.",
+            )
+        place = {
+            "epoch": come,
+            "batch": 0,
+            "so_far": None,
+            "read": record.end.read,
+            "replicas": None,
+            "batch_size": self.size,
+            "history": record.history,
+            "epochs": record.epoch,
+        }
+        position = {**self.state.position, "epochs": record.epochs, "fit": place}
+        begun = {"is_finished": False, "history": {}, "epoch": [], "end": None}
+        return replace(
+            self,
+            state=replace(self.state, position=position),
+            record=msgspec.structs.replace(record, **begun),
+        )
+
+
+def reaches(tree: Mapping[str, Tree], epochs: object) -> bool:
+    """Whether more epochs are wanted than a ``fit`` that has ended was asked for."""
+    return isinstance(epochs, int) and _reaches(Found.of(tree).record, epochs)
+
+
+def _reaches(record: FitRecord, epochs: int) -> bool:
+    return not record.was_stopped and epochs > record.num_trained

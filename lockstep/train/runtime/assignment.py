@@ -1,0 +1,129 @@
+"""Assignments: what a rank is given to do, and how it becomes a Worker.
+
+The script's process makes one; helpers get a copy. On several hosts each makes its own, and they
+are compared (``train.multihost.hosts``).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.accelerators import rank_device
+from lockstep.comm.exchange import ExchangeSpec
+from lockstep.comm.shared_memory.shared_region import SharedRegion
+from lockstep.comm.transports.memfd_store import Meeting
+from lockstep.data.order import kept_streams
+from lockstep.launch.health.failure import add_note
+from lockstep.parallel.build import build_worker
+from lockstep.parallel.exchange.control import Control
+from lockstep.parallel.exchange.engine import Endpoint, Neighbours
+from lockstep.parallel.local_sgd.local_worker import build_local_worker
+from lockstep.parallel.parameter_server.async_worker_build import build_served_worker
+from lockstep.parallel.settings import TorchSettings, num_threads
+from lockstep.parallel.storage.allocator import keep_freed_memory
+from lockstep.parallel.storage.device_memory import noting_shortage, shortage_note
+from lockstep.parallel.storage.meta_init import initialize
+from lockstep.parallel.worker import Worker
+from lockstep.parallel.workload import Workload
+from lockstep.plan.makers.averaging import AveragedUpdate
+from lockstep.plan.spec import Plan
+from lockstep.train.callbacks.driver import TaskDriver
+from lockstep.train.fit.failing_layer import naming_layer
+from lockstep.train.fit.tasks import Task
+from lockstep.train.optim.error_feedback import ErrorFeedback
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment(Workload):
+    """What every rank gets.
+
+    Attributes:
+        task: what to do.
+        device: where rank 0's model is.
+        settings: torch's, as the script has set them.
+        blank: names of the parameters that have no values yet.
+        residuals: of this host, where something is compressed between hosts.
+    """
+
+    task: Task
+    device: torch.device
+    settings: TorchSettings
+    blank: frozenset[str]
+    residuals: ErrorFeedback | None = None
+
+
+def make_worker(
+    assignment: Assignment,
+    spec: ExchangeSpec,
+    region: SharedRegion | None,
+    *,
+    rank: int,
+    look_around: Callable[[float], None],
+    neighbours: Neighbours | None = None,
+    meeting: Meeting | None = None,
+) -> Worker:
+    """A rank's part of an assignment, ready to run.
+
+    Args:
+        assignment: the assignment.
+        spec: the layout of what ranks share, and
+        region: where it lies; None where one rank is alone.
+        rank: this rank.
+        look_around: see ``Board``.
+        neighbours: what this rank has of other hosts, where there are several.
+        meeting: where ranks of process groups find each other, if there are any.
+    """
+    plan, residuals = assignment.plan, assignment.residuals
+    endpoint = Endpoint(
+        plan=plan,
+        spec=spec,
+        rank=rank,
+        region=region,
+        look_around=look_around,
+        device=rank_device(plan.devices, rank),
+        neighbours=neighbours,
+        meeting=meeting,
+        residuals=None if residuals is None else residuals.by_parameter(),
+    )
+    with noting_shortage(endpoint.device):
+        if isinstance(plan.update, AveragedUpdate) and assignment.updater is not None:
+            return build_local_worker(assignment, endpoint)
+        if plan.is_stale and assignment.updater is not None:
+            return build_served_worker(assignment, endpoint)
+        return build_worker(assignment, endpoint)
+
+
+def run_task(assignment: Assignment, worker: Worker, control: Control, driver: TaskDriver) -> Any:
+    """Do a rank's part of the task; errors say in which layer, and what a full device held."""
+    loss = assignment.loss and assignment.loss.loss
+    layers = [one.name for one in assignment.plan.layers] if assignment.updater else []
+    try:
+        with naming_layer(assignment.model, loss, layers=layers):
+            return assignment.task.run(worker, control, driver)
+    except torch.OutOfMemoryError as error:
+        add_note(error, shortage_note(worker))
+        raise
+
+
+def initialize_own(assignment: Assignment, worker: Worker) -> None:
+    """Each group's first rank gives its parameters their first values, if they have none."""
+    if assignment.blank:
+        own = {
+            name
+            for group in assignment.groups
+            if group.ranks[0] == worker.rank
+            for name in group.names
+        }
+        initialize(assignment.model, own & assignment.blank, assignment.seed)
+        worker.barrier()
+
+
+@contextmanager
+def compute_settings(plan: Plan) -> Iterator[None]:
+    """The Plan's threads within the block; the process's own threads and random states after it."""
+    keep_freed_memory()
+    with kept_streams(), num_threads(plan.threads_per_device or torch.get_num_threads()):
+        yield

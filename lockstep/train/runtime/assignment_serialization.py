@@ -1,0 +1,78 @@
+"""Packing: what the ranks of a call share, and what helpers are sent of it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.errors import OptionError
+from lockstep.launch.workers.link import MOST_DESCRIPTORS
+from lockstep.parallel.storage.store import TensorStore
+from lockstep.parallel.transfer.pickle_errors import pack_named
+from lockstep.parallel.transfer.serialization import SerializedObject, parameters_in
+from lockstep.train.runtime.assignment import Assignment
+from lockstep.units import first_few
+
+
+def pack_assignment(assignment: Assignment, stores: Sequence[TensorStore]) -> SerializedObject:
+    """Pack an assignment, but for what lies in the stores.
+
+    Raises:
+        ShippingError: a part of it cannot be sent; with the part's name.
+    """
+    parts: dict[str, Any] = {
+        "the model": assignment.model,
+        "the loss": assignment.loss and assignment.loss.loss,
+        **{f"the {name}": value for name, value in vars(assignment.task).items()},
+        "the optimizer": assignment.updater,
+        "train_step": [each.function for each in assignment.functions],
+    }
+    parameters = dict(assignment.model.named_parameters())
+    known = [
+        parameters.get(spec.name, view)
+        for store in stores
+        for spec, view in zip(store.specs, store.views, strict=True)
+    ]
+    return pack_named(assignment, parts, known)
+
+
+def check_loss(assignment: Assignment) -> None:
+    """Refuse a loss that looks at parameters which its stage has not.
+
+    Raises:
+        OptionError: with their names.
+    """
+    pipeline = assignment.plan.pipeline
+    if pipeline is None or assignment.loss is None:
+        return
+    last = set(pipeline.stages[-1].ranks)
+    elsewhere = {
+        name for group in assignment.groups if not last <= set(group.ranks) for name in group.names
+    }
+    named = list(assignment.model.named_parameters())
+    try:
+        numbers = parameters_in(assignment.loss.loss, [parameter for _, parameter in named])
+    except Exception:  # it cannot be sent: packing names what and why
+        return
+    strange = [named[number][0] for number in numbers if named[number][0] in elsewhere]
+    if strange:
+        raise OptionError(
+            "In a pipeline the loss is computed by the last stage, which has its own "
+            "parameters only.",
+            received=f"a loss that uses {first_few(strange)}",
+            fix="Leave penalties on weights to the optimizer (weight_decay), or use a data "
+            "parallel strategy.",
+        )
+
+
+def check_number(num_regions: int) -> None:
+    """As many regions as one message carries are enough for a hundred stages.
+
+    Raises:
+        OptionError: there are more.
+    """
+    if num_regions > MOST_DESCRIPTORS:
+        raise OptionError(
+            f"A plan can have at most {MOST_DESCRIPTORS} regions of shared memory: two for "
+            "each set of stages that have parameters in common.",
+            received=f"{num_regions}",
+            fix="Use fewer stages.",
+        )

@@ -1,0 +1,124 @@
+"""What rank 0 looks after while it waits for helpers, and what it says of a call that failed."""
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+from lockstep.comm.shared_memory.status_board import StatusBoard
+from lockstep.launch.workers.team import Team
+from lockstep.train.fit.tasks import Task
+from lockstep.train.multihost.hosts import Hosts
+
+# A rank that waits for other hosts hears after this time of a failure on its own.
+_PATIENCE_SECONDS = 1.0
+# With other hosts, rank 0 waits so much longer than its helpers do.
+_HEAD_START_SECONDS = 5.0
+
+
+# Of ranks that train apart, for whoever goes on after an error.
+STATE_OF_FIRST = (
+    "The weights and the optimizer are those of the first replica. What the others have learned "
+    "since the last average, if anything, is lost."
+)
+
+STATE_OF_SERVERS = (
+    "The weights are what the servers had made of them: of batches that were under way, some may "
+    "be in a part of them only. The optimizer begins anew."
+)
+
+STATE_AS_SERVERS_HAD_IT = (
+    "The weights and the optimizer are what the servers had made of them: of batches that were "
+    "under way, some may be in a part of the weights only."
+)
+
+
+class HelperWatchdog:
+    """What rank 0 looks after while it waits at the board."""
+
+    def __init__(self, team: Team, timeout_seconds: float, hosts: Hosts | None) -> None:
+        self._team = team
+        self.timeout_seconds = timeout_seconds
+        self._hosts = hosts
+        self._board: Callable[[], StatusBoard | None] = lambda: None
+
+    def watch(self, board: StatusBoard | None) -> None:
+        """Say where waiting takes place."""
+        if board is not None:
+            # The board knows this object. A cycle would keep its memory until the collector runs.
+            self._board = weakref.ref(board)
+
+    def look_around(self, waited_seconds: float) -> None:
+        """Raise if waiting on is in vain."""
+        self._team.look_around(partial(self._is_awaited, waited_seconds))
+        self._team.check_answering(waited_seconds)
+        if self._hosts is not None:
+            self._hosts.look_around(waited_seconds)
+            if self._hosts.control_group.awaited:
+                return  # time is up when they say so
+        # A helper that waits for another host says which one, so its time has to be up first.
+        margin = 0.0 if self._hosts is None else _HEAD_START_SECONDS
+        if waited_seconds > self.timeout_seconds + margin:
+            self._team.raise_timeout(waited_seconds)
+
+    def _is_awaited(self, waited_seconds: float, rank: int) -> bool:
+        board = self._board()
+        if board is None:
+            return False
+        if board.is_waiting:
+            return board.is_awaited(rank)
+        # It waits for other hosts, and they may wait for any rank of this one. Not at once: rank 0
+        # may be about to fail of the same, by itself.
+        return waited_seconds > _PATIENCE_SECONDS
+
+
+class Position:
+    """Where ranks are, for messages."""
+
+    def __init__(self, task: Task, board: StatusBoard | None) -> None:
+        self._name = task.name
+        self._board = board
+
+    def __call__(self, rank: int) -> str:
+        step = -1 if self._board is None else self._board.step_of(rank)
+        return f"in {self._name}, step {step}" if step >= 0 else f"in {self._name}"
+
+
+STATE_OF_AVERAGE = (
+    "The weights are the average of all replicas; the optimizer is that of the first replica."
+)
+
+
+def what_is_left(last: int, *, is_put_back: bool = False) -> str:
+    """For whoever goes on after an error: the step that has left the weights.
+
+    Args:
+        last: its number; -1 for none.
+        is_put_back: it is the step after which they were copied last.
+    """
+    found = f"as step {last} has left them" if last >= 0 else "as fit has found them"
+    later = " They were put back: what came later was lost in part." if is_put_back else ""
+    return f"The weights are whole, {found}, and so is the optimizer.{later}"
+
+
+def what_is_lost(last: int | None, lost: list[str], *, has_older: bool) -> str:
+    """The same where not all is left, now that the helpers have ended.
+
+    Args:
+        last: the step that has left the weights; None where some slices are a step ahead.
+        lost: parameters whose slots are lost.
+        has_older: slots are updated in other memory, of which there are older ones here.
+    """
+    if last is None:
+        return (
+            "The weights were being updated: some slices are one step ahead of the others. "
+            "Load weights that were saved before you go on."
+        )
+    if last < 0:
+        return what_is_left(last)
+    whole = f"The weights are whole, as step {last} has left them"
+    if has_older:
+        return (
+            f"{whole}. Of the optimizer's slots those that are updated elsewhere are older: "
+            "load a state that was saved, or make a new optimizer."
+        )
+    return f"{whole}, and so is the optimizer, but for the slots of {', '.join(lost)}: lost."

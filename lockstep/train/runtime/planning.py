@@ -1,0 +1,233 @@
+"""Plans that cut the model, and the model in the stages of such a Plan.
+
+Most Plans need to know the names of the layers only. A Plan with stages needs to know what flows
+between layers and what each one costs. So the model is traced on a sample of the data, and each
+layer is run and timed, before a process starts. What was measured is kept: as long as the model is
+the same, all calls of a Trainer cut it in the same places, and no parameter moves between them. So
+are traces, for as long as model and inputs are the same but for the values of tensors.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+from torch import nn
+
+from lockstep.capture.graph import capture_graph, find_inseparable, value_bytes
+from lockstep.capture.layers import capture_layers, functions_of
+from lockstep.capture.tracing import Trace, trace_modes
+from lockstep.cluster.devices import discover
+from lockstep.cluster.topology import Cluster
+from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
+from lockstep.data.map_style.sources import Source
+from lockstep.data.order import kept_streams
+from lockstep.data.trees import Tree, map_tensors
+from lockstep.errors import OptionError
+from lockstep.graph.layer_graph import LayerGraph
+from lockstep.parallel.data_parallel.batch_norm import note_lone_sample
+from lockstep.parallel.data_parallel.forward import (
+    DTYPES,
+    channels_last,
+    computing_in,
+    narrowed,
+    running_lstms,
+)
+from lockstep.parallel.pipeline.partition import Partition, partition
+from lockstep.parallel.settings import num_threads
+from lockstep.parallel.storage.cpu_quirks import breaks_channels_last
+from lockstep.parallel.transfer.serialization import describe
+from lockstep.plan.makers.data_parallel import Maker
+from lockstep.plan.spec import Plan
+from lockstep.train.fit.failing_layer import naming_layer
+
+Partitions = Mapping[bool, Partition]
+
+# A trace, and the bytes of the values of its instructions, for training and for evaluation.
+_Traced = tuple[tuple[Trace, Mapping[int, int]], ...]
+
+_T = TypeVar("_T")
+
+_MOST_KEPT = 4
+_TRACED_SAMPLES = 2
+
+
+def _as_made(plan: Plan) -> Plan:
+    return plan
+
+
+def _silent(doing: str) -> None:
+    """Tell nobody."""
+
+
+class Planning:
+    """Makes Plans for one model.
+
+    Args:
+        model: the model, or one of its shape on the meta device.
+        dims: where the samples are in what it takes.
+    """
+
+    def __init__(self, model: nn.Module, dims: BatchDims = SAMPLES_FIRST) -> None:
+        self._model = model
+        self._dims = dims
+        self._measured: LayerGraph | None = None
+        self._traces: dict[bytes, tuple[Trace, Trace]] = {}
+        self._sizes: dict[bytes, _Traced] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Elsewhere everything is traced and measured anew."""
+        return vars(Planning(self._model, self._dims))
+
+    def plan(
+        self,
+        maker: Maker,
+        precision: str,
+        source: Source | None,
+        batch_size: int,
+        cluster: Cluster | None = None,
+        settle: Callable[[Plan], Plan] = _as_made,
+        announce: Callable[[str], None] = _silent,
+    ) -> tuple[Plan, Partitions]:
+        """A Plan, and the model in its stages, in training and in evaluation.
+
+        Args:
+            maker: of the Plan.
+            precision: of the Plan.
+            source: what the model is going to run on; None where another host reads it.
+            batch_size: of the global batch.
+            cluster: what there is; None is this host.
+            settle: has the last word on the Plan. What was measured differs from host to host.
+            announce: told what is being done where it may take long.
+
+        Raises:
+            OptionError: there is no sample where one is needed.
+        """
+        cluster = cluster or discover()
+        size = maker.sample_size(cluster, batch_size)
+        if size is None:
+            return settle(maker(capture_layers(self._model), cluster, batch_size)), {}
+        if source is None:
+            raise OptionError(
+                "To cut a model, every host needs samples of the data.",
+                received="data that host 0 alone reads",
+                fix="Pass arrays or a map-style Dataset, or use MultiWorkerMirroredStrategy.",
+            )
+        place = _place_of(self._model)
+        inputs = map_tensors(lambda tensor: tensor.to(place), _sample(source, size, precision))
+        computing = computing_in(precision, "cpu" if place.type == "meta" else place.type)
+        naming = naming_layer(self._model, inputs=inputs)
+        with naming, computing, running_lstms(precision), _without_fused_attention():
+            try:
+                traced, graph = self._capture(inputs, precision, announce)
+            except ValueError as error:
+                note_lone_sample(error)
+                raise
+        plan = settle(maker(graph, cluster, batch_size))
+        return plan, {trace.training: partition(plan, trace, sizes) for trace, sizes in traced}
+
+    def _capture(
+        self, inputs: Tree, precision: str, announce: Callable[[str], None]
+    ) -> tuple[_Traced, LayerGraph]:
+        """Traces and graph, for images with their channels last if the model takes them."""
+        is_convolutional = any(isinstance(one, nn.Conv2d) for one in self._model.modules())
+        # float64 is for proofs, and keeps to what the reference does.
+        if is_convolutional and precision != "fp64" and not breaks_channels_last(self._model):
+            images = map_tensors(channels_last, inputs)
+            try:
+                traced = self._trace(images, precision, announce)
+                graph = self._graph(traced, images, announce)
+                return traced, msgspec.structs.replace(graph, channels_last=True)
+            except RuntimeError as error:
+                if "stride" not in str(error):
+                    raise
+        traced = self._trace(inputs, precision, announce)
+        return traced, self._graph(traced, inputs, announce)
+
+    def _trace(self, inputs: Tree, precision: str, announce: Callable[[str], None]) -> _Traced:
+        """Traces for training and evaluation, each with the sizes of its values."""
+        # The number of samples changes nothing but sizes, so a few are enough to trace with.
+        few = map_tensors(lambda tensor: tensor[:_TRACED_SAMPLES], inputs)
+
+        def trace() -> tuple[Trace, Trace]:
+            announce("Capturing the model")
+            return trace_modes(self._model, few, self._given)
+
+        traces = self._kept(self._traces, (few, precision), trace)
+        return self._kept(
+            self._sizes,
+            (inputs, precision),
+            lambda: tuple(
+                (trace, value_bytes(trace, self._model, self._given(inputs))) for trace in traces
+            ),
+        )
+
+    def _kept(self, known: dict[bytes, _T], key: Any, make: Callable[[], _T]) -> _T:
+        """What was made for the same model and key, but for the values of tensors; else new."""
+        digest = self._digest(key)
+        found = known.pop(digest, None)
+        if found is None:
+            found = make()
+        if digest:
+            known[digest] = found
+            for oldest in list(known)[:-_MOST_KEPT]:
+                del known[oldest]
+        return found
+
+    def _digest(self, key: Any) -> bytes:
+        """Equal where nothing but values of tensors has changed; empty where nobody can tell.
+
+        A trace holds the functions that the model has called, so they are looked at, too.
+        """
+        shapes = map_tensors(
+            lambda one: (tuple(one.shape), one.stride(), one.dtype, one.device.type), key
+        )
+        try:
+            described = describe((self._model, shapes), list(self._model.parameters()))
+            described += str(functions_of(self._model)).encode()
+        except Exception:  # whatever pickling raises; what cannot be sent is an error later
+            return b""
+        return hashlib.blake2b(described).digest()
+
+    def _given(self, inputs: Tree) -> Tree:
+        """As the model takes them."""
+        return self._dims.given_inputs(inputs)
+
+    def _graph(self, traced: _Traced, inputs: Tree, announce: Callable[[str], None]) -> LayerGraph:
+        """With the costs that were measured before, while the layers are the same."""
+        trace, sizes = traced[0]
+        names = [layer.name for layer in trace.layers]
+        known = self._measured
+        if known is None or [layer.name for layer in known.layers] != names:
+            announce(f"Measuring {len(names)} layers")
+            with num_threads(1):  # as ranks on cores will have
+                self._measured = capture_graph(self._model, trace, self._given(inputs), sizes)
+            return self._measured
+        inseparable = find_inseparable(self._model, trace, self._given(inputs))
+        return msgspec.structs.replace(known, inseparable=inseparable)
+
+
+def _place_of(model: nn.Module) -> torch.device:
+    """Where a model runs: an earlier call may have left it on a device; or it has no memory yet."""
+    found = [one.device for one in (*model.parameters(), *model.buffers())]
+    has_no_memory = any(one.type == "meta" for one in found)
+    return torch.device("meta") if has_no_memory else next(iter(found), torch.device("cpu"))
+
+
+@contextmanager
+def _without_fused_attention() -> Iterator[None]:
+    """Torch's fused layers do not run under autocast where something watches their operations."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _sample(source: Source, size: int, precision: str) -> Tree:
+    with kept_streams():
+        batch = source.read(torch.arange(min(size, len(source))), DTYPES[precision])
+    return narrowed(batch.inputs, precision)

@@ -1,0 +1,467 @@
+"""The runner: runs tasks of one model on all ranks, one after the other.
+
+What Trainers of every front end have in common: the model's Plan, the processes and the hosts it
+runs on, and how many steps it has made. What a call is given, and who updates weights, are theirs.
+"""
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+from torch import nn, optim
+
+from lockstep import accelerators
+from lockstep.capture.layers import capture_layers
+from lockstep.capture.sparse import sparse_buffers_aside
+from lockstep.cluster.devices import discover
+from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
+from lockstep.errors import OptionError, WorkerError
+from lockstep.events import LOGGER
+from lockstep.launch.health.failure import ending_with, noting_on
+from lockstep.parallel.data_parallel.forward import ModelCall
+from lockstep.parallel.exchange.compressed_tensors import compressed_tensors
+from lockstep.parallel.groups import ParameterGroup, parameter_groups
+from lockstep.parallel.loss.share_losses import LossAdapter
+from lockstep.parallel.loss.whole_batch import whole_batch_note
+from lockstep.parallel.pipeline.stage_passes import StageTools
+from lockstep.parallel.settings import TorchSettings, check_deterministic, deterministic_kernels
+from lockstep.parallel.storage.meta_init import blank_names, clear_meta, initialize
+from lockstep.plan.devices import is_cpu
+from lockstep.plan.makers.data_parallel import Maker, SingleDevice
+from lockstep.plan.spec import Plan
+from lockstep.train.callbacks.driver import TaskDriver
+from lockstep.train.callbacks.model_changes import ModelLayout
+from lockstep.train.callbacks.rank_sync import Resume
+from lockstep.train.checkpointing.run_state import set_state, state_of
+from lockstep.train.checkpointing.training_state import TrainingState
+from lockstep.train.fit.fit_task import FitResult, FitTask
+from lockstep.train.fit.model_loss_check import check_inner_loss
+from lockstep.train.fit.tasks import Task
+from lockstep.train.input.data_adapter import DEFAULT_BATCH_SIZE
+from lockstep.train.input.stream_broadcast import sample_of
+from lockstep.train.optim.error_feedback import ErrorFeedback
+from lockstep.train.optim.optimizer_checks import check_divisible
+from lockstep.train.optim.optimizers import each_optimizer
+from lockstep.train.optim.update_config import AnyUpdater, UpdateConfig
+from lockstep.train.runtime.assignment import Assignment, compute_settings
+from lockstep.train.runtime.call_cache import CallCache
+from lockstep.train.runtime.job_context import DEFAULT_TIMEOUT_SECONDS, JobContext, StrategyLike
+from lockstep.train.runtime.planning import Partitions, Planning
+from lockstep.train.runtime.session import Session
+from lockstep.train.validation.checks import check_backend, device_of, place_model
+from lockstep.train.validation.local_update_checks import check_local_sgd, check_parameter_server
+from lockstep.train.validation.rank_consistency import proof_key, samples_of
+from lockstep.train.validation.stage_consistency import Crossing, run_stages
+
+_T = TypeVar("_T")
+
+
+class Runner(ABC):
+    """Runs tasks of a model.
+
+    Args:
+        model: the model; it is trained in place.
+        meta_model: the model, or one of its shape on the meta device.
+        job_context: with whom calls are made.
+        strategy: where and how to train; None is one device.
+        update_config: what training does beside what the optimizer does.
+        precision: see ``Trainer``.
+        seed: of all random numbers in training.
+        dims: where the samples are in the data, and in what the model takes and returns.
+
+    Attributes:
+        optimizer: what updates the model; None where it is not trained.
+        batch_size: of the last training; None before.
+        deterministic: only kernels are used that give the same bits in every run.
+    """
+
+    deterministic = False
+
+    _sight: object = None
+    """What model, loss and metrics are in a call, to be compared by the next; None if unknown."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        meta_model: nn.Module,
+        job_context: JobContext,
+        strategy: StrategyLike | None,
+        update_config: UpdateConfig,
+        precision: str,
+        seed: int,
+        dims: BatchDims = SAMPLES_FIRST,
+    ) -> None:
+        self.model = model
+        self.strategy = strategy
+        self.precision = precision
+        self.seed = seed
+        self.optimizer: Any = None
+        self.batch_size: int | None = None
+        self._update_config = update_config
+        self._epochs_trained = 0
+        self._steps_trained = 0
+        self._plan: Plan | None = None
+        self._residuals = ErrorFeedback()
+        self._dims = dims
+        self._planning = Planning(meta_model, dims)
+        self._begin_session(job_context)
+
+    def _begin_session(self, job_context: JobContext) -> None:
+        self._job_context = job_context
+        self._standing = CallCache()
+        self._proven: object = None  # what the helpers have proved to compute as this process does
+        self._session = Session(self.timeout_seconds)
+        self._finalizer = weakref.finalize(self, self._session.release)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a runner of another process needs."""
+        own = ("_job_context", "_session", "_standing", "_finalizer", "_proven")
+        return {name: value for name, value in vars(self).items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin_session(JobContext(self.strategy))
+
+    @property
+    def timeout_seconds(self) -> float:
+        """Longest wait for a helper: the strategy's."""
+        return self._job_context.timeout_seconds
+
+    @property
+    def plan(self) -> Plan:
+        """The Plan of the last call, or the one a ``fit`` with the default batch would have.
+
+        Raises:
+            OptionError: before the first call, where the Plan depends on what layers cost.
+        """
+        if self._plan is not None:
+            return self._plan
+        maker, cluster = self._maker(), discover()
+        if maker.sample_size(cluster, DEFAULT_BATCH_SIZE) is not None:
+            raise OptionError(
+                "Where to cut the model depends on what its layers cost, on your data.",
+                received="`plan` before fit, evaluate or predict",
+                fix="Call one of them first, or strategy.plan(model, batch_size=..., "
+                "sample=inputs).",
+            )
+        return maker(capture_layers(self.model), cluster, DEFAULT_BATCH_SIZE)
+
+    def close(self) -> None:
+        """End the helper processes now instead of with the trainer."""
+        self._standing = CallCache()
+        self._session.close()
+
+    # --- state ---------------------------------------------------------------------------------
+
+    def _state(self) -> TrainingState:
+        """What this run consists of now; no copy."""
+        self._initialize()
+        scale = self._update_config.rules.loss_scale
+        return replace(
+            state_of(self.model, self._own_updater()),
+            loss_scale=None if scale is None else dict(vars(scale)),
+            random={"seed": self.seed},
+            position={"epochs": self._epochs_trained, "steps": self._steps_trained},
+            residuals=self._residuals.told(self._job_context.host),
+        )
+
+    def _set_state(self, state: TrainingState) -> None:
+        """Go on from a state that fits; it stays as it is."""
+        self._initialize()
+        set_state(self.model, self._own_updater(), state)
+        if state.loss_scale is not None:
+            vars(self._update_config.rules.loss_scale).update(state.loss_scale)
+        self.seed = state.random["seed"]
+        job_context = self._job_context
+        self._residuals.load(state.residuals, job_context.host, job_context.num_hosts)
+        self._epochs_trained = state.position["epochs"]
+        self._steps_trained = state.position["steps"]
+
+    def _own_updater(self) -> Any:
+        """What knows the optimizer's state; None without an optimizer."""
+        return None if self.optimizer is None else self._make_updater()
+
+    # --- with all processes --------------------------------------------------------------------
+
+    def _call(self, name: str, make: Callable[[], _T]) -> _T:
+        """Make a call together with all processes that there are; its result, on all of them."""
+        with self._job_context.together(name), accelerators.kept_device():
+            return self._shared(make)
+
+    def _shared(self, make: Callable[[], _T]) -> _T:
+        """What the processes that lead their hosts come to, on those that follow them, too."""
+        job_context = self._job_context
+        if job_context.follower is not None:
+            followed: _T = job_context.follow(self.model)
+            return followed
+        hosts = job_context.hosts
+        if hosts is None or not hosts.has_followers:
+            return make()
+        try:
+            result = make()
+        except BaseException as error:
+            with noting_on(error):
+                self._session.desert(hosts, error)
+            raise
+        self._session.dismiss(hosts, result, self.model)
+        return result
+
+    @property
+    def _is_chief(self) -> bool:
+        return self._job_context.is_chief
+
+    # --- tasks ---------------------------------------------------------------------------------
+
+    def _train(
+        self,
+        task: FitTask,
+        loss: LossAdapter | None,
+        driver: TaskDriver,
+        batch_size: int,
+    ) -> None:
+        """Run the task, and go on with another where a callback has changed what was sent."""
+        resume: Resume | None = task.start
+        first_epoch, first_step = self._epochs_trained, self._steps_trained
+        self._epochs_trained += task.start.epoch
+        while resume is not None and resume.epoch < task.epochs:
+            task = replace(task, start=resume, first_step=first_step)
+            driver.updater = updater = self._make_updater()
+            hosts = self._job_context.hosts if task.watched else None
+            before = None if hosts is None else ModelLayout(self.model, self._torch_optimizers)
+            try:
+                result: FitResult = self._run(task, loss, updater, driver, batch_size)
+            except WorkerError as error:
+                resume = driver.resume_after(error)
+                if resume is None:
+                    raise
+                if resume.served is not None:  # all but what was under way is in the weights
+                    self._steps_trained = resume.served.table.oldest
+                first_step, self._epochs_trained = self._steps_trained, first_epoch + resume.epoch
+                continue
+            if result.resume is None:  # else the optimizer has them, with the callback's changes
+                driver.take_slots(self._job_context.from_chief(result.slots))
+            elif hosts is not None and before is not None:
+                hosts.share_changes(self.model, self._torch_optimizers, before)
+            first_step += result.num_steps
+            self._steps_trained = first_step
+            self._epochs_trained = first_epoch + max(result.num_epochs, resume.epoch)
+            resume = result.resume
+
+    def _run(
+        self,
+        task: Task,
+        loss: LossAdapter | None,
+        updater: AnyUpdater | None,
+        driver: TaskDriver,
+        batch_size: int,
+    ) -> Any:
+        kernels = deterministic_kernels() if self.deterministic else nullcontext()
+        with sparse_buffers_aside(self.model), kernels:
+            if self._job_context.is_aside:
+                self._check_nested()
+                session, planned = _nested(task), self._plan_for_one(batch_size)
+            else:
+                planned = self._plan_for_all(task, batch_size, driver.announce)
+                session = self._session
+                session.preload = self._preload + _of_kernels()
+            assignment = self._assignment(task, loss, updater, *planned)
+            if self.deterministic:
+                check_deterministic(assignment.device)
+            proof = self._prepare_proof(assignment, session, driver)
+            if isinstance(task, FitTask) and loss is not None and not self._steps_trained:
+                check_inner_loss(assignment, loss, sample_of(task.source), batch_size)
+            place = partial(place_model, self.model, self._torch_optimizers, assignment.plan)
+            with ending_with(place), self._job_context.at_work() as hosts:
+                result = session.run(assignment, driver, hosts, self._standing, self._sight)
+            self._proven = proof or self._proven
+            if self._plan is not None and loss is not None and loss.takes_whole:
+                notes = (*self._plan.notes, whole_batch_note(loss))
+                self._plan = msgspec.structs.replace(self._plan, notes=tuple(dict.fromkeys(notes)))
+            return result
+
+    def _check_nested(self) -> None:
+        """Refuse a callback's call where its model's weights are on other devices.
+
+        Raises:
+            OptionError: they are.
+        """
+        plan = self._plan
+        if plan is not None and plan.pipeline is not None and not is_cpu(plan.devices):
+            raise OptionError(
+                "In the midst of a training in stages on accelerators the script's process has "
+                "not all of the model.",
+                received="evaluate or predict in a callback",
+                fix="Pass validation_data to fit, or call it after fit.",
+            )
+
+    def _prepare_proof(
+        self, assignment: Assignment, session: Session, driver: TaskDriver
+    ) -> object:
+        """Have the ranks of a training prove that they compute the same, unless they have.
+
+        Returns what the proof is going to hold for; None where there is none.
+        """
+        task, plan = assignment.task, assignment.plan
+        in_stages = plan.pipeline is not None
+        is_whole = is_cpu(plan.devices) and not assignment.blank
+        is_left_out = plan.num_ranks == 1 or (in_stages and not is_whole)
+        if not isinstance(task, FitTask) or is_left_out:
+            return None
+        parts = (self.model, assignment.loss and assignment.loss.loss, assignment.functions)
+        proof = session.num_ended, plan, proof_key(self._sight, parts, self.model)
+        # Hosts remember each for itself, and all must agree.
+        task.proves = plan.num_hosts > 1 or self._proven != proof
+        if task.proves:
+            driver.samples = samples_of(sample_of(task.source), self.precision)
+        if task.proves and in_stages and driver.samples is not None:
+            is_first = self._job_context.host == 0
+            driver.samples = _run_in_stages(assignment, driver.samples) if is_first else None
+        return proof
+
+    def _plan_for_all(
+        self, task: Task, batch_size: int, announce: Callable[[str], None]
+    ) -> tuple[Plan, Partitions]:
+        maker = self._maker()
+        plan, partitions = self._planning.plan(
+            maker,
+            self.precision,
+            sample_of(task.source),
+            batch_size,
+            self._job_context.cluster,
+            lambda plan: self._job_context.agreed_plan(plan, maker),
+            announce,
+        )
+        before, self._plan = self._plan, self._update_config.plan(plan)
+        if self._is_chief and self._plan != before:
+            self._log_plan(self._plan)
+        return self._plan, partitions
+
+    def _log_plan(self, plan: Plan) -> None:
+        where = f"{plan.strategy} on {', '.join(plan.devices)}"
+        LOGGER.info("plan: %s, %s, num_shares=%d", where, plan.precision, plan.num_shares)
+
+    def _plan_for_one(self, batch_size: int) -> tuple[Plan, Partitions]:
+        maker = self._maker_for_one()
+        return maker(capture_layers(self.model), discover(), batch_size), {}
+
+    def _assignment(
+        self,
+        task: Task,
+        loss: LossAdapter | None,
+        updater: AnyUpdater | None,
+        plan: Plan,
+        partitions: Partitions,
+    ) -> Assignment:
+        """What every rank is told."""
+        check_backend(plan)
+        device = place_model(self.model, self._torch_optimizers, plan)
+        if updater is not None:
+            check_divisible(self.model, self.optimizer, plan, is_known=updater.is_known)
+            check_local_sgd(plan, updater, self._update_config.averages, self.precision)
+            check_parameter_server(plan, self.model, updater, self.precision)
+        if plan.pipeline is None or len(plan.domains) > 1:
+            self._initialize()
+        groups = parameter_groups(plan, self.model, list(partitions.values()))
+        return Assignment(
+            plan=plan,
+            model=self.model,
+            loss=loss,
+            updater=updater,
+            task=task,
+            seed=self.seed,
+            device=device,
+            settings=TorchSettings.current(),
+            partitions=partitions,
+            groups=groups,
+            blank=blank_names(self.model),
+            rules=self._update_config.rules,
+            functions=()
+            if updater is None
+            else self._update_config.functions(self.optimizer, self.model, plan),
+            dims=self._dims,
+            residuals=None if updater is None else self._fitted_residuals(plan, groups),
+        )
+
+    def _fitted_residuals(
+        self, plan: Plan, groups: Sequence[ParameterGroup]
+    ) -> ErrorFeedback | None:
+        """What this host keeps of what is compressed; None where nothing is."""
+        if plan.compression is None:
+            return None
+        self._residuals.fit(compressed_tensors(plan, self.model, groups))
+        return self._residuals
+
+    def _initialize(self) -> None:
+        """Give the parameters of a model made by a function their first values, if they have none.
+
+        Where a Plan with stages comes first, its ranks do this, each for its own.
+        """
+        blank = blank_names(self.model)
+        if blank:
+            initialize(self.model, blank, self.seed)
+            clear_meta(self.model)
+
+    def _maker_for_one(self) -> Maker:
+        """Of Plans for one device: the one where the model is."""
+        return SingleDevice(device=device_of(self.model), precision=self.precision)
+
+    def _maker(self) -> Maker:
+        maker = self._maker_for_one()
+        if self.strategy is not None:
+            maker = self.strategy.maker(self.precision)
+        return self._update_config.maker(maker)
+
+    @property
+    def _preload(self) -> tuple[str, ...]:
+        """Modules that helpers are going to need, beside what all do."""
+        return ()
+
+    @abstractmethod
+    def _make_updater(self) -> Any:
+        """What updates the weights on every rank."""
+
+    @property
+    def _torch_optimizers(self) -> list[optim.Optimizer]:
+        """Those whose options and slots all hosts are to have alike."""
+        return each_optimizer(self.optimizer)
+
+
+def _run_in_stages(assignment: Assignment, samples: Any) -> Crossing | None:
+    """What all stages make of samples, here, before ranks have them; None where that fails."""
+    plan, model, loss = assignment.plan, assignment.model, assignment.loss
+    assert loss is not None
+    tools = StageTools(
+        model=model,
+        partition=assignment.partitions[True],
+        call=ModelCall(model, plan, assignment.device, assignment.dims),
+        loss=loss,
+    )
+    with compute_settings(plan):
+        return run_stages(tools, samples)
+
+
+def _of_kernels() -> tuple[str, ...]:
+    """What torch imports where it is told to be deterministic: once, not in every helper."""
+    return ("torch._inductor.config",) if torch.are_deterministic_algorithms_enabled() else ()
+
+
+def _nested(task: Task) -> Session:
+    """How a callback's own ``evaluate`` or ``predict`` runs: on rank 0, while the others wait.
+
+    Raises:
+        OptionError: a ``fit`` within a ``fit``.
+    """
+    if isinstance(task, FitTask):
+        raise OptionError(
+            "A callback cannot train the model that is being trained.",
+            received="fit within fit",
+            fix="Call evaluate or predict, or train another model with another Trainer.",
+        )
+    return Session(DEFAULT_TIMEOUT_SECONDS)

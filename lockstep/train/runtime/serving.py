@@ -1,0 +1,265 @@
+"""A helper's side of a session: it opens what it is sent, and runs the task."""
+
+import os
+import pickle
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lockstep import accelerators
+from lockstep.accelerators import rank_device
+from lockstep.channel.keys import Keys
+from lockstep.channel.sealed_channel import Channel
+from lockstep.comm.collectives.cross_host_barrier import Crossing
+from lockstep.comm.collectives.gradients import TensorSpec
+from lockstep.comm.exchange import ExchangeSpec
+from lockstep.comm.transports.memfd_store import Meeting
+from lockstep.launch.health.failure import noting_on
+from lockstep.launch.workers.helper import HelperContext
+from lockstep.parallel.exchange.control import FollowerControl, open_region, unpacked
+from lockstep.parallel.exchange.engine import ChannelKey, Neighbours
+from lockstep.parallel.storage.device_memory import noting_shortage
+from lockstep.parallel.storage.device_store import Mirror, Mirrors, on_device
+from lockstep.parallel.storage.store import TensorStore
+from lockstep.parallel.transfer.copy_registration import register_copies
+from lockstep.train.callbacks.driver import TaskDriver
+from lockstep.train.runtime.assignment import (
+    Assignment,
+    compute_settings,
+    initialize_own,
+    make_worker,
+    run_task,
+)
+from lockstep.train.runtime.call_cache import CachedCall, CallUpdate
+from lockstep.train.runtime.stores import Access
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteHosts:
+    """What the ranks of a host are told of other hosts.
+
+    Attributes:
+        host: this host.
+        names: of the hosts of all ranks.
+        channels: the keys of each of this host's, by the ranks at this end and at the other and its
+            use; in the order in which their descriptors are sent.
+        timeout_seconds: longest wait for another host.
+    """
+
+    host: int
+    names: Mapping[int, str]
+    channels: Mapping[ChannelKey, Keys]
+    timeout_seconds: float
+
+    def neighbours(
+        self,
+        rank: int,
+        channels: Sequence[Channel],
+        mirrored: Sequence[torch.Tensor],
+        crossing: Crossing | None = None,
+    ) -> Neighbours:
+        """What one of the host's ranks has of other hosts.
+
+        Args:
+            rank: counted over all hosts.
+            channels: those of its channels, in their order.
+            mirrored: see ``Neighbours``.
+            crossing: see ``Neighbours``.
+        """
+        own = [channel for channel in self.channels if channel[0] == rank]
+        by_use: dict[str, dict[int, Channel]] = {"sums": {}, "mail": {}}
+        for (_, other, use), end in zip(own, channels, strict=True):
+            by_use[use][other] = end
+        return Neighbours(
+            host=self.host,
+            names=self.names,
+            channels=by_use["sums"],
+            mail_channels=by_use["mail"],
+            crossing=crossing,
+            mirrored=mirrored,
+            timeout_seconds=self.timeout_seconds,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRequest:
+    """What helpers are called with, beside descriptors.
+
+    These are, in this order: the exchange's region, the stores', the channels to other hosts, and
+    the serialized object's.
+
+    Attributes:
+        name: of the task.
+        num_groups: of parameters.
+        stores: of parameters, then of slots, residuals and options: the ranks of this host that
+            have it, its tensors, and how they have it.
+        stand_ins: stores that their ranks have in place of others, and the numbers of these.
+        has_options: there is a store of options.
+        spec: the layout of the exchange.
+        payload: the serialized object with the assignment.
+        abroad: the other hosts, if there are any.
+        meeting: where ranks of process groups find each other, if there are any.
+        keeps: the call may be made again (``train.runtime.call_cache``).
+        devices: of all ranks.
+    """
+
+    name: str
+    num_groups: int
+    stores: Sequence[tuple[tuple[int, ...], Sequence[TensorSpec], Access]]
+    stand_ins: Mapping[int, int]
+    has_options: bool
+    spec: ExchangeSpec
+    payload: bytes
+    abroad: RemoteHosts | None
+    meeting: Meeting | None
+    keeps: bool
+    devices: tuple[str, ...]
+
+
+def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
+    """A helper's part of ``Session.run``."""
+    call: TaskRequest = pickle.loads(body)
+    context.kept.pop(call.name, None)
+    rank = context.rank
+    region = open_region(descriptors[0])
+    rest = descriptors[1:]
+    stored, rest = rest[: len(call.stores)], rest[len(call.stores) :]
+    num_channels = 0 if call.abroad is None else len(call.abroad.channels)
+    channels, packed = rest[:num_channels], rest[num_channels:]
+    device = rank_device(call.devices, rank)
+    accelerators.use(device)
+    # Of parameters and slots, what other ranks alone have stays there.
+    opened = [
+        open_store(own, number, rank=rank, ranks=ranks, access=access)
+        for (ranks, own, access), number in zip(call.stores, stored, strict=True)
+    ]
+    for stand_in, number in call.stand_ins.items():
+        if rank in call.stores[stand_in][0]:
+            opened[number] = opened[stand_in]
+    with noting_shortage(device):
+        mirrors = _move_to_device(call, opened, rank, device)
+    parameters = [view for views in opened[: call.num_groups] for view in views]
+    tensors = [
+        *(nn.Parameter(view, requires_grad=False) for view in parameters),
+        *(view for views in opened[call.num_groups :] for view in views),
+    ]
+    assignment: Assignment = unpacked(call.payload, packed, tensors)
+    register_copies(assignment.model)
+    neighbours = _open_channels(call, rank, channels, opened)
+    with assignment.settings.applied(), compute_settings(assignment.plan):
+        worker = make_worker(
+            assignment,
+            call.spec,
+            region,
+            rank=rank,
+            look_around=context.look_around,
+            neighbours=neighbours,
+            meeting=call.meeting,
+        )
+        worker.mirrors = mirrors
+        if any(access == "copied on write" for _, _, access in call.stores):
+            worker.take_slots()
+        has_hosts = call.abroad is not None
+        control = FollowerControl(context, rank, assignment.plan.num_ranks, has_hosts=has_hosts)
+        part = CachedCall(assignment=assignment, worker=worker, control=control)
+        _take_part(part)
+    for end in () if neighbours is None else neighbours.all_channels:
+        end.close()
+    if call.keeps:
+        context.kept[call.name] = part
+    return b""
+
+
+def serve_again(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
+    """A helper's part of a call whose like it has kept."""
+    news: CallUpdate = unpacked(body, descriptors)
+    part: CachedCall = context.kept[news.name]
+    part.hear(news)
+    with part.assignment.settings.applied(), compute_settings(part.assignment.plan):
+        _take_part(part)
+    return b""
+
+
+def _move_to_device(
+    call: TaskRequest, opened: list[list[torch.Tensor]], rank: int, device: torch.device
+) -> Mirrors:
+    """Have what this rank keeps on its device be there; what it is to show rank 0, and where."""
+    mirrors: tuple[list[Mirror], list[Mirror]] = ([], [])
+    for number, (ranks, _, access) in enumerate(call.stores):
+        if access == "on its device" and rank in ranks:
+            views, opened[number] = opened[number], on_device(opened[number], device)
+            if rank == ranks[0]:
+                mirrors[number >= call.num_groups].append((views, opened[number]))
+    return mirrors
+
+
+def _take_part(part: CachedCall) -> None:
+    """Do this rank's part of a task."""
+    try:
+        initialize_own(part.assignment, part.worker)
+        run_task(part.assignment, part.worker, part.control, TaskDriver())
+        part.worker.close()
+    except BaseException as error:
+        with noting_on(error):
+            part.worker.abandon()
+        raise
+
+
+def _open_channels(
+    call: TaskRequest,
+    rank: int,
+    descriptors: Sequence[int],
+    opened: Sequence[Sequence[torch.Tensor]],
+) -> Neighbours | None:
+    """What this rank has of other hosts, if there are any."""
+    if call.abroad is None:
+        return None
+    channels = channels_abroad(call.abroad, rank, descriptors)
+    return call.abroad.neighbours(rank, channels, opened[-1] if call.has_options else ())
+
+
+def channels_abroad(abroad: RemoteHosts, rank: int, descriptors: Sequence[int]) -> list[Channel]:
+    """A rank's channels; the other ranks' are closed here."""
+    channels = []
+    for ((own, _, _), keys), number in zip(abroad.channels.items(), descriptors, strict=True):
+        if own == rank:
+            channels.append(Channel(socket.socket(fileno=number), keys))
+        else:
+            os.close(number)
+    return channels
+
+
+def open_store(
+    specs: Sequence[TensorSpec],
+    descriptor: int,
+    *,
+    rank: int,
+    ranks: Sequence[int],
+    access: Access,
+) -> list[torch.Tensor]:
+    """The tensors of a store that another process has made; no memory where other ranks have them.
+
+    The first rank that has them takes the memory, unless rank 0 has done so already.
+    """
+    if rank not in ranks:
+        os.close(descriptor)
+        return [
+            torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+            for spec in specs
+        ]
+    is_first = rank == ranks[0]
+    region = open_region(descriptor, private=not is_first and access == "copied on write")
+    if is_first:
+        region.reserve(0, region.num_bytes)
+    store = TensorStore(specs, region)
+    region.close()
+    if is_first or access != "copied":
+        return store.views
+    own = TensorStore.create(specs)
+    for view, value in zip(own.views, store.views, strict=True):
+        view.copy_(value)
+    own.region.close()
+    return own.views

@@ -1,0 +1,487 @@
+"""A session: running one task on all ranks of a Plan.
+
+The script's process is rank 0 and computes; helpers are called with everything they need
+(``train.runtime.serving`` is their side). All that lasts (weights, optimizer, position) lies in the
+script's own objects. Of a small call that is made again and again, ranks keep what is the same
+each time (``train.runtime.call_cache``).
+
+On several hosts the script's process of each leads that host's ranks, with a session of its own.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from torch import nn
+
+from lockstep.comm.exchange import ExchangeSpec
+from lockstep.comm.shared_memory.shared_region import SharedRegion
+from lockstep.comm.transports.memfd_store import MeetingPoint
+from lockstep.data.map_style.sources import ArraySource
+from lockstep.errors import WorkerError
+from lockstep.launch.health.failure import add_note, as_raised, noting_on
+from lockstep.launch.workers.pool import expect_team, give_back, take_team
+from lockstep.launch.workers.team import Team
+from lockstep.parallel.data_parallel.batch_norm import note_lone_sample
+from lockstep.parallel.exchange.control import LeaderControl, SoloControl
+from lockstep.parallel.exchange.exchange_layout import exchange_spec
+from lockstep.parallel.exchange.host_control import HostControl
+from lockstep.parallel.parameter_server.async_worker import AsyncWorker
+from lockstep.parallel.storage.meta_init import clear_meta
+from lockstep.parallel.transfer.serialization import SerializedObject, pack
+from lockstep.parallel.worker import Worker
+from lockstep.pickling import dumps
+from lockstep.plan.decision import LocalUpdate
+from lockstep.plan.devices import is_cpu
+from lockstep.plan.makers.averaging import AveragedUpdate
+from lockstep.plan.spec import Plan
+from lockstep.train.callbacks.driver import TaskDriver
+from lockstep.train.fault_tolerance.rank_states import RankState, said_of, states_of
+from lockstep.train.fit.fit_task import FitTask
+from lockstep.train.input.read_limit import ReadLimit
+from lockstep.train.multihost.consistency import assignment_facts
+from lockstep.train.multihost.followers import call_conclude
+from lockstep.train.multihost.host_channels import HostChannels, bring_groups, meeting_point_of
+from lockstep.train.multihost.hosts import Hosts
+from lockstep.train.runtime.assignment import (
+    Assignment,
+    compute_settings,
+    initialize_own,
+    make_worker,
+    run_task,
+)
+from lockstep.train.runtime.assignment_serialization import (
+    check_loss,
+    check_number,
+    pack_assignment,
+)
+from lockstep.train.runtime.call_cache import CallCache, CallSignature, CallUpdate, is_cacheable
+from lockstep.train.runtime.helper_watchdog import (
+    STATE_AS_SERVERS_HAD_IT,
+    STATE_OF_FIRST,
+    STATE_OF_SERVERS,
+    HelperWatchdog,
+    Position,
+    what_is_left,
+    what_is_lost,
+)
+from lockstep.train.runtime.serving import TaskRequest, serve, serve_again
+from lockstep.train.runtime.stores import Mapped, Stores, has_options, options_store
+
+# What every helper needs; the template imports it before any helper is born.
+PRELOAD: tuple[str, ...] = ("lockstep.train.runtime.serving",)
+
+# Longest wait, after a call that has failed early, for followers that are still to come to it.
+_DISMISSAL_SECONDS = 10.0
+
+
+class Session:
+    """Runs assignments, and keeps the team and the parameter store from one to the next.
+
+    Args:
+        timeout_seconds: longest wait of rank 0 for its helpers.
+
+    Attributes:
+        preload: modules that helpers should have imported, beside what all need.
+        stores: of the model.
+        num_ended: teams that it has ended.
+    """
+
+    num_ended = 0
+    preload: tuple[str, ...] = ()
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout = timeout_seconds
+        self.stores = Stores()
+        self._team: Team | None = None
+        self._threads: int | None = None
+        self._is_attached = False  # the team is of processes that a launcher has started
+        self._has_met = False  # they have come to the call under way
+
+    def run(
+        self,
+        assignment: Assignment,
+        driver: TaskDriver,
+        hosts: Hosts | None = None,
+        calls: CallCache | None = None,
+        sight: object = None,
+    ) -> Any:
+        """Do the task on all ranks; returns what this process's part returns.
+
+        Args:
+            assignment: the task, and all that it needs.
+            driver: of this process.
+            hosts: where the Plan has several, each calls this with an assignment of its own.
+            calls: what is kept of earlier calls, and of this one.
+            sight: see ``CallSignature``; None where nothing is to be kept.
+
+        Raises:
+            ShippingError: a part of the assignment cannot be sent to helpers.
+            WorkerError: a helper died or hung.
+            HostError: another host failed, or is not what this one is.
+            BaseException: what a rank has raised, whichever it is.
+        """
+        with compute_settings(assignment.plan):
+            if assignment.plan.num_ranks == 1:
+                return self._run_alone(assignment, driver)
+            if hosts is not None:
+                hosts.check_equal(assignment_facts(assignment))
+                hosts.share_values(assignment.model, assignment.updater)
+            sight = None if hosts is not None else sight
+            return self._lead(assignment, driver, hosts, calls or CallCache(), sight)
+
+    def dismiss(self, hosts: Hosts, result: Any, model: nn.Module) -> None:
+        """Let the processes that follow this one go on, with a call's result and the weights."""
+        if self._team is None:
+            self._meet_followers(hosts, self._timeout)
+        assert self._team is not None
+        call_conclude(self._team, result, model, self._timeout)
+
+    def desert(self, hosts: Hosts, error: BaseException) -> None:
+        """After a call that has failed: end it for the processes that follow this one, too.
+
+        In it they would take the next call for this one.
+        """
+        if not self._has_met:
+            patience = min(_DISMISSAL_SECONDS, self._timeout)
+            with suppress(WorkerError):  # they have not come: it has failed there, too
+                self._meet_followers(hosts, patience)
+        self.close(error)
+        self._has_met = False
+
+    def _meet_followers(self, hosts: Hosts, timeout_seconds: float) -> None:
+        """Have the processes that follow this one in a call that needs no Plan."""
+        helpers = range(hosts.place.num_processes - 1)
+        self._team = hosts.attach_team(len(helpers), hosts.first_rank + 1, timeout_seconds)
+        self._is_attached = self._has_met = True
+
+    def _run_alone(self, assignment: Assignment, driver: TaskDriver) -> Any:
+        spec = exchange_spec(assignment)
+        if assignment.updater is not None:
+            options_store(assignment)
+        is_alone = isinstance(assignment.plan.update, LocalUpdate)
+        region = None if is_alone else spec.create()
+        worker = make_worker(assignment, spec, region, rank=0, look_around=lambda waited: None)
+        _heed(driver, worker)
+        if isinstance(assignment.task, FitTask):
+            look = partial(states_of, None, None, 0)
+            driver.begin_run(assignment.task.start, look)
+        return run_task(assignment, worker, SoloControl(), driver)
+
+    def _lead(
+        self,
+        assignment: Assignment,
+        driver: TaskDriver,
+        hosts: Hosts | None,
+        calls: CallCache,
+        sight: object,
+    ) -> Any:
+        """Do the task with this host's ranks, of which this process is the first."""
+        # Before any process starts: what cannot be sent, or finds no memory, shows here.
+        here = assignment.plan.ranks_of_host(0 if hosts is None else hosts.host)
+        if self._team is None and len(here) > 1 and not (hosts is not None and hosts.has_followers):
+            expect_team(assignment.plan.threads_per_device, self._preload)
+        if not self.stores:
+            driver.announce("Moving the model to shared memory")
+        stores = self.stores.adopt_all(assignment, here.start)
+        name = assignment.task.name
+        footing = CallSignature.of(assignment, sight, [mapped.store for mapped in stores])
+        part: _RunningCall | None = calls.find(name, footing)
+        if part is not None and part.team is self._team and part.team.answers():
+            keeps = True
+            result = self._conduct(part, driver, partial(self._recall, part, assignment))
+        else:
+            spec = exchange_spec(assignment)
+            check_loss(assignment)
+            keeps = calls.is_repeated(name, footing) and is_cacheable(assignment, spec)
+            with closing(
+                pack_assignment(
+                    assignment, [one.store for one in stores if one.in_place_of is None]
+                )
+            ) as serialized:
+                part = self._prepared(assignment, driver, hosts, stores, spec, here)
+                call = partial(self._call, part, serialized, keeps=keeps)
+                result = self._conduct(part, driver, call)
+        calls.keep(name, footing, part if keeps and not part.is_halted else None)
+        return result
+
+    def _prepared(
+        self,
+        assignment: Assignment,
+        driver: TaskDriver,
+        hosts: Hosts | None,
+        stores: Sequence[Mapped],
+        spec: ExchangeSpec,
+        here: range,
+    ) -> "_RunningCall":
+        """This process's part of a call, and all ranks that it leads."""
+        with self._ending_team():
+            region = spec.create(here)
+            team = self._take_team(assignment.plan, here, hosts, driver.announce)
+            watch = HelperWatchdog(team, self._timeout, hosts)
+            connected = HostChannels.of(hosts, assignment.plan, assignment.groups, self._timeout)
+            meeting_point = meeting_point_of(assignment.plan, connected, self._timeout)
+            neighbours = None
+            if connected is not None:
+                mirrored = stores[-1].store.views[:1] if has_options(assignment) else []
+                neighbours = connected.neighbours(here.start, mirrored, watch.look_around)
+            worker = make_worker(
+                assignment,
+                spec,
+                region,
+                rank=here.start,
+                look_around=watch.look_around,
+                neighbours=neighbours,
+                meeting=None if meeting_point is None else meeting_point.meeting,
+            )
+            watch.watch(worker.board)
+        return _RunningCall(
+            assignment=assignment,
+            team=team,
+            worker=worker,
+            watch=watch,
+            stores=stores,
+            region=region,
+            spec=spec,
+            connected=connected,
+            meeting_point=meeting_point,
+        )
+
+    @contextmanager
+    def _ending_team(
+        self, part: "_RunningCall | None" = None, driver: TaskDriver | None = None
+    ) -> Iterator[None]:
+        """A call that fails within the block ends the helpers, and says what it leaves."""
+        try:
+            yield
+        except BaseException as trouble:
+            error = as_raised(trouble)
+            if part is not None and driver is not None:
+                with noting_on(error):
+                    part.look_at_ranks(error, driver)
+                with noting_on(error):
+                    part.hold(error)
+            with noting_on(error):
+                self.close(error)
+            if part is not None and driver is not None:
+                with noting_on(error):
+                    part.abandon(error, driver)
+            if error is trouble:
+                raise
+            raise error from error.__cause__
+
+    def _conduct(self, part: "_RunningCall", driver: TaskDriver, call: Callable[[], None]) -> Any:
+        """Call the helpers, and do this process's part of the task."""
+        assignment, worker, team = part.assignment, part.worker, part.team
+        with self._ending_team(part, driver):
+            call()
+            _heed(driver, worker)
+            initialize_own(assignment, worker)
+            clear_meta(assignment.model)
+            limit = worker.passes.reading = ReadLimit(self._timeout, team.raise_slow_read)
+            # What lies in memory is read at once.
+            may_hang = not all(isinstance(one, ArraySource) for one in assignment.task.sources())
+            if isinstance(assignment.task, FitTask):
+                driver.begin_run(assignment.task.start, part.states)
+            with limit.watched() if may_hang else nullcontext():
+                result = run_task(assignment, worker, part.control, driver)
+            worker.close()
+            team.finish(self._timeout)
+            part.control.bring_groups()
+            _heed(TaskDriver(), worker)  # what is kept of a call must not know who conducted it
+        return result
+
+    def _take_team(
+        self, plan: Plan, here: range, hosts: Hosts | None, announce: Callable[[str], None]
+    ) -> Team:
+        """The other ranks of this host: the same as before, if they fit."""
+        num_helpers, first_rank = len(here) - 1, here.start + 1
+        if self._team is not None and not (
+            (self._team.num_helpers, self._team.first_rank) == (num_helpers, first_rank)
+            and (
+                self._team.is_alive
+                if self._is_attached
+                else self._threads == plan.threads_per_device and self._team.answers()
+            )
+        ):
+            self.close()
+        if self._team is None:
+            self._threads = plan.threads_per_device
+            self._is_attached = hosts is not None and hosts.has_followers
+            if hosts is not None and hosts.has_followers:
+                self._team = hosts.attach_team(num_helpers, first_rank, self._timeout)
+                self._has_met = True
+            else:
+                announce(f"Starting {num_helpers} helper{'s' if num_helpers > 1 else ''}")
+                self._team = take_team(
+                    num_helpers, self._threads, self._preload, first_rank=first_rank
+                )
+        return self._team
+
+    def _call(self, part: "_RunningCall", serialized: SerializedObject, *, keeps: bool) -> None:
+        """Send the helpers their parts."""
+        assignment, connected = part.assignment, part.connected
+        here = assignment.plan.ranks_of_host(0 if connected is None else connected.hosts.host)
+        call = TaskRequest(
+            name=assignment.task.name,
+            num_groups=len(assignment.groups),
+            stores=[(one.ranks_among(here), one.store.specs, one.access) for one in part.stores],
+            stand_ins={
+                number: one.in_place_of
+                for number, one in enumerate(part.stores)
+                if one.in_place_of is not None
+            },
+            has_options=has_options(assignment),
+            spec=part.spec,
+            payload=serialized.payload,
+            abroad=None if connected is None else connected.abroad,
+            meeting=None if part.meeting_point is None else part.meeting_point.meeting,
+            keeps=keeps,
+            devices=assignment.plan.devices,
+        )
+        regions = [part.region, *(one.store.region for one in part.stores)]
+        descriptors = [each.descriptor for each in regions]
+        if connected is not None:
+            descriptors += [end.fileno() for end in connected.channels.values()]
+        check_number(len(descriptors) + len(serialized.descriptors))
+        # The call may hold classes of the script's own: those of a model's outputs.
+        self._send(part, serve, dumps(call), (*descriptors, *serialized.descriptors))
+
+    def _recall(self, part: "_RunningCall", assignment: Assignment) -> None:
+        """Send the helpers what is new in a call whose like they have kept."""
+        news = CallUpdate.of(assignment, part.assignment)
+        with closing(pack(news)) as serialized:
+            part.assignment.task.renew(news.changes)
+            self._send(part, serve_again, serialized.payload, serialized.descriptors)
+
+    def _send(
+        self,
+        part: "_RunningCall",
+        function: Callable[..., bytes],
+        body: bytes,
+        descriptors: tuple[int, ...],
+    ) -> None:
+        part.team.call(
+            function,
+            body,
+            descriptors,
+            position=Position(part.assignment.task, part.worker.board),
+            timeout_seconds=self._timeout,
+        )
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the helpers; those that go on with a script of their own are told of the error."""
+        team, self._team = self._team, None
+        self.num_ended += team is not None
+        if team is not None and error is not None and self._is_attached:
+            team.tell_failure(error)
+        if team is not None:
+            team.close()
+
+    def release(self) -> None:
+        """Done for good: hand the helpers on, or end them."""
+        team, self._team = self._team, None
+        if team is not None and self._is_attached:
+            team.close()
+        elif team is not None:
+            team.forget()
+            give_back(team, self._threads, self._preload)
+
+    @property
+    def _preload(self) -> tuple[str, ...]:
+        return PRELOAD + self.preload
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RunningCall:
+    """This process's part of a call, as the first rank of its host."""
+
+    assignment: Assignment
+    team: Team
+    worker: Worker
+    watch: HelperWatchdog
+    stores: Sequence[Mapped]
+    region: SharedRegion
+    spec: ExchangeSpec
+    connected: HostChannels | None
+    meeting_point: MeetingPoint | None
+
+    @cached_property
+    def control(self) -> LeaderControl:
+        """The line of this process to the other ranks."""
+        team, connected, watch = self.team, self.connected, self.watch
+        if connected is None:
+            return LeaderControl(team, watch.timeout_seconds)
+        return HostControl(
+            team,
+            connected.hosts.control_group,
+            rank=self.worker.rank,
+            num_ranks=self.assignment.plan.num_ranks,
+            timeout_seconds=watch.timeout_seconds,
+            look_around=watch.look_around,
+            bring_groups=partial(bring_groups, connected, self.assignment, self.stores),
+        )
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether the ranks were told to stop: for good, as far as their board is concerned."""
+        board = self.worker.board
+        return board is not None and board.is_halted
+
+    def states(self) -> list[RankState]:
+        """What the ranks of this host are at."""
+        return states_of(self.team, self.worker.board, self.worker.rank)
+
+    def look_at_ranks(self, error: BaseException, driver: TaskDriver) -> None:
+        """The call has failed, and the helpers still live: note in the error what they were at."""
+        if self.assignment.plan.pipeline is not None:
+            note_lone_sample(error)
+        states = self.states()
+        if note := said_of(states, error):
+            add_note(error, note)
+        driver.note_failure(error, states, self.team)
+
+    def hold(self, error: BaseException) -> None:
+        """A process is lost, and those that live are about to be ended: have no update cut off."""
+        if isinstance(error, WorkerError) and error.is_loss:
+            self.worker.hold()
+
+    def abandon(self, error: BaseException, driver: TaskDriver) -> None:
+        """The call has failed, and the helpers have ended: note in the error what is left."""
+        worker = self.worker
+        worker.abandon()
+        if worker.updater is None:
+            return
+        if isinstance(self.assignment.plan.update, AveragedUpdate):
+            add_note(error, STATE_OF_FIRST)
+            return
+        if isinstance(worker, AsyncWorker):
+            stand = worker.stand()
+            driver.record_progress(stand)
+            if stand is None:
+                worker.updater.recover()
+            add_note(error, STATE_OF_SERVERS if stand is None else STATE_AS_SERVERS_HAD_IT)
+            return
+        assert worker.board is not None
+        lost = worker.updater.recover()
+        plan = self.assignment.plan
+        has_older = len(plan.domains) > 1 and (
+            bool(worker.updater.slot_keys()) or not is_cpu(plan.devices)
+        )
+        last = worker.board.last_update
+        if last is not None and not lost and not has_older:
+            note = what_is_left(last)
+        elif (copied := driver.put_back()) is not None:
+            is_older = last is None or copied < last
+            note = what_is_left(copied, is_put_back=is_older)
+        else:
+            note = what_is_lost(last, lost, has_older=has_older)
+        add_note(error, note)
+
+
+def _heed(driver: TaskDriver, worker: Worker) -> None:
+    """Have all ranks stop together when the user wants rank 0 to."""
+    if worker.board is not None:
+        worker.board.wants_halt = lambda: driver.is_interrupted

@@ -1,0 +1,253 @@
+"""Stores: where a host's ranks have parameters, slots and options in common, from call to call."""
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import nn
+
+from lockstep.comm.collectives.gradients import TensorSpec
+from lockstep.parallel.groups import ParameterGroup
+from lockstep.parallel.storage.device_memory import noting_shortage
+from lockstep.parallel.storage.device_store import DeviceStore
+from lockstep.parallel.storage.store import ParameterStore, TensorStore, check_separate, slot_spec
+from lockstep.parallel.update import SlotKey
+from lockstep.plan.devices import is_cpu
+from lockstep.plan.makers.averaging import AveragedUpdate
+from lockstep.train.runtime.assignment import Assignment
+
+# How ranks have a store, but for the first of them, which has the store itself: they map it, too;
+# or take a copy; or map it and get pages of their own where they write; or copy it to their device.
+Access = Literal["shared", "copied", "copied on write", "on its device"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mapped:
+    """A store, and who has it.
+
+    Attributes:
+        ranks: those that do.
+        store: the store.
+        access: how.
+        in_place_of: the number of another store, in whose place these ranks have this one; None
+            for a store of its own.
+    """
+
+    ranks: tuple[int, ...]
+    store: TensorStore
+    access: Access = "shared"
+    in_place_of: int | None = None
+
+    def ranks_among(self, here: Collection[int]) -> tuple[int, ...]:
+        """Those of them that are on a host."""
+        return tuple(rank for rank in self.ranks if rank in here)
+
+
+class Stores:
+    """A model's parameters, one store per group, and the slots of its optimizer."""
+
+    def __init__(self) -> None:
+        self._parameters: list[ParameterStore] = []
+        self._slots: list[TensorStore] = []
+        self._residuals: TensorStore | None = None
+        self._slots_owner: Callable[[], object] = lambda: None
+
+    def __bool__(self) -> bool:
+        return bool(self._parameters)
+
+    def adopt_all(self, assignment: Assignment, leader: int) -> list[Mapped]:
+        """The stores of parameters, then of slots, of what is left to be sent, and of options.
+
+        Behind them are those that pipelines that train apart have in place of the first one's.
+
+        Args:
+            assignment: what they are for.
+            leader: this process's rank.
+        """
+        is_apart = isinstance(assignment.plan.update, AveragedUpdate)
+        shares = assignment.plan.engine.shares_memory and not is_apart
+        if not is_cpu(assignment.plan.devices):
+            with noting_shortage(assignment.device):
+                return self._adopt_on_device(assignment, leader)
+        stores = _mapped(
+            assignment, self._adopt(assignment, leader), "shared" if shares else "copied"
+        )
+        if assignment.updater is not None and not is_apart:
+            # A rank writes to the slots of its pieces only, so of the others it has no pages.
+            slots = self._adopt_slots(assignment, leader)
+            stores += _mapped(assignment, slots, "shared" if shares else "copied on write")
+        stores += self._adopt_residuals(assignment)
+        stores += options_store(assignment)
+        if is_apart and assignment.plan.pipeline is not None:
+            here = assignment.plan.ranks_of_host(assignment.plan.host_of(leader))
+            stores = _of_pipelines(assignment, stores, here)
+            self.release_pages()
+        return stores
+
+    def _adopt_on_device(self, assignment: Assignment, leader: int) -> list[Mapped]:
+        """What the leader has stays on its device, the rest is placed in host memory.
+
+        Values on the device are published for those who are to have them, too.
+        """
+        is_here = [leader in group.ranks for group in assignment.groups]
+        members = _members(assignment.model, assignment.groups)
+        stores: list[TensorStore] = [
+            DeviceStore.of(own) if here else ParameterStore.adopt(own)
+            for own, here in zip(members, is_here, strict=True)
+        ]
+        mapped = _mapped(assignment, stores, "on its device")
+        if assignment.updater is not None:
+            slots: list[TensorStore] = [
+                DeviceStore.zeros(specs, assignment.device) if here else TensorStore.create(specs)
+                for specs, here in zip(_slots(assignment)[1], is_here, strict=True)
+            ]
+            _store_slots(assignment, slots)
+            mapped += _mapped(assignment, slots, "on its device")
+        for one in mapped:
+            if isinstance(one.store, DeviceStore):
+                one.store.publish()
+        return mapped + options_store(assignment)
+
+    def _adopt(self, assignment: Assignment, leader: int) -> Sequence[ParameterStore]:
+        """Have the parameters of each group lie in a store of theirs."""
+        model, groups = assignment.model, assignment.groups
+        members = _members(model, groups)
+        if not (
+            len(self._parameters) == len(members)
+            and all(
+                store.region.is_shared and store.fits(own)
+                for store, own in zip(self._parameters, members, strict=True)
+            )
+        ):
+            check_separate(model.named_parameters(), model.named_buffers())
+            self._parameters = [
+                ParameterStore.adopt(
+                    own,
+                    are_blank=bool(assignment.blank),
+                    is_reserved=_is_reserved(assignment, group, leader),
+                )
+                for own, group in zip(members, groups, strict=True)
+            ]
+        for store, own, group in zip(self._parameters, members, groups, strict=True):
+            store.readopt(own)
+            store.is_elsewhere = leader not in group.ranks
+        self.release_pages()
+        return self._parameters
+
+    def _adopt_slots(self, assignment: Assignment, leader: int) -> list[TensorStore]:
+        updater = assignment.updater
+        assert updater is not None
+        specs = _slots(assignment)[1]
+        if not (
+            [store.specs for store in self._slots] == specs
+            and all(store.region.is_shared for store in self._slots)
+            and self._slots_owner() is updater.owner
+        ):
+            self._slots = [
+                TensorStore.create(own, is_reserved=_is_reserved(assignment, group, leader))
+                for own, group in zip(specs, assignment.groups, strict=True)
+            ]
+            self._slots_owner = weakref.ref(updater.owner)
+        _store_slots(assignment, self._slots)
+        for slots, group in zip(self._slots, assignment.groups, strict=True):
+            slots.is_elsewhere = leader not in group.ranks
+        self.release_pages()
+        return self._slots
+
+    def _adopt_residuals(self, assignment: Assignment) -> list[Mapped]:
+        """Have what is left of compressed tensors lie in a store, if there is any."""
+        if assignment.residuals is None or not assignment.residuals.tensors:
+            return []
+        self._residuals = assignment.residuals.stored(self._residuals)
+        return [Mapped(ranks=tuple(range(assignment.plan.num_ranks)), store=self._residuals)]
+
+    def readopt(self, model: nn.Module) -> None:
+        """Bring parameters that a callback moved back into their stores."""
+        parameters = dict(model.named_parameters())
+        for store in self._parameters:
+            store.readopt([(spec.name, parameters[spec.name]) for spec in store.specs])
+
+    def release_pages(self) -> None:
+        """Keep no page here of what other ranks alone have."""
+        for store in (*self._parameters, *self._slots):
+            if store.is_elsewhere:
+                store.region.release_pages()
+
+
+def _slots(assignment: Assignment) -> tuple[list[list[SlotKey]], list[tuple[TensorSpec, ...]]]:
+    """The optimizer's slots, group by group, and how they lie in memory."""
+    assert assignment.updater is not None
+    parameters = dict(assignment.model.named_parameters())
+    all_keys = assignment.updater.slot_keys()
+    keys = [
+        [key for key in all_keys if key.parameter in group.names] for group in assignment.groups
+    ]
+    return keys, [tuple(slot_spec(key, parameters[key.parameter]) for key in own) for own in keys]
+
+
+def _store_slots(assignment: Assignment, stores: Sequence[TensorStore]) -> None:
+    assert assignment.updater is not None
+    assignment.updater.store_slots(
+        {
+            key: view
+            for own, store in zip(_slots(assignment)[0], stores, strict=True)
+            for key, view in zip(own, store.views, strict=True)
+        }
+    )
+
+
+def _is_reserved(assignment: Assignment, group: ParameterGroup, leader: int) -> bool:
+    """Whether the leader takes the memory of a group: where there is something to move in."""
+    return not assignment.blank or leader in group.ranks
+
+
+def has_options(assignment: Assignment) -> bool:
+    """Whether options of the optimizer may change at every step."""
+    updater = assignment.updater
+    return updater is not None and updater.options_spec() is not None
+
+
+def options_store(assignment: Assignment) -> list[Mapped]:
+    """A store for options of the optimizer that may change at every step, if they may."""
+    updater = assignment.updater
+    spec = None if updater is None else updater.options_spec()
+    if updater is None or spec is None:
+        return []
+    store = TensorStore.create([spec])
+    updater.share_options(store.views[0])
+    return [Mapped(ranks=tuple(range(assignment.plan.num_ranks)), store=store)]
+
+
+def _mapped(assignment: Assignment, stores: Sequence[TensorStore], access: Access) -> list[Mapped]:
+    return [
+        Mapped(ranks=group.ranks, store=store, access=access)
+        for group, store in zip(assignment.groups, stores, strict=True)
+    ]
+
+
+def _of_pipelines(assignment: Assignment, stores: list[Mapped], here: range) -> list[Mapped]:
+    """Stores of pipelines that train apart: of parameters each has its own, which its ranks share.
+
+    The host's first has the model's.
+    """
+    size = assignment.plan.ranks_per_replica
+    count, first = len(assignment.groups), range(here.start, here.start + size)
+    own = [replace(one, ranks=one.ranks_among(first), access="shared") for one in stores[:count]]
+    others = [
+        Mapped(
+            ranks=stores[number].ranks_among(range(start, start + size)),
+            store=stores[number].store.copy(),
+            in_place_of=number,
+        )
+        for start in here[size::size]
+        for number in range(count)
+    ]
+    return [*own, *stores[count:], *others]
+
+
+def _members(
+    model: nn.Module, groups: Sequence[ParameterGroup]
+) -> list[list[tuple[str, nn.Parameter]]]:
+    parameters = dict(model.named_parameters())
+    return [[(name, parameters[name]) for name in group.names] for group in groups]

@@ -1,0 +1,81 @@
+"""The rules of the house: folders and files stay small, and retired words stay retired."""
+
+import ast
+import io
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+import lockstep
+
+ROOT = Path(lockstep.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+# Names that meant several things, or nothing outside of this project, and what replaced them.
+RETIRED = {
+    "Abroad": "RemoteHosts",
+    "Conductor": "TaskDriver",
+    "Connected": "HostChannels",
+    "Directive": "CallbackOutcome",
+    "Ensemble": "RankSync",
+    "Feed": "DataPipeline",
+    "Footing": "CallSignature",
+    "Form": "ModelLayout",
+    "Keeper": "CheckpointWriter",
+    "KeepingRunner": "CheckpointRunner",
+    "Look": "ModelFingerprint",
+    "Lookout": "ModelSnapshotter, CompiledModelFingerprinter or LoopWatchdog",
+    "News": "CallUpdate or BatchHeader",
+    "Origin": "WorkerBackend",
+    "Pace": "OverheadBudget",
+    "Part": "WorkItem",
+    "Peer": "PeerProcess or RemotePeer",
+    "Recipe": "UpdateConfig",
+    "Renew": "RestartTask",
+    "Residuals": "ErrorFeedback",
+    "ReturningConductor": "RestartingDriver",
+    "Seen": "DryRunResult",
+    "ServedStand": "ServerProgress",
+    "Sight": "ModelFingerprint",
+    "Stand": "QueueProgress",
+    "Standing": "CachedCall",
+    "StandingCalls": "CallCache",
+    "Standstill": "StoppedProcessTimer",
+    "WideBoard": "MultiHostBoard",
+    "Wish": "DataOptions",
+    "check_apart": "check_local_sgd or check_sample_independence",
+    "check_served": "check_parameter_server",
+    "conductor": "driver",
+    "consult": "sync_callback",
+    "ensemble": "rank_sync",
+    "forget_blanks": "clear_meta",
+    "may_stand": "is_cacheable",
+    "recipe": "update_config",
+    "stand_at": "record_position",
+    "take_stand": "record_progress",
+    "when_complete": "on_grad_ready",
+}
+
+
+def names_in(path: Path) -> set[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    return {token.string.lstrip("_") for token in tokens if token.type == tokenize.NAME}
+
+
+def test_a_folder_has_at_most_15_modules() -> None:
+    modules = Counter(path.parent for path in FILES if path.stem != "__init__")
+    assert {str(folder): number for folder, number in modules.items() if number > 15} == {}
+
+
+def test_no_module_has_the_name_of_its_folder() -> None:
+    assert [str(path) for path in FILES if path.stem == path.parent.name] == []
+
+
+def test_every_folder_says_what_it_is() -> None:
+    folders = {path: ast.parse(path.read_text()) for path in FILES if path.stem == "__init__"}
+    assert [str(path) for path, code in folders.items() if not ast.get_docstring(code)] == []
+
+
+def test_retired_names_are_gone() -> None:
+    found = {str(path.relative_to(ROOT)): names_in(path) & set(RETIRED) for path in FILES}
+    assert {name: sorted(words) for name, words in found.items() if words} == {}
