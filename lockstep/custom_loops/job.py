@@ -37,9 +37,10 @@ from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.storage.allocator import keep_freed_memory
 from lockstep.plan.decision import Axis, LocalUpdate, ProcessGroup, SharedMemory, SlicedUpdate
 from lockstep.plan.spec import Plan
+from lockstep.train.multihost.discovery import find_hosts
 from lockstep.train.multihost.followers import host_key
 from lockstep.train.multihost.host_channels import HostChannels, meeting_point_of
-from lockstep.train.multihost.hosts import Hosts, find_hosts
+from lockstep.train.multihost.hosts import Hosts
 from lockstep.train.runtime.serving import RemoteHosts, channels_abroad
 
 # Numbers that a replica tells the others at once, in float64.

@@ -107,7 +107,7 @@ def check_number(name: str, devices: object) -> None:
 
 def num_replicas(maker: MirroredHosts, timeout_seconds: float, *, on_cores: bool = False) -> int:
     """Replicas of all hosts; see ``num_replicas_in_sync``."""
-    from lockstep.train.multihost.hosts import find_cluster, find_num_ranks
+    from lockstep.train.multihost.discovery import find_cluster, find_num_ranks
 
     num_ranks = find_num_ranks()
     if num_ranks is not None:

@@ -10,8 +10,8 @@ from lockstep.cluster.place import Address
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.errors import DataError, HostError, WorkerError
 from lockstep.launch.rendezvous.host_rendezvous import meet
+from lockstep.train.multihost.discovery import local_host_info
 from lockstep.train.multihost.hosts import Hosts
-from lockstep.train.multihost.local_host_info import own_info
 from tests.control_groups import SECONDS, SECRET, address, place, together
 from tests.thorough import core_of
 
@@ -29,7 +29,7 @@ def hosts() -> Iterator[list[Hosts]]:
 
 def enter(host: int, where: Address) -> Hosts:
     own = place(host, 2, where)
-    group = meet(own, SECRET, own_info(own), timeout_seconds=SECONDS)
+    group = meet(own, SECRET, local_host_info(own), timeout_seconds=SECONDS)
     return Hosts(own, group, SECONDS)
 
 

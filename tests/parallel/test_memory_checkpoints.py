@@ -28,8 +28,8 @@ from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.fault_tolerance import overhead_budget
 from lockstep.train.fault_tolerance.lost_hosts import going_on, newest_of_all
 from lockstep.train.fault_tolerance.overhead_budget import OverheadBudget
+from lockstep.train.multihost.discovery import local_host_info
 from lockstep.train.multihost.hosts import Hosts
-from lockstep.train.multihost.local_host_info import own_info
 from tests.channels import sealed
 from tests.control_groups import SECONDS, SECRET, address, place, together
 
@@ -106,7 +106,7 @@ def hosts() -> Iterator[list[Hosts]]:
 
 def enter(host: int, where: Address) -> Hosts:
     own = place(host, NUM_HOSTS, where)
-    group = meet(own, SECRET, own_info(own), timeout_seconds=SECONDS)
+    group = meet(own, SECRET, local_host_info(own), timeout_seconds=SECONDS)
     return Hosts(own, group, SECONDS)
 
 

@@ -5,9 +5,6 @@ Before the hosts work together they make sure that these are alike: what the scr
 be equal, or the difference is named; values (weights, slots, options) are those of host 0.
 """
 
-import atexit
-import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,19 +16,14 @@ from torch import nn, optim
 from lockstep.channel.polling import Stopwatch
 from lockstep.channel.sealed_channel import Channel
 from lockstep.checkpoint.trees import Tree, assembled, flattened
-from lockstep.cluster.devices import discover
-from lockstep.cluster.environment import find_place
-from lockstep.cluster.place import Place, Reach
+from lockstep.cluster.place import Place
 from lockstep.cluster.topology import Cluster, Host
 from lockstep.comm.codec.message_codec import decode, encode
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.errors import HostError, OptionError, WorkerError
 from lockstep.launch.health.failure import as_raised, causes_of, noting_on, summary_of
-from lockstep.launch.health.heartbeats import Heartbeats
 from lockstep.launch.rendezvous.control_group import ControlGroup
-from lockstep.launch.rendezvous.host_rendezvous import meet
 from lockstep.launch.rendezvous.pair_channels import open_channels
-from lockstep.launch.security.secret import find_secret
 from lockstep.launch.untrusted import decode_untrusted
 from lockstep.launch.workers.external_workers import attach_team
 from lockstep.launch.workers.team import Team
@@ -41,9 +33,7 @@ from lockstep.plan.spec import Plan
 from lockstep.train.callbacks.model_changes import ModelLayout, take_changes
 from lockstep.train.checkpointing.run_state import set_state, state_of
 from lockstep.train.fit.fit_task import FitTask
-from lockstep.train.multihost.followers import Follower, host_key
-from lockstep.train.multihost.local_host_info import own_info
-from lockstep.train.multihost.process_count_check import check_reach
+from lockstep.train.multihost.followers import host_key
 from lockstep.units import format_seconds
 
 LookAround = Callable[[float], None]
@@ -63,10 +53,12 @@ class Hosts:
 
     Attributes:
         timeout_seconds: longest wait for another host.
+        is_open: False once ``close`` was called.
     """
 
     def __init__(self, place: Place, control_group: ControlGroup, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
+        self.is_open = True
         self.place = place
         self.control_group = control_group
         self._channels: dict[ChannelKey, Channel] = {}
@@ -242,7 +234,7 @@ class Hosts:
         """Part from the other hosts; the next call meets them anew."""
         self._close_channels()
         self.control_group.close()
-        _met.pop(self.place, None)
+        self.is_open = False
 
     def _close_channels(self) -> None:
         while self._channels:
@@ -366,114 +358,12 @@ class LeaderCrossing:
         return self._control_group.broadcast(payload, self._look_around)
 
 
-def find_hosts(
-    timeout_seconds: float,
-    reach: Reach = "all hosts",
-    meeting_seconds: float = 0.0,
-    patience_seconds: float = math.inf,
-) -> Hosts | None:
-    """The hosts to train with: met now, or before; None where this process trains alone.
-
-    Args:
-        timeout_seconds: longest wait for the others.
-        reach: how far the strategy's Plans go.
-        meeting_seconds: of that wait, until all have met, where it is longer.
-        patience_seconds: of that, where enough have come to go on (``Place.min_hosts``).
-
-    Raises:
-        OptionError: the strategy has no use for the other processes that there are.
-        HostError: a host does not come, or is not what this one is.
-    """
-    place = None if reach == "one process" else find_place(os.environ)
-    if place is None:
-        return None
-    check_reach(place, reach)
-    if place not in _met:
-        met = _meet(place, max(timeout_seconds, meeting_seconds), patience_seconds)
-        _met[place] = Hosts(place, met, timeout_seconds)
-    _met[place].timeout_seconds = timeout_seconds
-    return _met[place]
-
-
-def _meet(place: Place, timeout_seconds: float, patience_seconds: float) -> ControlGroup:
-    secret = None
-    if place.num_hosts > 1:
-        secret = find_secret(os.environ, is_one_machine=place.is_one_machine)
-    control_group = meet(
-        place,
-        secret,
-        own_info(place),
-        timeout_seconds=timeout_seconds,
-        patience_seconds=patience_seconds,
-    )
-    if control_group.num_hosts == 1:
-        return control_group
-    try:
-        counts = {(0, host): 1 for host in range(1, control_group.num_hosts)}
-        channels = open_channels(control_group, counts, timeout_seconds)
-        control_group.heartbeats = Heartbeats({host: end for host, (end,) in channels.items()})
-    except BaseException:
-        control_group.close()
-        raise
-    return control_group
-
-
-def find_follower(timeout_seconds: float, reach: Reach) -> Follower | None:
-    """This process, if another one leads its host.
-
-    Args:
-        timeout_seconds: longest wait for the leader.
-        reach: how far the strategy's Plans go.
-    """
-    place = find_place(os.environ) if reach in ("roles", "all hosts") else None
-    if place is None or place.leads:
-        return None
-    check_reach(place, reach)
-    return Follower(place, timeout_seconds)
-
-
-def find_cluster(timeout_seconds: float) -> Cluster:
-    """All hosts of this process's job; see ``find_hosts``."""
-    hosts = find_hosts(timeout_seconds)
-    return discover() if hosts is None else hosts.cluster
-
-
-def find_num_ranks() -> int | None:
-    """Ranks of all hosts, where another process leads this one's host; else None.
-
-    Raises:
-        OptionError: the launcher does not say how many there are.
-    """
-    place = find_place(os.environ)
-    if place is None or place.leads:
-        return None
-    if place.num_ranks is None:
-        raise OptionError(
-            "How many replicas there are, only the first process of a host knows here: the "
-            "hosts have different numbers of processes, and some have one.",
-            received=f"process {place.process} of host {place.host}",
-            fix=f"Have {place.launcher} start as many processes on each host.",
-        )
-    return place.num_ranks
-
-
-# Whom this process has met: connections are state of the process, as processes are.
-_met: dict[Place, Hosts] = {}
-
-
 def _said(error: BaseException) -> str:
     """An error for the other hosts; what was learned of one of them says what it is by itself."""
     if isinstance(error, HostError):
         return str(error)
     rank = next((one for one in causes_of(error) if isinstance(one, WorkerError)), None)
     return summary_of(error) if rank is None else str(rank)
-
-
-@atexit.register
-def _part_from_all() -> None:
-    """At the script's end: the others see that this host is done, not that it is gone."""
-    for hosts in list(_met.values()):
-        hosts.close()
 
 
 def _as_text(facts: Mapping[str, object]) -> dict[str, str]:

@@ -27,8 +27,9 @@ from lockstep.plan.spec import Plan
 from lockstep.train.input.data_adapter import DataPipeline
 from lockstep.train.input.same_data import check_same_data
 from lockstep.train.input.stream_broadcast import SharedStream
+from lockstep.train.multihost.discovery import find_follower, find_hosts
 from lockstep.train.multihost.followers import Follower
-from lockstep.train.multihost.hosts import Hosts, find_follower, find_hosts
+from lockstep.train.multihost.hosts import Hosts
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
