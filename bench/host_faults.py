@@ -152,7 +152,7 @@ def _train_keras(folder: Path, epochs: int, every: str, steps: int, *, is_told: 
             lockstep.keras.Restarts(10**6),
         ],
     )
-    trainer: Any = model._lockstep._trainer
+    trainer: Any = model._lockstep.trainer
     digest = TrainingState.of(trainer.state_dict()).digest()
     trainer.close()
     return [digest, {name: [*map(float, each)] for name, each in history.history.items()}]

@@ -158,7 +158,7 @@ def _fit_keras(faults: Iterable[Faults], restarts: int, record: str) -> tuple[st
     class ToldByKeras(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             for one in faults:
-                one.after_step(self.model._lockstep._trainer, float(logs["loss"]))
+                one.after_step(self.model._lockstep.trainer, float(logs["loss"]))
 
     keras.utils.clear_session()  # layers have their first names again
     keras.utils.set_random_seed(0)
@@ -173,7 +173,7 @@ def _fit_keras(faults: Iterable[Faults], restarts: int, record: str) -> tuple[st
     callbacks = [ToldByKeras(), kept, *([lockstep.keras.Restarts(restarts)] if restarts else [])]
     data = (x, (x[:, 0] > 0).astype("int64"))
     history = model.fit(*data, epochs=EPOCHS, batch_size=BATCH, verbose=0, callbacks=callbacks)
-    trainer: Any = model._lockstep._trainer
+    trainer: Any = model._lockstep.trainer
     digest = TrainingState.of(trainer.state_dict()).digest()
     trainer.close()
     return digest, {name: [*map(float, each)] for name, each in history.history.items()}

@@ -49,7 +49,7 @@ class MetricUpdate(keras.callbacks.Callback):  # type: ignore[misc]
         self.num_steps += 1
         self.told.append((batch, plain(logs)))
         if self.num_steps in self.kills:
-            os.kill(self.model._lockstep._trainer._session._team.pids()[-1], signal.SIGKILL)
+            os.kill(self.model._lockstep.trainer._session._team.pids()[-1], signal.SIGKILL)
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         self.told.append(("tested", batch, plain(logs)))
@@ -99,8 +99,8 @@ def trained(
     callbacks = [*others, seen, *([lockstep.keras.Restarts(restarts)] if restarts else [])]
     options = {"x": X, "y": Y, "batch_size": BATCH, "validation_data": (X[:20], Y[:20]), **options}
     history = model.fit(epochs=EPOCHS, verbose=0, callbacks=callbacks, **options)
-    state = TrainingState.of(model._lockstep._trainer.state_dict()).digest()
-    model._lockstep._trainer.close()
+    state = TrainingState.of(model._lockstep.trainer.state_dict()).digest()
+    model._lockstep.trainer.close()
     values = {name: [*map(float, each)] for name, each in history.history.items()}
     return state, values, seen.told
 
@@ -169,7 +169,7 @@ def test_a_fit_begins_once_more_with_what_it_began_with() -> None:
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
         model.compile("adam", "mse")
     model.fit(X, X[:, :1], verbose=0, batch_size=BATCH)
-    trainer = model._lockstep._trainer
+    trainer = model._lockstep.trainer
     seen, done = Accumulating(), Accumulating()
     done.losses.append(2.0)
     callbacks = [seen, done, lockstep.keras.Restarts(1)]

@@ -70,7 +70,7 @@ def make(optimizer: str, strategy: Any, *, scale: float = 1.0) -> tuple[Model, A
     zoo.set_weights(model)
     model.set_weights([scale * one for one in model.get_weights()])
     model.evaluate(X[:2], Y[:2], verbose=0)
-    return model, model._lockstep._trainer
+    return model, model._lockstep.trainer
 
 
 STRATEGIES = {

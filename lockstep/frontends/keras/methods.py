@@ -5,15 +5,13 @@ building the model, calling callbacks), and leave the steps to a Trainer.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from inspect import unwrap
 from typing import Any
 
 import keras
-import torch
 from keras.src import backend
 from keras.src.callbacks import CallbackList
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
@@ -22,23 +20,16 @@ from lockstep.data.batch_dims import BatchDims
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import ModelError, OptionError, level_of_user
 from lockstep.frontends.keras.bound_methods import METHODS
+from lockstep.frontends.keras.call_setup import CallSetup, first_length
 from lockstep.frontends.keras.fit.checkpoints import Beginning, checkpoint_in, restarts_in
-from lockstep.frontends.keras.fit.data_adapter import adapt_data, warn_if_short
+from lockstep.frontends.keras.fit.data_adapter import warn_if_short
 from lockstep.frontends.keras.fit.fit_driver import telling
 from lockstep.frontends.keras.fit.fit_facts import facts_of_fit
 from lockstep.frontends.keras.fit.layout import layout_of
 from lockstep.frontends.keras.fit.tasks import Evaluation
 from lockstep.frontends.keras.fit_options import FitOptions
-from lockstep.frontends.keras.layers.checks import (
-    check_batch_sizes,
-    check_integers,
-    check_turnable,
-    prepare_model,
-)
-from lockstep.frontends.keras.model import KerasModel, is_model_of
-from lockstep.frontends.keras.settings import random_seed
+from lockstep.frontends.keras.layers.checks import check_batch_sizes, check_integers
 from lockstep.frontends.keras.trainer import KerasTrainer
-from lockstep.launch.health.failure import ending_with
 from lockstep.plan.spec import Plan
 from lockstep.tracebacks import public_methods
 from lockstep.train.callbacks.driver import Logs
@@ -46,8 +37,7 @@ from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.fault_tolerance.lost_hosts import outlast
 from lockstep.train.history import History
 from lockstep.train.input.data_adapter import DataPipeline
-from lockstep.train.input.stream_broadcast import sample_of
-from lockstep.train.runtime.job_context import JobContext, StrategyLike
+from lockstep.train.runtime.job_context import StrategyLike
 
 
 @public_methods
@@ -64,8 +54,13 @@ class Methods:
         self._model = model
         self.strategy = strategy
         self.layout = layout_of(dims)
-        self._job_context = JobContext(strategy)
-        self._trainer: KerasTrainer | None = None
+        self._setup = CallSetup(model, strategy, self.layout)
+        self._job_context = self._setup.job_context
+
+    @property
+    def trainer(self) -> KerasTrainer | None:
+        """The Trainer of the last call; None before the first."""
+        return self._setup.trainer
 
     @property
     def plan(self) -> Plan:
@@ -74,13 +69,13 @@ class Methods:
         Raises:
             ModelError: nothing was called yet.
         """
-        if self._trainer is None:
+        if self.trainer is None:
             raise ModelError(
                 "A model has a Plan from its first call on.",
                 received=f"a model {self._model.name!r} that was not called",
                 fix="Call fit, evaluate or predict first.",
             )
-        return self._trainer.plan
+        return self.trainer.plan
 
     def fit(
         self,
@@ -120,8 +115,8 @@ class Methods:
             )
         checkpoint = checkpoint_in(callbacks)
 
-        def take_all_in(feeds: ExitStack) -> tuple[DataPipeline, DataPipeline | None]:
-            feed = self._take_in(
+        def adapt_all(feeds: ExitStack) -> tuple[DataPipeline, DataPipeline | None]:
+            feed = self._setup.adapt(
                 feeds,
                 *(x, y, sample_weight),
                 batch_size=batch_size,
@@ -129,12 +124,12 @@ class Methods:
                 shuffle=shuffle,
                 class_weight=class_weight,
                 resets="once",
-                prepare=self._build,
+                prepare=self._setup.build,
                 is_summed=checkpoint is not None,
             )
             if validation_data is None:
                 return feed, None
-            return feed, self._take_in(
+            return feed, self._setup.adapt(
                 feeds,
                 *data_adapter_utils.unpack_x_y_sample_weight(validation_data),
                 batch_size=validation_batch_size or batch_size,
@@ -150,17 +145,18 @@ class Methods:
             evaluates=tuple(
                 epoch
                 for epoch in range(min(initial_epoch, 0), epochs)
-                if validation_data is not None and self._evaluates_after(epoch, validation_freq)
+                if validation_data is not None
+                and _evaluates_after(self._model, epoch, validation_freq)
             ),
             restarts=restarts_in(callbacks),
         )
-        beginning = Beginning(self._model, self._trainer, callbacks)
+        beginning = Beginning(self._model, self.trainer, callbacks)
 
         def fit(memory: MemoryCheckpoints) -> None:
             if memory.goes_on:
-                beginning.restore(self._trainer)
-            with self._same_call_everywhere("fit") as feeds:
-                feed, validation = take_all_in(feeds)
+                beginning.restore(self.trainer)
+            with self._setup.joint_call("fit") as feeds:
+                feed, validation = adapt_all(feeds)
                 self._fit(feed, validation, options, callbacks, verbose, memory)
 
         outlast(fit, options.restarts, self._job_context, verbose=verbose)
@@ -177,10 +173,10 @@ class Methods:
     ) -> None:
         """Train on data that is taken in, and have the history tell of it."""
         checkpoint = checkpoint_in(callbacks)
-        listed = self._callback_list(
+        listed = self._setup.callback_list(
             callbacks, verbose, epochs=options.epochs, steps=feed.num_steps, add_history=True
         )
-        trainer = self._trainer_for(feed)
+        trainer = self._setup.trainer_for(feed)
         facts = partial(facts_of_fit, trainer, feed, validation, **_lasting(options))
         train = partial(self._fit_with_callbacks, trainer, feed, validation, options, listed)
         with trainer.kept(checkpoint, facts, listed, options, memory, verbose) as ended:
@@ -237,15 +233,15 @@ class Methods:
         check_integers({"steps": steps})
         check_batch_sizes(batch_size=batch_size)
         x, y = self.layout.arrays(x, y)
-        with self._same_call_everywhere("evaluate") as feeds:
-            feed = self._take_in(
+        with self._setup.joint_call("evaluate") as feeds:
+            feed = self._setup.adapt(
                 feeds,
                 *(x, y, sample_weight),
                 batch_size=batch_size,
                 steps=steps,
-                prepare=self._build,
+                prepare=self._setup.build,
             )
-            logs = self._pass_over(feed, callbacks, verbose, self._evaluate_with_callbacks)
+            logs = self._setup.run_pass(feed, callbacks, verbose, self._evaluate_with_callbacks)
         return logs if return_dict else self._model._flatten_metrics_in_order(logs)
 
     def _evaluate_with_callbacks(
@@ -257,7 +253,7 @@ class Methods:
         try:
             logs = trainer.evaluate(_evaluation(feed, callbacks), feed, callbacks)
         finally:
-            self._leave_mode()
+            self._setup.leave_mode()
         callbacks.on_test_end(logs)
         return logs
 
@@ -273,16 +269,16 @@ class Methods:
         check_integers({"steps": steps})
         check_batch_sizes(batch_size=batch_size)
         x, _ = self.layout.arrays(x)
-        with self._same_call_everywhere("predict") as feeds:
-            feed = self._take_in(
+        with self._setup.joint_call("predict") as feeds:
+            feed = self._setup.adapt(
                 feeds,
                 x,
                 batch_size=batch_size,
                 steps=steps,
                 resets="never",
-                prepare=None if self._job_context.is_chief else self._build_by_calling,
+                prepare=None if self._job_context.is_chief else self._setup.build_by_calling,
             )
-            outputs = self._pass_over(feed, callbacks, verbose, self._predict_with_callbacks)
+            outputs = self._setup.run_pass(feed, callbacks, verbose, self._predict_with_callbacks)
         return map_tensors(backend.convert_to_numpy, self.layout.outputs(outputs))
 
     def _predict_with_callbacks(
@@ -294,7 +290,7 @@ class Methods:
         try:
             outputs = trainer.predict(feed, callbacks)
         finally:
-            self._leave_mode()
+            self._setup.leave_mode()
         callbacks.on_predict_end()
         return outputs
 
@@ -310,19 +306,19 @@ class Methods:
         model = self._model
         model._assert_compile_called("train_on_batch")
         x, y = self.layout.arrays(x, y)
-        with self._same_call_everywhere("train_on_batch") as feeds:
-            feed = self._take_in(
+        with self._setup.joint_call("train_on_batch") as feeds:
+            feed = self._setup.adapt(
                 feeds,
                 *(x, y, sample_weight),
-                batch_size=_length(x),
+                batch_size=first_length(x),
                 class_weight=class_weight,
-                prepare=self._build,
+                prepare=self._setup.build,
             )
             options = FitOptions(
                 epochs=1, initial_epoch=0, shuffle=False, evaluates=(), is_one_batch=True
             )
-            listed = self._callback_list(None, 0, epochs=1, steps=1)
-            trainer = self._trainer_for(feed)
+            listed = self._setup.callback_list(None, 0, epochs=1, steps=1)
+            trainer = self._setup.trainer_for(feed)
             logs = trainer.on_all_processes(
                 partial(self._train_one_batch, trainer, feed, options, listed)
             )
@@ -346,7 +342,7 @@ class Methods:
         return self.evaluate(
             x,
             y,
-            batch_size=self._num_samples(x),
+            batch_size=self._setup.num_samples(x),
             verbose=0,
             sample_weight=sample_weight,
             return_dict=return_dict,
@@ -354,105 +350,7 @@ class Methods:
 
     def predict_on_batch(self, x: Any) -> Any:
         """Outputs for a batch, as ``keras.Model.predict_on_batch``."""
-        return self.predict(x, batch_size=self._num_samples(x), verbose=0)
-
-    # --- parts -----------------------------------------------------------------------------------
-
-    @contextmanager
-    def _same_call_everywhere(self, call: str) -> Iterator[ExitStack]:
-        """Within the block all processes make the same call; data that is taken in is read."""
-        with self._job_context.together(call), ExitStack() as feeds:
-            yield feeds
-
-    def _pass_over(
-        self, feed: DataPipeline, callbacks: Any, verbose: Any, act: Callable[..., Any]
-    ) -> Any:
-        """What a pass over data comes to, on all processes; ``act`` makes it where rank 0 is."""
-        trainer = self._trainer_for(feed)
-        listed = self._callback_list(callbacks, verbose, epochs=1, steps=feed.num_steps)
-        return trainer.on_all_processes(partial(act, trainer, feed, listed))
-
-    def _take_in(
-        self, feeds: ExitStack, *data: Any, name: str = "x", **options: Any
-    ) -> DataPipeline:
-        """Data, closed with ``feeds``."""
-        feed = adapt_data(
-            *data,
-            name=name,
-            seed=random_seed(),
-            is_read_here=self._job_context.is_chief,
-            layout=self.layout,
-            **options,
-        )
-        feeds.enter_context(ending_with(feed.close))
-        return self._job_context.agreed_feed(feed, name)
-
-    def _evaluates_after(self, epoch: int, validation_freq: Any) -> bool:
-        """Whether an epoch ends with an evaluation."""
-        if validation_freq == 0:
-            raise OptionError(
-                "`validation_freq` is how many epochs there are to an evaluation.",
-                received="validation_freq=0",
-                fix="Pass a positive integer, or no validation_data.",
-            )
-        return bool(self._model._should_eval(epoch, validation_freq))
-
-    def _build(self, iterator: Any) -> None:
-        """Build the model, its losses and metrics for the data, as Keras does, where need be."""
-        prepare_model(self._model)
-        as_model = self.layout.as_model(iterator) if self.layout else iterator
-        self._model._symbolic_build(iterator=as_model)
-
-    def _build_by_calling(self, iterator: Any) -> None:
-        """Build a model that nobody has compiled, where its data is read elsewhere."""
-        if not self._model.built:
-            batches = next(batches for _, _, batches in self.layout.as_model(iterator))
-            self._call_once(next(iter(batches))[0])
-
-    def _call_once(self, inputs: Any) -> None:
-        with torch.no_grad():
-            self._model(inputs)
-
-    def _leave_mode(self) -> None:
-        """Have the model in evaluation mode, as Keras leaves it, unless a ``fit`` goes on."""
-        self._model.train(self._job_context.is_aside)
-
-    def _trainer_for(self, feed: DataPipeline) -> KerasTrainer:
-        """The Trainer of the model."""
-        model = self._model
-        prepare_model(model)
-        if self.layout:
-            check_turnable(model)
-        if not model.built:  # as nobody has compiled it, it is built by calling it
-            source = sample_of(feed.source)
-            assert source is not None  # data is read here
-            batch = source.read(torch.arange(min(2, len(source))), torch.get_default_dtype())
-            self._call_once(self.layout.inputs(batch.inputs[0]))
-        if self._trainer is None or not is_model_of(self._trainer.model, model):
-            module = KerasModel(model, self.layout)
-            self._trainer = KerasTrainer(module, self.strategy, self._job_context)
-        self._trainer.seed = random_seed()
-        return self._trainer
-
-    def _num_samples(self, x: Any) -> int:
-        """Of a batch as the user has it."""
-        return _length(self.layout.arrays(x)[0])
-
-    def _callback_list(self, callbacks: Any, verbose: Any, **params: Any) -> Any:
-        if not self._job_context.is_chief:  # callbacks and progress are where rank 0 is
-            callbacks, verbose = None, 0
-        if isinstance(callbacks, CallbackList):
-            return callbacks
-        listed = CallbackList(
-            callbacks,
-            add_progbar=verbose != 0,
-            verbose=verbose,
-            model=self._model,
-            **params,
-        )
-        # A thread for each call would take longer than most calls.
-        listed._async_train = listed._async_test = listed._async_predict = False
-        return listed
+        return self.predict(x, batch_size=self._setup.num_samples(x), verbose=0)
 
 
 for _name in METHODS:  # who passes a wrong argument has called a method of the model
@@ -477,6 +375,17 @@ def _evaluation(feed: DataPipeline, callbacks: Any, *, shows_bar: bool = True) -
     )
 
 
+def _evaluates_after(model: Any, epoch: int, validation_freq: Any) -> bool:
+    """Whether an epoch ends with an evaluation."""
+    if validation_freq == 0:
+        raise OptionError(
+            "`validation_freq` is the number of epochs between evaluations.",
+            received="validation_freq=0",
+            fix="Pass a positive integer, or no validation_data.",
+        )
+    return bool(model._should_eval(epoch, validation_freq))
+
+
 def _lasting(options: FitOptions) -> dict[str, Any]:
     """What the result of a ``fit`` depends on of its options, for a checkpoint."""
     return {
@@ -494,7 +403,3 @@ def _limited(epochs: int) -> int:
         return epochs
     warnings.warn(f"Limiting epochs to {most}", stacklevel=level_of_user())
     return int(most)
-
-
-def _length(x: Any) -> int:
-    return len(keras.tree.flatten(x)[0])

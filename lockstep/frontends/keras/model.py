@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
 from typing import Any
 
 import keras
@@ -24,11 +23,9 @@ from keras.src.backend.common.masking import get_keras_mask
 from keras.src.backend.torch import random as keras_random
 from keras.src.layers.normalization.batch_normalization import BatchNormalization
 from keras.src.trainers.data_adapters.data_adapter_utils import pack_x_y_sample_weight
-from keras.src.utils.torch_utils import TorchModuleWrapper
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lockstep.capture.layers import BatchLayer, FrontEndLayer, FrontEndModel
+from lockstep.capture.layers import BatchLayer, FrontEndModel
 from lockstep.capture.sizes import TracedFloat, TracedInt
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import ModelError
@@ -36,6 +33,12 @@ from lockstep.frontends.keras.fit.images import channels_last_in_memory, only_ke
 from lockstep.frontends.keras.fit.layout import Layout
 from lockstep.frontends.keras.layers.checks import check_model, has_own_loss, has_own_steps
 from lockstep.frontends.keras.layers.fast_forward import DirectCalls
+from lockstep.frontends.keras.layers.variable_modules import (
+    add_layer_module,
+    add_module,
+    tensor_attributes,
+    trainable_variables,
+)
 from lockstep.frontends.keras.settings import KerasSettings
 from lockstep.parallel.data_parallel.batch_moments import global_moments
 from lockstep.parallel.data_parallel.batch_norm import global_statistics
@@ -44,8 +47,6 @@ from lockstep.parallel.data_parallel.functional_patch import Redirection
 _moments = Redirection("_moments", BatchNormalization)
 _generators = Redirection("torch_seed_generator", keras_random)
 _seeds = Redirection("draw_seed", keras_random)
-
-_MARK = "_lockstep_device"
 
 # Where the functions are that layers compute with.
 _SPACES = (keras.ops, keras.src.ops, keras.activations)
@@ -114,12 +115,12 @@ class KerasModel(FrontEndModel):
         self.variables: dict[str, Any] = {}
         self._batch_layers: list[tuple[Any, BatchLayer]] = []
         for layer in model._flatten_layers():
-            holder = _hold(self, layer)
+            holder = add_layer_module(self, layer)
             if isinstance(holder, BatchLayer):
                 self._batch_layers.append((layer, holder))
-        _put(self, "constants", _constants(model))
+        add_module(self, "constants", tensor_attributes(model))
         names = {id(parameter): name for name, parameter in self.named_parameters()}
-        for variable in _trainable_in(model):
+        for variable in trainable_variables(model):
             self.variables[names[id(variable._value)]] = variable
 
     @property
@@ -147,7 +148,7 @@ class KerasModel(FrontEndModel):
         state.pop("_settings").apply()
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
-    def look_anew(self) -> None:
+    def forget_direct_calls(self) -> None:
         """Layers may have been changed: see anew how they can be called."""
         self._calls.has_looked = False
 
@@ -177,11 +178,11 @@ class KerasModel(FrontEndModel):
         before = [vars(layer).get("call") for layer in layers]
         for layer in layers:
             vars(layer)["call"] = partial(_noting, layer, layer.call, note)
-        self.look_anew()
+        self.forget_direct_calls()
         try:
             yield
         finally:
-            self.look_anew()
+            self.forget_direct_calls()
             for layer, call in zip(layers, before, strict=True):
                 vars(layer).pop("call")
                 if call is not None:
@@ -339,86 +340,13 @@ def giving_losses(module: KerasModel, gives: bool) -> Iterator[None]:
 
 def is_model_of(module: KerasModel, model: Any) -> bool:
     """Whether a model has still the variables that its module was made with."""
-    found = [*_trainable_in(model)]
+    found = [*trainable_variables(model)]
     own = module.variables.values()
     return (
         module.model is model
         and len(found) == len(own)
         and all(one is other for one, other in zip(found, own, strict=True))
     )
-
-
-def _trainable_in(model: Any) -> list[Any]:
-    """The variables that can be trained, be they frozen now or not, each once."""
-    found = [own for layer in model._flatten_layers() for own in layer._trainable_variables]
-    return list({id(variable): variable for variable in found}.values())
-
-
-def _hold(root: nn.Module, layer: Any) -> nn.Module | None:
-    """Have a layer's variables held by a module of their own; None where it has no variables."""
-    parameters, buffers = layer._trainable_variables, layer._non_trainable_variables
-    if not (parameters or buffers):
-        return None
-    first = next(iter([*parameters, *buffers]))
-    *path, name = first.path.split("/")[:-1] or [layer.name]
-    kind = type(layer).__name__
-    own = FrontEndLayer(kind)
-    if isinstance(layer, BatchNormalization):
-        own = BatchLayer(kind, first.shape[0])
-    holder = _put(_descend(root, path), name, own)
-    if _MARK in vars(layer):
-        vars(holder)[_MARK] = vars(layer)[_MARK]
-    if isinstance(layer, TorchModuleWrapper):  # which has buffers, and layers to be known by kind
-        holder._modules["module"] = layer.module
-        return holder
-    for variable in parameters:
-        holder._parameters[_free_name(holder, variable.path.split("/")[-1])] = variable._value
-    for variable in buffers:
-        holder._buffers[_free_name(holder, variable.path.split("/")[-1])] = variable._value
-    return holder
-
-
-def _constants(model: Any) -> nn.Module:
-    """Holds tensors that layers, and what penalizes their weights, have as attributes."""
-    holder = nn.Module()
-    for layer in model._flatten_layers():
-        owners = [layer, layer.activity_regularizer]
-        owners += [variable.regularizer for variable in layer._trainable_variables]
-        for owner in owners:
-            for value in vars(owner).values() if hasattr(owner, "__dict__") else ():
-                if isinstance(value, torch.Tensor):
-                    vars(holder)[f"number_{len(vars(holder))}"] = value
-    return holder
-
-
-def _descend(holder: nn.Module, path: list[str]) -> nn.Module:
-    for part in path:
-        child = holder._modules.get(_attribute(part))
-        holder = _put(holder, part, nn.Module()) if child is None else child
-    return holder
-
-
-def _put(holder: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    """Put a module into another, under a name that is free there."""
-    holder._modules[_free_name(holder, name)] = module
-    return module
-
-
-def _free_name(holder: nn.Module, name: str) -> str:
-    """A name that no other variable or layer has there."""
-    attribute = _attribute(name)
-    taken = {*holder._parameters, *holder._buffers, *holder._modules}
-    numbered = (f"{attribute}_{number}" for number in count(1))
-    return next(one for one in chain([attribute], numbered) if one not in taken)
-
-
-def _attribute(name: str) -> str:
-    """A name that torch can have for a module or parameter."""
-    name = name.replace(".", "_")
-    return f"{name}_" if hasattr(nn.Module, name) or name in vars(_PLAIN) else name
-
-
-_PLAIN = BatchLayer("", 0)
 
 
 @contextmanager

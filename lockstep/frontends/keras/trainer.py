@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -39,34 +39,26 @@ from lockstep.frontends.keras.fit.tasks import (
     KerasPredictTask,
 )
 from lockstep.frontends.keras.fit_options import FitOptions, FitStart
-from lockstep.frontends.keras.layers.attributes import NO_SETTINGS, with_settings
 from lockstep.frontends.keras.layers.checks import has_own_steps
 from lockstep.frontends.keras.layers.consistency import facts_of
 from lockstep.frontends.keras.layers.dry_run import (
     counts_kept,
     few_samples,
-    fixed_batch_size,
     frozen_as_keras,
-    in_evaluation,
 )
 from lockstep.frontends.keras.layers.metrics import KerasMetrics
 from lockstep.frontends.keras.layers.model_fingerprint import (
-    CompiledModelFingerprinter,
     ModelFingerprint,
 )
 from lockstep.frontends.keras.layers.pickling import reduce
-from lockstep.frontends.keras.loss.add_loss import check_prediction, find_additions
-from lockstep.frontends.keras.loss.computed_loss import loss_of
-from lockstep.frontends.keras.loss.share_losses import Additions, KerasLoss
 from lockstep.frontends.keras.model import KerasModel, giving_losses
+from lockstep.frontends.keras.model_analysis import ModelAnalysis
 from lockstep.frontends.keras.optim.updater import KerasUpdater, is_elementwise
 from lockstep.frontends.keras.optim.updater_set import KerasUpdaterSet, OptimizerList, parts_of
 from lockstep.frontends.keras.settings import random_seed
-from lockstep.parallel.data_parallel.forward import call_model
-from lockstep.parallel.independence.sample_independence import check_sample_independence
 from lockstep.parallel.transfer.serialization import reducing
 from lockstep.plan.makers.data_parallel import Maker, SingleDevice
-from lockstep.train.callbacks.change_detection import ChangeWatch, settings_of
+from lockstep.train.callbacks.change_detection import ChangeWatch
 from lockstep.train.callbacks.driver import Logs, TaskDriver
 from lockstep.train.callbacks.interrupt import Interrupt, held_interrupts, telling_of_interrupts
 from lockstep.train.callbacks.rank_sync import Resume
@@ -82,21 +74,6 @@ from lockstep.train.runtime.session import Session
 from lockstep.units import first_few
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class _Known:
-    """What was found out about a model.
-
-    Attributes:
-        key: where it has changed, the model is looked at anew.
-        loss: the model's: which is taken on whole batches once that was seen to be needed.
-        has_rows: see ``Additions``.
-    """
-
-    key: object
-    loss: KerasLoss
-    has_rows: bool
 
 
 class KerasTrainer(CheckpointRunner):
@@ -122,17 +99,13 @@ class KerasTrainer(CheckpointRunner):
             seed=random_seed(),
         )
         self.callbacks = []
-        self._lookout = CompiledModelFingerprinter(module)
-        self._sight: ModelFingerprint | None = None
-        self._has_looked = False  # since ranks have run the model
-        self._updater: tuple[ModelFingerprint | None, Any] | None = None
-        self._known: _Known | None = None
+        self._analysis = ModelAnalysis(module, job_context)
+        self._updater: tuple[ModelFingerprint, Any] | None = None
         self._num_predictions = 0
-        self._own: OwnSteps | None = None  # of the call that is made
-        self._is_alone = False  # such a call is made on one device
-        self._staged: StagedStep | None = None  # or in stages of a pipeline
-        self._several = OptimizerList()  # of steps of the model's own
-        self._is_apart = False  # outputs of samples are seen not to depend on others
+        self._custom: OwnSteps | None = None  # of the call under way
+        self._is_alone = False  # custom steps of that call run on one device
+        self._staged: StagedStep | None = None  # or in the stages of a pipeline
+        self._optimizer_list = OptimizerList()  # of custom steps
 
     def on_all_processes(self, make: Callable[[], _T]) -> _T:
         """What a call comes to, on all processes that make it."""
@@ -142,11 +115,11 @@ class KerasTrainer(CheckpointRunner):
         self, feed: DataPipeline, evaluation: Evaluation | None, options: FitOptions, callbacks: Any
     ) -> Logs:
         """Train on data; the last epoch's values."""
-        self._has_looked = False
+        self._analysis.expire()
         self.optimizer = self.model.model.optimizer
-        own = self._own_steps(feed.source, "train_step")
-        loss, metrics = self._loss_and_metrics(feed.source, own, looks=not options.is_one_batch)
-        kind: Any = KerasFitTask if own is None else partial(OwnStepFitTask, own=own)
+        custom = self._find_custom_steps(feed.source, "train_step")
+        loss, metrics = self._loss_and_metrics(feed.source, custom, is_fit=not options.is_one_batch)
+        kind: Any = KerasFitTask if custom is None else partial(OwnStepFitTask, own=custom)
         start = self._start_of_fit(evaluation, options, callbacks)
         self._epochs_trained = 0 if start.epoch else self._epochs_trained
         self._steps_trained = start.step
@@ -166,7 +139,7 @@ class KerasTrainer(CheckpointRunner):
             self._go_on(driver, task.start)
             with driver.raising_failure(self._state_after_failure):
                 self._train(task, loss, driver, feed.batch_size)
-                self._is_apart = True
+                self._analysis.is_independent = True
                 self._job_context.share_values(self.model, driver.updater)
         return driver.logs if isinstance(driver, KerasFitDriver) else {}
 
@@ -250,7 +223,7 @@ class KerasTrainer(CheckpointRunner):
     ) -> KerasFitDriver | FollowerDriver:
         if not self._job_context.is_chief:
             return FollowerDriver(interrupt, self.keeper)
-        kind = KerasFitDriver if self._own is None else CustomStepFitDriver
+        kind = KerasFitDriver if self._custom is None else CustomStepFitDriver
         return kind(
             self.model,
             callbacks,
@@ -273,18 +246,18 @@ class KerasTrainer(CheckpointRunner):
 
     def evaluate(self, evaluation: Evaluation, feed: DataPipeline, callbacks: Any) -> Logs:
         """Losses and metrics over data."""
-        self._has_looked = False
-        own = self._own_steps(feed.source, "test_step")
-        loss, metrics = self._loss_and_metrics(feed.source, own, looks=False)
-        if own is None:
-            self._try_apart(feed.source)
+        self._analysis.expire()
+        custom = self._find_custom_steps(feed.source, "test_step")
+        loss, metrics = self._loss_and_metrics(feed.source, custom, is_fit=False)
+        if custom is None and self._is_divided():
+            self._analysis.check_independence(feed.source)
         tells, stops = self._job_context.from_chief((evaluation.tells, may_stop(callbacks, "test")))
         evaluation = replace(evaluation, tells=tells, may_stop=stops)
         options: dict[str, Any] = {"evaluation": evaluation, "metrics": metrics, "loss": loss}
         task = KerasEvaluateTask(**options)
         kind = EvaluationDriver
-        if own is not None:
-            task, kind = OwnStepEvaluateTask(**options, own=own), CustomStepEvaluationDriver
+        if custom is not None:
+            task, kind = OwnStepEvaluateTask(**options, own=custom), CustomStepEvaluationDriver
         driver = TaskDriver()
         if self._job_context.is_chief:
             driver = kind(self.model.model, callbacks)
@@ -297,9 +270,11 @@ class KerasTrainer(CheckpointRunner):
             return self._predict(feed, callbacks)
 
     def _predict(self, feed: DataPipeline, callbacks: Any) -> Tree:
-        self._has_looked, self._own, self._staged = False, None, None
-        self._check_prediction(feed.source)
-        self._try_apart(feed.source)
+        self._custom = self._staged = None
+        self._analysis.expire()
+        if self._is_divided():
+            self._analysis.check_prediction(feed.source)
+            self._analysis.check_independence(feed.source)
         tells, stops = self._job_context.from_chief(
             (any_acts_in(callbacks, "on_predict_batch_end"), may_stop(callbacks, "predict"))
         )
@@ -321,12 +296,12 @@ class KerasTrainer(CheckpointRunner):
 
     def _maker(self) -> Maker:
         """Of Plans for this call: what a step does without training is done on one device."""
-        is_alone = self._own is not None and self._is_alone
+        is_alone = self._custom is not None and self._is_alone
         return self._maker_for_one() if is_alone else super()._maker()
 
-    def _own_steps(self, source: Source | SharedStream, name: str) -> OwnSteps | None:
-        """What a model's own step does, tried on a few samples; None where it has none."""
-        self._own = self._staged = own = None
+    def _find_custom_steps(self, source: Source | SharedStream, name: str) -> OwnSteps | None:
+        """What a custom step does, tried on a few samples; None for a model without."""
+        self._custom = self._staged = custom = None
         if has_own_steps(self.model.model):
             sample = sample_of(source)
             assert isinstance(sample, ArraySource)
@@ -338,99 +313,46 @@ class KerasTrainer(CheckpointRunner):
             self._is_alone = not trains and (cuts or name == "train_step")
             is_divided = not (cuts or self._is_alone or isinstance(maker, SingleDevice))
             few = few_samples(self.model, sample, is_divided=is_divided)
-            self._own = own = find_steps(self.model, name, few, is_divided=is_divided)
+            self._custom = custom = find_steps(self.model, name, few, is_divided=is_divided)
             if cuts and not self._is_alone:
                 check_staged(self.model.model)
-                seen = self._find_additions(source, is_divided=True)
-                added = self._job_context.from_chief(seen)
+                added = self._job_context.from_chief(
+                    self._analysis.find_additions(source, is_divided=True)
+                )
                 assert added is not None
-                self._staged = StagedStep(own, added, self.model)
+                self._staged = StagedStep(custom, added, self.model)
                 self._staged.try_on(few, training=name == "train_step")
-        return own
+        return custom
 
     @property
     def _optimizers(self) -> list[Any]:
         """Those that update the weights."""
-        own = self._own and self._own.optimizers
+        own = self._custom and self._custom.optimizers
         return own or parts_of(self.model.model.optimizer)
 
     def _loss_and_metrics(
-        self, source: Source | SharedStream, own: OwnSteps | None, *, looks: bool
+        self, source: Source | SharedStream, custom: OwnSteps | None, *, is_fit: bool
     ) -> tuple[Any, KerasMetrics]:
         """The model's losses and metrics, as they are compiled now.
 
-        Of steps of its own there is a loss in a pipeline only.
+        With custom steps there is a loss in a pipeline only.
 
         Args:
             source: the data.
-            own: what is known of its steps.
-            looks: what layers add is looked at anew, unless all can be seen and is as it was.
+            custom: what is known of custom steps; None for a model without.
+            is_fit: see ``ModelAnalysis.loss_and_metrics``.
         """
-        model = self.model.model
-        if own is not None:
-            return self._staged, StepMetrics(model)
-        is_divided = not isinstance(self._maker(), SingleDevice)
-        sight = self._look()
-        key = sight or (
-            model._compile_loss,
-            settings_of(with_settings(model), NO_SETTINGS) if is_divided else None,
-            [one.requires_grad for one in self.model.parameters()],
-        )
-        # Hosts look together, and always: what one of them remembers, another may not.
-        known = self._known
-        is_known = known is not None and known.key == key
-        looks = (looks and sight is None) or self._job_context.hosts is not None
-        if looks or not is_known:
-            seen = self._find_additions(source, is_divided=is_divided)
-            found = self._job_context.from_chief(seen)
-            assert found is not None
-            self._is_apart = False
-            loss = loss_of(self.model, found, is_divided=is_divided)
-            self._known = known = _Known(key, loss, found.has_rows)
-        assert known is not None
-        layers = model._flatten_layers(include_self=False)
-        of_layers = [*model._metrics, *(one for layer in layers for one in layer._metrics)]
-        metrics = KerasMetrics(model._compile_metrics, of_layers, has_rows=known.has_rows)
-        return known.loss, metrics
+        if custom is not None:
+            return self._staged, StepMetrics(self.model.model)
+        return self._analysis.loss_and_metrics(source, is_divided=self._is_divided(), is_fit=is_fit)
 
-    def _check_prediction(self, source: Source | SharedStream) -> None:
-        """See that a model can predict on parts of a batch, unless it is known to be divisible."""
-        sample, is_divided = sample_of(source), not isinstance(self._maker(), SingleDevice)
-        if is_divided and not self._is_apart and self._job_context.is_chief:
-            assert isinstance(sample, ArraySource)
-            self.model.look_anew()
-            check_prediction(self.model, sample)
-
-    def _try_apart(self, source: Source | SharedStream) -> None:
-        """See that in evaluation outputs do not depend on other samples, unless that is known.
-
-        While a model trains, ranks try it with their own samples.
-        """
-        sample, model = sample_of(source), self.model
-        is_divided = not isinstance(self._maker(), SingleDevice)
-        if is_divided and not self._is_apart and self._job_context.is_chief:
-            if isinstance(sample, ArraySource) and fixed_batch_size(model.model) is None:
-                model.look_anew()
-                with in_evaluation(model):
-                    check_sample_independence(
-                        model, partial(call_model, model), few_samples(model, sample)
-                    )
-            self._is_apart = True
-
-    def _find_additions(
-        self, source: Source | SharedStream, *, is_divided: bool
-    ) -> Additions | None:
-        """What layers add to the loss, where rank 0 is."""
-        if not self._job_context.is_chief:
-            return None
-        self.model.look_anew()
-        sample = sample_of(source)
-        assert isinstance(sample, ArraySource)
-        return find_additions(self.model, sample, is_divided=is_divided)
+    def _is_divided(self) -> bool:
+        """Whether devices work on parts of a batch."""
+        return not isinstance(self._maker(), SingleDevice)
 
     def _make_updater(self) -> Any:
-        if self._own is not None and self._own.optimizers:
-            return self._updater_of(self._own.optimizers)
+        if self._custom is not None and self._custom.optimizers:
+            return self._updater_of(self._custom.optimizers)
         self.optimizer = self.model.model.optimizer  # a callback may have given it another
         if not self.optimizer.built:
             self.optimizer.build(self.model.model.trainable_variables)
@@ -442,33 +364,25 @@ class KerasTrainer(CheckpointRunner):
                 received=f"trainable since then: {first_few(unknown)}",
                 fix="Call compile again after setting `trainable`.",
             )
-        sight, updater = self._updater or (None, None)
-        if updater is None or sight is None or sight is not self._look():
-            updater = self._updater_of(parts_of(self.optimizer))
-            self._updater = self._look(), updater
+        fingerprint = self._analysis.fingerprint()
+        if self._updater is not None and self._updater[0] is fingerprint:
+            return self._updater[1]
+        updater = self._updater_of(parts_of(self.optimizer))
+        self._updater = None if fingerprint is None else (fingerprint, updater)
         return updater
 
     def _updater_of(self, optimizers: list[Any]) -> KerasUpdater | KerasUpdaterSet:
         """What steps some optimizers: in turn where the model's steps say so, else all at once."""
         if len(optimizers) == 1:
             return KerasUpdater(optimizers[0], self.model.variables)
-        if not self._several.is_of(optimizers):
-            self._several = OptimizerList(optimizers)
-        whole = None if self._own is not None else self.optimizer
-        return KerasUpdaterSet(self._several, self.model.variables, whole)
+        if not self._optimizer_list.is_of(optimizers):
+            self._optimizer_list = OptimizerList(optimizers)
+        whole = None if self._custom is not None else self.optimizer
+        return KerasUpdaterSet(self._optimizer_list, self.model.variables, whole)
 
     def _own_updater(self) -> Any:
         self.optimizer = self.model.model.optimizer
         return super()._own_updater()
-
-    def _look(self) -> ModelFingerprint | None:
-        """See whether the model is what the last call has found, once before ranks run it."""
-        if not self._has_looked:
-            before, self._sight = self._sight, self._lookout.look()
-            self._has_looked = True
-            if self._sight is None or self._sight is not before:
-                self.model.look_anew()
-        return self._sight
 
     @property
     def _torch_optimizers(self) -> list[optim.Optimizer]:
@@ -480,21 +394,21 @@ class KerasTrainer(CheckpointRunner):
 
     def _assignment(self, task: Task, *others: Any) -> Assignment:
         assignment = super()._assignment(task, *others)
-        if self._own is not None and isinstance(task, OwnStepFitTask | OwnStepEvaluateTask):
+        if self._custom is not None and isinstance(task, OwnStepFitTask | OwnStepEvaluateTask):
             check_plan(assignment.plan)
         return assignment
 
     def _prepare_proof(
         self, assignment: Assignment, session: Session, driver: TaskDriver
     ) -> object:
-        if self._own is not None and self._staged is None:  # its step is no map to a loss
+        if self._custom is not None and self._staged is None:  # its step is no map to a loss
             return None
         return super()._prepare_proof(assignment, session, driver)
 
     def _run(self, task: Task, loss: Any, updater: Any, driver: TaskDriver, batch_size: int) -> Any:
         if self._job_context.hosts is not None:
             self._job_context.check_equal(facts_of(self.model.model))
-        self._look()
+        self._analysis.fingerprint()
         try:
             with (
                 frozen_as_keras(self.model),
@@ -504,5 +418,5 @@ class KerasTrainer(CheckpointRunner):
             ):
                 return super()._run(task, loss, updater, driver, batch_size)
         finally:
-            self._has_looked = False
+            self._analysis.expire()
             self.model.model._clear_losses()

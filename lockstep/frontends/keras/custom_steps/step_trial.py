@@ -149,7 +149,7 @@ def find_steps(module: KerasModel, name: str, batch: Batch, *, is_divided: bool)
     if is_divided:
         check_gradients(module)
     own = OwnSteps.of(module.model)
-    module.look_anew()
+    module.forget_direct_calls()
     with nullcontext() if is_divided else suppress(LossError):
         try_step(module, name, batch, own)
     own.add_built(module.model)

@@ -57,7 +57,7 @@ class CompiledModelFingerprinter:
         self._last: ModelFingerprint | None = None
         self._says_all = False
 
-    def look(self) -> ModelFingerprint | None:
+    def take(self) -> ModelFingerprint | None:
         """The model as it is now: the very same sight for as long as nothing has changed.
 
         None where a sight does not say all of it.
