@@ -50,12 +50,12 @@ _REASONS = {
     "calls change": "A call writes to trained weights, which each share of a batch would do.",
     "has its own parameters only": "The loss holds outputs of the model, and so all its layers, of "
     "which the last stage has some.",
-    "has its own weights only": "`compute_loss` calls layers, of which the last stage has some.",
+    "has only its own weights": "`compute_loss` calls layers, of which the last stage has some.",
     "each step their own parameters": "Each stage would need all that this optimizer looks at.",
-    "must be gradients": "Layers in float8 keep the largest number of a batch, and round by it: "
+    "needs a gradient": "Layers in float8 keep the largest number of a batch, and round by it: "
     "parts of a batch have others.",
     "loss_scale_optimizer": "Mixed precision is bfloat16 here, which needs no scaled losses.",
-    "A step that a model defines": "A `train_step` or `test_step` of the model's own calls all of "
+    "A custom step runs on": "A `train_step` or `test_step` of the model's own calls all of "
     "it, and a stage has a part.",
     "code decides by sizes": "Each batch has images of another size, and a layer decides by that.",
     "6 != 1": "It counts warnings of a call: to be cut, a model is called a few times more.",

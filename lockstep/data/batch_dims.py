@@ -59,7 +59,7 @@ class BatchDims:
                 "`batch_dim` must be a dim, or say where samples are in each part.",
                 received=repr(batch_dim),
                 fix="Pass batch_dim=1, or batch_dim={'inputs': {'x': 1, 'mask': None}, "
-                "'targets': 1, 'outputs': 1}: None is for what belongs to no sample.",
+                "'targets': 1, 'outputs': 1}: None is for inputs without samples.",
             )
         return cls(**parts)
 
@@ -133,7 +133,7 @@ class BatchDims:
                 return tensor
             if rows.dim() and len(rows) != num_samples:
                 raise ModelError(
-                    f"Along dim {dim}, what the model returns must have its {num_samples} samples.",
+                    f"The model's outputs must have their {num_samples} samples along dim {dim}.",
                     received=f"shape {tuple(tensor.shape)}",
                     fix="Say where they are: batch_dim={'inputs': ..., 'targets': ..., "
                     "'outputs': 0}, None for what belongs to no sample.",
@@ -153,7 +153,7 @@ class BatchDims:
         if isinstance(loss, OwnLoss):
             if loss.weight is not None:
                 raise OptionError(
-                    "With `batch_dim`, what a model's own loss is a mean over must be seen.",
+                    "With `batch_dim`, the denominator of a model's own loss must be inferred.",
                     received="OwnLoss(weight=...)",
                     fix="Leave weight out, or pass the outputs to a loss function.",
                 )
@@ -215,7 +215,7 @@ def _turned(tree: Tree, dims: Dims, turn: Callable[[Any, Any], Any]) -> Tree:
     if isinstance(dims, tuple | list) and isinstance(tree, tuple | list):
         if len(dims) != len(tree):
             raise DataError(
-                "`batch_dim` must say where samples are in every part.",
+                "`batch_dim` must name the dim of samples of every part.",
                 received=f"{len(dims)} dims for {len(tree)} parts",
                 fix="Give one for each; None for what belongs to no sample.",
             )

@@ -164,8 +164,8 @@ def _common(leaves: list[Any]) -> Any:
     if all(_is_equal(leaf, leaves[0]) for leaf in leaves[1:]):
         return leaves[0]
     raise ModelError(
-        "Outputs are joined along their first dim: what is no tensor must be the same for all "
-        "samples.",
+        "Outputs are joined along their first dim: values that are not tensors must be the same "
+        "for all samples.",
         received=f"a {type(leaves[0]).__name__} that differs from share to share",
         fix="Return tensors, in tuples, lists, dicts or dataclasses.",
     )

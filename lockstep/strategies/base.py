@@ -87,7 +87,7 @@ class Strategy(ABC):
             return maker(capture_layers(module), discover(), batch_size)
         if samples is None:
             raise OptionError(
-                "Where to cut the model depends on what its layers cost, on your data.",
+                "To cut the model, the costs of its layers must be measured on your data.",
                 received="sample=None",
                 fix="Pass sample=(inputs, targets), or inputs alone.",
             )

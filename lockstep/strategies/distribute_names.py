@@ -11,8 +11,8 @@ _LOOP = (
     "lockstep.CrossReplicaOptimizer, and start it with `lockstep run` (docs/own-loops.md)."
 )
 _VALUES = (
-    "What fit, evaluate and predict return is of all samples already. In a loop of your own, "
-    "lockstep.all_mean(value, weight) brings the values of replicas together."
+    "The results of fit, evaluate and predict cover all samples already. In a loop of your own, "
+    "lockstep.all_mean(value, weight) is the mean over all replicas."
 )
 _DATA = (
     "Pass fit a dataset of global batches: each is divided among the replicas. In a loop of your "
@@ -49,7 +49,7 @@ def missing(kind: str, name: str) -> AttributeError:
     if name not in _INSTEAD:
         return AttributeError(f"{kind!r} object has no attribute {name!r}")
     return NotThereError(
-        "Strategies of tf.distribute have this name, and those of Lockstep do not.",
+        "Lockstep's strategies lack this name, which those of tf.distribute have.",
         received=f"{kind}.{name}",
         fix=_INSTEAD[name],
     )

@@ -81,13 +81,13 @@ def _check_data(problems: Problems, data: object, pipe: object, schedule: object
         )
     elif is_list and is_count(pipe) and len(counts) != pipe:
         problems.add(
-            "Every stage needs its number of replicas.",
+            "`data` must have a number of replicas for each stage.",
             received=f"data={data!r} with pipe={pipe}",
             fix=f"Give {pipe} numbers, or leave `pipe` out.",
         )
     elif is_list and schedule == "interleaved":
         problems.add(
-            "Stages with their own numbers of replicas have a device for each.",
+            "With a number of replicas for each stage, a device has one stage, not several.",
             received=f"data={data!r} with schedule='interleaved'",
             fix="Use '1f1b'.",
         )

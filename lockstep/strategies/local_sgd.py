@@ -149,9 +149,9 @@ def _check_stages(problems: Problems, stages: int | None, **options: Any) -> Non
         given = {name: one for name, one in options.items() if one not in (None, "1f1b")}
         if given:
             problems.add(
-                "Replicas of one device have no stages.",
+                "Options of pipelines need `stages`: without, every replica is one device.",
                 received=", ".join(f"{name}={one!r}" for name, one in given.items()),
-                fix="Say how many there are: stages=2, for example.",
+                fix="Pass the number of stages: stages=2, for example.",
             )
         return
     check_counts(problems, stages=stages, microbatches=options["microbatches"])
@@ -167,7 +167,7 @@ def _check_whole(
     named = [f"{name}={one!r}" for name, one in given.items() if one is not None]
     if stages is not None and named:
         problems.add(
-            "Pipelines keep each their own optimizer, and choose the memory format themselves.",
+            "Each pipeline keeps its own optimizer, and chooses its memory format.",
             received=f"stages={stages!r} with {', '.join(named)}",
             fix="Leave it out, or use replicas of one device.",
         )

@@ -95,5 +95,5 @@ def check_format(problems: Problems, channels_last: object) -> None:
         problems.add(
             "`channels_last` must be True, False or None.",
             received=f"channels_last={channels_last!r}",
-            fix="Leave it out to have it where convolutions gain.",
+            fix="Leave it out to use it for models with convolutions.",
         )

@@ -60,7 +60,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         problems = Problems()
         check_shares(problems, num_shares)
         check_format(problems, channels_last)
-        fix = "Use 1 for Gigabit Ethernet, 10 for what is ten times as fast."
+        fix = "Use 1 for Gigabit Ethernet, 10 for 10 Gigabit Ethernet."
         name, speed = "network_gbit_per_second", network_gbit_per_second
         check_positive(name, speed, problems, fix=fix, may_be_infinite=True)
         check_engine(problems, engine)

@@ -118,7 +118,7 @@ def _numbers(workers: int | None, servers: int | None) -> tuple[int | None, int]
 
 def _roles_missing(place: Place) -> OptionError:
     return OptionError(
-        "Of several processes ParameterServerStrategy must know which are servers.",
+        "ParameterServerStrategy cannot tell which processes are servers.",
         received=f"{place.launcher} with none of the role 'ps'",
         fix="Set TF_CONFIG with 'ps' in its cluster; or use servers=1: then each task is a host "
         "that starts its workers itself, and the last one the servers as well.",
@@ -128,7 +128,7 @@ def _roles_missing(place: Place) -> OptionError:
 def _check_replicas(problems: Problems, replicas: object) -> None:
     if not is_count(replicas) or replicas not in (1, 2):
         problems.add(
-            "`replicas` must be 1 or 2: what servers update lies in this host's memory.",
+            "`replicas` must be 1 or 2: servers keep parameters in this host's memory.",
             received=f"replicas={replicas!r}",
             fix="Use 2 to outlive the death of a server, or leave it out.",
         )

@@ -272,7 +272,7 @@ def test_a_stream_is_read_again_up_to_there(
 def test_a_stream_that_gives_something_else_is_an_error(tmp_path: Path) -> None:
     fit_until(8, make_trainer("Adam", "single"), tmp_path, data=loader())
     for other in (loader(seed=8), lambda: iter([(X[:BATCH], Y[:BATCH])])):
-        with pytest.raises(DataError, match="must give the batches again"):
+        with pytest.raises(DataError, match="must give the same batches"):
             fit(make_trainer("Adam", "single"), tmp_path, data=other)
     with pytest.raises(CheckpointError, match="data: a stream in the checkpoint"):
         fit(make_trainer("Adam", "single"), tmp_path)

@@ -266,13 +266,13 @@ def test_what_cannot_be() -> None:
     with strategy.scope(batch_dim=1), pytest.raises(OptionError, match="for Keras models"):
         lockstep.Trainer(torch.nn.Linear(1, 1), loss=torch.nn.MSELoss(), optimizer=torch.optim.SGD)
     model = in_scope("mirrored", TimeFirst, swapped(X[:2]), {"inputs": 1, "targets": 1})
-    with pytest.raises(ModelError, match="where they are said to be"):
+    with pytest.raises(ModelError, match=r"where `batch_dim` says"):
         model.fit(swapped(X), swapped(LABELS), batch_size=8, verbose=0)
     model = in_scope("mirrored", TimeFirst, swapped(X[:2]), {"inputs": [1, 0]})
-    with pytest.raises(DataError, match="in every part"):
+    with pytest.raises(DataError, match="of every part"):
         model.predict(swapped(X), verbose=0)
     model = in_scope("mirrored", TimeFirst, swapped(X[:2]), 1)
-    with pytest.raises(OptionError, match="weights by class are for arrays"):
+    with pytest.raises(OptionError, match="class weights need arrays"):
         model.fit(Sequence8(), class_weight={0: 2.0}, verbose=0)
     own = in_scope("mirrored", OwnStep, swapped(X[:2]), 1)
     with pytest.raises(ModelError, match="Keras's own steps and losses"):

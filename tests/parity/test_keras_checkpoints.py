@@ -275,7 +275,7 @@ def test_a_stream_is_read_again_up_to_there(name: str, tmp_path: Path) -> None:
     wanted, history = run(0, None)
     with pytest.raises(ZeroDivisionError):
         run(7, tmp_path)
-    with pytest.raises(DataError, match="give the batches again"):
+    with pytest.raises(DataError, match="give the same batches"):
         run(0, tmp_path, shift=1.0)
     model, found = run(0, tmp_path)
     assert found == history

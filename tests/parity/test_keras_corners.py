@@ -290,7 +290,7 @@ def test_a_model_without_weights_predicts() -> None:
 def test_a_layer_that_writes_to_its_weight_is_refused() -> None:
     with lockstep.MirroredStrategy(devices=2).scope():
         model = stacked(Forgets(), layers.Dense(1))
-    with pytest.raises(ModelError, match="a call must not change what is trained"):
+    with pytest.raises(ModelError, match="a call must not change trained variables"):
         fitted(model)
 
 

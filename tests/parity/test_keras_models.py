@@ -384,7 +384,7 @@ def moving() -> Any:
 def test_what_fit_refuses_every_call_refuses() -> None:
     x = VECTORS.reshape(SAMPLES, 4, 2)
     check_refused_by_all_calls(remembering_without_inputs, x, "for 10 samples")
-    check_refused_by_all_calls(moving, VECTORS, "what a layer keeps must not depend")
+    check_refused_by_all_calls(moving, VECTORS, "the state of a layer must not depend")
 
 
 def test_a_batch_size_of_an_input_binds_nobody() -> None:

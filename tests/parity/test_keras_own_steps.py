@@ -258,7 +258,7 @@ def test_steps_that_stages_cannot_run(loss_of: Callable[[Any, Any], Any], said: 
 def test_gradients_that_are_not_cleared(strategy: str) -> None:
     with ALL[strategy]().scope():
         model = with_step(lambda model, x: ops.mean(model(x)))
-    with pytest.raises(lockstep.LockstepError, match="must begin with gradients of its own"):
+    with pytest.raises(lockstep.LockstepError, match="must clear the gradients of the step before"):
         model.fit(*data_for("distillation"), verbose=0)
 
 

@@ -127,7 +127,7 @@ def test_inputs_targets_and_weights_are_given_one_by_one() -> None:
     assert weighted[0] == by_name[0] != plain[0]
     assert torch.equal(plain[1], as_one[1])
     assert torch.equal(weighted[1], by_name[1])
-    with pytest.raises(DataError, match="goes with `y`"):
+    with pytest.raises(DataError, match="needs `y`"):
         trainer.fit(X, sample_weight=weights)
 
 

@@ -141,7 +141,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "weights without targets": (
         lambda: columns(Rows(), inputs="x", weight="w"),
         OptionError,
-        "`weight` goes with targets",
+        "`weight` needs `targets`",
     ),
     "an unknown column": (
         lambda: columns(AtOnce(), inputs=("x", "y"), targets="lable"),

@@ -217,7 +217,7 @@ def test_a_plan_without_training() -> None:
     assert cut.num_ranks == 2
     with pytest.raises(ModelError, match="is not built"):
         mirrored().plan(keras.Sequential([layers.Dense(3)]), batch_size=10)
-    with pytest.raises(OptionError, match="belongs to samples"):
+    with pytest.raises(OptionError, match="must have a dim of samples"):
         mirrored().plan(model, batch_size=10, batch_dim={"inputs": None})
 
 

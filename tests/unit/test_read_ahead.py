@@ -83,7 +83,7 @@ def check_nothing_left(before: set[int]) -> None:
 # --- arguments ----------------------------------------------------------------------------------
 
 BAD_ARGUMENTS: dict[str, tuple[Callable[[], object], str]] = {
-    "arrays": (lambda: prefetch((INPUTS, TARGETS)), "Received: tuple. Arrays are read from"),
+    "arrays": (lambda: prefetch((INPUTS, TARGETS)), "Received: tuple. Arrays are in memory"),
     "loader": (lambda: prefetch(DataLoader(rows())), "Received: DataLoader. Wrap its dataset"),
     "twice": (lambda: prefetch(prefetch(rows())), "Leave one of them out"),
     "workers": (lambda: prefetch(rows(), workers=-1), "Received: workers=-1"),

@@ -225,7 +225,7 @@ def test_a_cache_in_memory_ends_with_its_maker() -> None:
     cached = cache(rows())
     pickled = pickle.dumps(cached)
     del cached
-    with pytest.raises(DataError, match="lives in the process that has made it"):
+    with pytest.raises(DataError, match="exists only in the process that made it"):
         pickle.loads(pickled)
 
 
@@ -450,11 +450,11 @@ def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 BAD_ARGUMENTS: dict[str, tuple[Callable[[], object], str]] = {
-    "arrays": (lambda: cache((INPUTS, TARGETS)), "received: tuple. Arrays are read from"),
+    "arrays": (lambda: cache((INPUTS, TARGETS)), "received: tuple. Arrays are in memory"),
     "loader": (lambda: cache(DataLoader(rows())), "Received: DataLoader. Wrap its dataset"),
     "iterator": (lambda: cache(iter([1])), "Received: list_iterator"),
     "class": (lambda: cache(TensorDataset), "Received: type"),
-    "prefetch": (lambda: cache(prefetch(rows())), r"Turn them round: prefetch\(cache"),
+    "prefetch": (lambda: cache(prefetch(rows())), r"Swap them: prefetch\(cache"),
     "path": (lambda: cache(rows(), 3), "`path` must be the path.*Received: 3"),  # type: ignore[arg-type]
     "both": (lambda: cache([1], 3), "(?s)2 problems.*list.*path"),  # type: ignore[arg-type]
 }

@@ -70,7 +70,7 @@ def prefetch(dataset: Any, workers: int = 0, depth: int = 2) -> "Prefetch":
     check_map_style(dataset, "prefetch", problems)
     if isinstance(dataset, Prefetch):
         problems.add(
-            "A dataset is read ahead once.",
+            "A dataset can be prefetched only once.",
             received="prefetch(prefetch(dataset))",
             fix="Leave one of them out.",
         )

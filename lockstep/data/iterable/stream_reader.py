@@ -164,10 +164,10 @@ class Reading:
     def changed(self, received: str) -> DataError:
         """For data that is not what it was before."""
         return DataError(
-            f"To go on, `{self.stream.name}` must give the batches again that it gave before.",
+            f"To resume, `{self.stream.name}` must give the same batches as before.",
             received=f"{self.stream.kind} with {received}",
-            fix="Seed what decides its order, and let nothing else draw from that; or begin "
-            "anew in another folder.",
+            fix="Seed the generator that decides its order, and draw nothing else from it; or "
+            "start again in another folder.",
         )
 
     def leave(self) -> None:
@@ -246,7 +246,7 @@ class Reading:
             raise
         except Exception as error:
             raise DataError(
-                f"Reading {place} has failed.",
+                f"Reading {place} failed.",
                 received=f"{type(error).__name__}: {_first_line(error)}",
                 fix="The exception above says where.",
             ) from error

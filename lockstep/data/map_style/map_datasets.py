@@ -30,7 +30,7 @@ def check_map_style(dataset: object, function: str, problems: Problems) -> None:
     if isinstance(dataset, DataLoader):
         fix = f"Wrap its dataset: DataLoader({function}(dataset), ...)."
     elif isinstance(dataset, torch.Tensor | np.ndarray | list | tuple | dict):
-        fix = "Arrays are read from where they are: pass them to fit as they are."
+        fix = "Arrays are in memory already: pass them to fit directly."
     problems.add(
         f"lockstep.data.{function} needs a map-style dataset.",
         received=type(dataset).__name__,

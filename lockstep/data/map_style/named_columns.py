@@ -86,7 +86,7 @@ class _Choice:
                 )
         if self.weight is not None and self.targets is None:
             problems.add(
-                "`weight` goes with targets.",
+                "`weight` needs `targets`.",
                 received=f"weight={self.weight!r} without targets",
                 fix="Name the targets, too.",
             )

@@ -259,8 +259,8 @@ def joined(data: Any, targets: Any, sample_weight: Any) -> Any:
     """
     if targets is None and sample_weight is not None:
         raise DataError(
-            "`sample_weight` goes with `y`.",
-            received="weights without targets beside them",
+            "`sample_weight` needs `y`.",
+            received="weights without targets",
             fix="Pass (inputs, targets, sample_weight) as the data.",
         )
     if targets is None:
@@ -348,7 +348,7 @@ def _as_array(value: Any, name: str) -> np.ndarray[Any, Any]:
         return np.asarray(value)
     except ValueError as error:
         raise DataError(
-            f"`{name}` holds rows that form no array.",
+            f"The rows of `{name}` must form an array.",
             received=error,
             fix="Give all rows the same shape, or pass a map-style Dataset.",
         ) from error
@@ -404,7 +404,7 @@ def check_lengths(source: ArraySource, name: str) -> None:
         problems.add(
             f"All parts of `{name}` must have the same number of samples.",
             received=lengths,
-            fix="Cut or fill them to one length.",
+            fix="Cut or pad them to one length.",
         )
     weight = source.sample_weight
     if weight is not None:
@@ -418,7 +418,7 @@ def _check_weight(weight: Any, problems: Problems) -> None:
         problems.add(
             "sample_weight must have one number per sample.",
             received=shape or _describe(weight),
-            fix="Give an array of shape (samples,). Other things belong beside the inputs: "
+            fix="Pass an array of shape (samples,). Pass other data with the inputs: "
             "((inputs, others), targets).",
         )
     elif not bool(torch.isfinite(weight.double()).all()) or bool((weight < 0).any()):

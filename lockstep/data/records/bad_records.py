@@ -67,8 +67,8 @@ class CheckedSource(DatasetSource):
             form = form_of(item)
             if self._form is not None and form != self._form:
                 raise BadRecordError(
-                    f"Sample {index} of {name_of(self.dataset)} must be like the first one "
-                    f"that can be read: {self._form}.",
+                    f"Sample {index} of {name_of(self.dataset)} must have the shapes and types of "
+                    f"the first one that can be read: {self._form}.",
                     received=form,
                     fix="Give all samples one shape and type in __getitem__, or leave it out.",
                     index=index,
@@ -94,9 +94,9 @@ class _Readable(Dataset[Any]):
             try:
                 if place >= min(len(self), index + _MOST_TRIED):
                     raise DataError(
-                        "A dataset of which bad records are skipped must have some good ones.",
+                        "If bad records are skipped, the dataset must have some good ones.",
                         received=f"{len(self._found)} among its first {place}",
-                        fix="See why they cannot be read.",
+                        fix="The exception above says why the first bad one cannot be read.",
                     ) from first
                 self._source.read_one(place)
             except BadRecordError as error:

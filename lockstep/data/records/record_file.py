@@ -253,7 +253,7 @@ def _check_header(path: str, found: Header, num_records: int, layout: Layout) ->
     if (found.num_records, found.layout) == (num_records, layout):
         return
     raise DataError(
-        f"The cache {path} must be of this dataset: {num_records} samples, each {layout}.",
+        f"The cache {path} must belong to this dataset: {num_records} samples, each {layout}.",
         received=f"a cache of {found.num_records} samples, each {found.layout}",
         fix="Give another path, or remove the file.",
     )
@@ -263,7 +263,7 @@ def _check_memory(needed: int) -> None:
     free = free_memory() if needed > _ALWAYS_FREE_BYTES else None
     if free is not None and needed > free.num_bytes:
         raise DataError(
-            f"To cache this dataset in memory takes {format_bytes(needed)}.",
+            f"Caching this dataset in memory takes {format_bytes(needed)}.",
             received=free,
             fix="Cache it on disk with path=..., or only a part: torch.utils.data.Subset.",
         )
@@ -291,13 +291,13 @@ def _errors_of(path: str, num_bytes: int | None = None) -> Iterator[None]:
         raise DataError(
             f"The cache {'in memory' if is_memory else path} cannot be written.",
             received=f"{type(error).__name__}: {error.strerror}{free}",
-            fix="Give a path in a folder that is there, can be written to and has room.",
+            fix="Give a path in a folder that exists, is writable and has room.",
         ) from error
 
 
 def _damaged(name: str, received: str) -> DataError:
     return DataError(
-        f"{name} must be a cache that Lockstep has made.",
+        f"{name} must be a cache that Lockstep made.",
         received=received,
         fix="Give another path, or remove the file.",
     )
@@ -305,8 +305,8 @@ def _damaged(name: str, received: str) -> DataError:
 
 def _gone(name: str) -> DataError:
     return DataError(
-        "A cache in memory lives in the process that has made it, and those it was sent to.",
-        received=f"{name}, where it is no more",
+        "A cache in memory exists only in the process that made it and those it was sent to.",
+        received=f"{name}, which is gone",
         fix="Keep the cached dataset until training has ended, or cache to a file: path=...",
     )
 

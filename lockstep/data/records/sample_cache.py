@@ -51,9 +51,9 @@ def cache(dataset: Any, path: str | os.PathLike[str] | None = None) -> "Cache":
     check_map_style(dataset, "cache", problems)
     if isinstance(dataset, Prefetch):
         problems.add(
-            "What is read ahead must be read from the cache.",
+            "Prefetching must read from the cache.",
             received="cache(prefetch(dataset))",
-            fix="Turn them round: prefetch(cache(dataset)).",
+            fix="Swap them: prefetch(cache(dataset)).",
         )
     given: object = path
     if given is not None and not isinstance(given, str | os.PathLike):
@@ -216,7 +216,7 @@ def _items(dataset: Any, indices: Sequence[int]) -> list[Any]:
 def _check_layout(expected: Layout, found: Layout, index: int) -> None:
     if found != expected:
         raise BadRecordError(
-            f"All samples of a cached dataset must be like the first: {expected}.",
+            f"All samples of a cached dataset must have the form of the first: {expected}.",
             received=f"sample {index}: {found}",
             fix="Give them one shape and type in __getitem__, padded for example.",
             index=index,
@@ -225,7 +225,7 @@ def _check_layout(expected: Layout, found: Layout, index: int) -> None:
 
 def _stale(path: str) -> DataError:
     return DataError(
-        f"The cache {path} must be of this dataset.",
+        f"The cache {path} must belong to this dataset.",
         received="a first sample that is not the dataset's own",
         fix="Remove the file if the data has changed, or give another path.",
     )

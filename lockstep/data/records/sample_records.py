@@ -149,7 +149,7 @@ def _unfit(received: str) -> DataError:
         "The samples of a cached dataset must be tensors on the CPU, arrays and numbers, in "
         "plain tuples, lists or dicts with text as keys.",
         received=received,
-        fix="Convert it in __getitem__, or cache a dataset below the one that makes it.",
+        fix="Convert it in __getitem__, or cache the dataset that it is made from.",
     )
 
 

@@ -71,7 +71,7 @@ class Methods:
         """
         if self.trainer is None:
             raise ModelError(
-                "A model has a Plan from its first call on.",
+                "A model has a Plan after its first call.",
                 received=f"a model {self._model.name!r} that was not called",
                 fix="Call fit, evaluate or predict first.",
             )

@@ -321,7 +321,7 @@ def module_of(model: Any, layout: Layout = Layout()) -> KerasModel:  # noqa: B00
     check_model(model)
     if not model.built:
         raise ModelError(
-            "A model has variables once the shape of its inputs is known.",
+            "The model must be built: its variables depend on the shape of its inputs.",
             received=f"the model {model.name!r}, which is not built",
             fix="Begin it with a keras.Input, or call it once.",
         )

@@ -408,7 +408,7 @@ class KerasTrainer(CheckpointRunner):
     def _run(self, task: Task, loss: Any, updater: Any, driver: TaskDriver, batch_size: int) -> Any:
         if self._job_context.hosts is not None:
             self._job_context.check_equal(facts_of(self.model.model))
-        self._analysis.fingerprint()
+        self._model_fingerprint = self._analysis.fingerprint()
         try:
             with (
                 frozen_as_keras(self.model),

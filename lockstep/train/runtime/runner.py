@@ -83,7 +83,7 @@ class Runner(ABC):
 
     deterministic = False
 
-    _sight: object = None
+    _model_fingerprint: object = None
     """What model, loss and metrics are in a call, to be compared by the next; None if unknown."""
 
     def __init__(
@@ -279,7 +279,9 @@ class Runner(ABC):
                 check_inner_loss(assignment, loss, sample_of(task.source), batch_size)
             place = partial(place_model, self.model, self._torch_optimizers, assignment.plan)
             with ending_with(place), self._job_context.at_work() as hosts:
-                result = session.run(assignment, driver, hosts, self._standing, self._sight)
+                result = session.run(
+                    assignment, driver, hosts, self._standing, self._model_fingerprint
+                )
             self._proven = proof or self._proven
             if self._plan is not None and loss is not None and loss.takes_whole:
                 notes = (*self._plan.notes, whole_batch_note(loss))
@@ -315,7 +317,7 @@ class Runner(ABC):
         if not isinstance(task, FitTask) or is_left_out:
             return None
         parts = (self.model, assignment.loss and assignment.loss.loss, assignment.functions)
-        proof = session.num_ended, plan, proof_key(self._sight, parts, self.model)
+        proof = session.num_ended, plan, proof_key(self._model_fingerprint, parts, self.model)
         # Hosts remember each for itself, and all must agree.
         task.proves = plan.num_hosts > 1 or self._proven != proof
         if task.proves:

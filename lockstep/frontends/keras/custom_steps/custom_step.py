@@ -53,7 +53,7 @@ class OwnSteps:
             if one is optimizer:
                 return number
         raise ModelError(
-            "What updates the weights must be known before training begins.",
+            "Every optimizer of a step must be known before training begins.",
             received=f"an optimizer {optimizer.name!r}, which no step has applied before",
             fix="Build it beforehand: self.optimizer.build(variables).",
         )
@@ -82,8 +82,8 @@ class OwnSteps:
         ]
         if {"apply"} <= {kind for kind, _ in self.sums} & {kind for kind, _ in self.means}:
             raise ModelError(
-                "All optimizers of a step must be given gradients of sums over the samples, or all "
-                "of means.",
+                "The gradients that a step applies must all be of sums over the samples, or all of "
+                "means.",
                 received="some of sums",
                 fix="Use ops.mean in each loss.",
             )
@@ -112,12 +112,12 @@ def check_plan(plan: Plan) -> None:
     """
     received = None
     if isinstance(plan.update, AveragedUpdate):
-        received = "replicas that train apart"
+        received = "replicas of LocalSGDStrategy"
     elif plan.pipeline is None and plan.num_shares != plan.num_ranks:
         received = f"{plan.num_shares} shares on {plan.num_ranks} devices"
     if received is not None:
         raise OptionError(
-            "A step that a model defines itself runs on one part of each batch per device.",
+            "A custom step runs on one part of each batch per device.",
             received=received,
             fix="Use MirroredStrategy without num_shares, or leave train_step and test_step to "
             "Keras: compute_loss may be the model's own.",
@@ -127,7 +127,7 @@ def check_plan(plan: Plan) -> None:
 def not_kept() -> OptionError:
     """The error of a checkpoint of a training by steps of the model's own."""
     return OptionError(
-        "A lockstep.keras.Checkpoint does not know what steps of a model's own keep.",
-        received="one, and a model with a train_step or test_step, or with nothing to train",
+        "A lockstep.keras.Checkpoint cannot save the state of custom steps.",
+        received="a model with a train_step or test_step, or with nothing to train",
         fix="Use keras.callbacks.ModelCheckpoint.",
     )

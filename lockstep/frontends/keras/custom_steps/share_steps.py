@@ -96,9 +96,9 @@ class ShareSteps(StepCalls):
         if len(told) > 1:
             raise ModelError(
                 "All parts of a batch must apply optimizers and update metrics in the same order.",
-                received=f"others on some devices, in step {self._step}",
-                fix="Let a step decide by what is the same for all samples: counts of steps, or "
-                "values of metrics, but not by the samples.",
+                received=f"another order on some devices, in step {self._step}",
+                fix="Let a step branch on what is the same for all samples, such as counts of "
+                "steps or values of metrics, and not on the samples.",
             )
         (found,) = told
         return found
@@ -225,9 +225,9 @@ def _joined_count(values: Sequence[Any], sizes: Iterable[int]) -> Any:
         return sum(values)
     if any(count != counts[0] for count in counts):
         raise ModelError(
-            "Whole numbers that a step hands to a metric, or returns, must be numbers of samples, "
-            "or the same for all.",
-            received=f"{counts} of parts of a batch",
+            "Integers that a step passes to a metric or returns must count the samples, or be the "
+            "same for all parts of a batch.",
+            received=f"{counts} for the parts of a batch",
             fix="Give metrics the samples' own values, or means.",
         )
     return values[0]

@@ -217,7 +217,7 @@ class _Run(StepCalls):
         if len(args) != 1 or not _is_same(args[0], self._inputs):
             raise _refused(
                 "a step that calls the model on something else than the batch's inputs",
-                "Call self(x) with x as it comes; what changes x belongs into `call`.",
+                "Call self(x) with x unchanged; put what changes x into `call`.",
             )
         return self._outputs
 
@@ -234,8 +234,8 @@ class _Run(StepCalls):
         """The step goes backward."""
         if self._loss is not None or gradient is not None or loss.dim():
             raise _refused(
-                "a step that goes backward twice, or from something that is no single number",
-                "Add up what is to be trained on, and call loss.backward() once.",
+                "a step that calls backward twice, or on something that is not one number",
+                "Add up the losses, and call loss.backward() once.",
             )
         if any(one is not None for one in self._gradients.values()):
             raise _refused(
@@ -267,8 +267,8 @@ class _Run(StepCalls):
                 "a step that applies the optimizer to something else than the gradients of all "
                 "trainable weights",
                 "Call optimizer.apply([v.value.grad for v in self.trainable_weights], "
-                "self.trainable_weights) after loss.backward(); set `trainable` of layers that "
-                "are not to be trained.",
+                "self.trainable_weights) after loss.backward(); set trainable=False on layers that "
+                "are not trained.",
             )
         self._optimizer = optimizer
 
@@ -305,7 +305,7 @@ class _Weights(WithoutWeights):
 
     def _refused(self, path: str) -> LockstepError:
         return _refused(
-            f"a step that uses {path} by itself",
+            f"a step that uses {path} directly",
             "Let `call` return all that the loss is computed from, and call self(x, training=...).",
         )
 
@@ -359,8 +359,8 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 def _refused(received: str, fix: str) -> ModelError:
     return ModelError(
-        "In a pipeline a step of the model's own calls the model once, on the batch's inputs, goes "
-        "backward once, from a loss of its outputs, and applies one optimizer.",
+        "In a pipeline a custom step must call the model once, on the batch's inputs, call "
+        "backward once, on a loss of its outputs, and apply one optimizer.",
         received=received,
         fix=f"{fix} {_DATA_PARALLEL}",
     )

@@ -72,8 +72,8 @@ class _Recorder(StepCalls):
         changed = [name for name, version in self._versions().items() if version != before[name]]
         if changed:
             raise ModelError(
-                "A step must change weights by optimizers of Keras (optimizer.apply), or assign "
-                "them: devices of a host share one copy of them.",
+                "A step must change weights through Keras optimizers (optimizer.apply), or assign "
+                "them: the devices of a host share one copy.",
                 received=f"{first_few(changed)} changed otherwise",
                 fix="Use a Keras optimizer, or variable.assign(...).",
             )
@@ -99,8 +99,8 @@ class _Recorder(StepCalls):
         number = [one is optimizer for one in self._optimizers].index(True)
         if any(one is left and one.isnan().all() for one in gradients for left in self._left):
             raise ModelError(
-                "A train_step must begin with gradients of its own.",
-                received="one that adds to those of the step before",
+                "A train_step must clear the gradients of the step before.",
+                received="one that adds to them",
                 fix="Call self.zero_grad() before loss.backward().",
             )
         values = [gradient.detach().clone() for gradient in gradients]
@@ -182,12 +182,12 @@ def try_step(module: KerasModel, name: str, batch: Batch, own: OwnSteps) -> None
             return
     if trouble is not None:
         raise LossError(
-            f"What a {name} makes of a batch must be a mean, or a sum, over its samples: parts of "
-            "the batch are computed apart.",
+            f"What a {name} computes must be a mean, or a sum, over its samples: each device runs "
+            "it on a part of the batch.",
             received=trouble,
             fix="Reduce with ops.mean over the samples; give metrics the samples' own values "
             "(update_state(y, y_pred)); or put what compares samples with each other into "
-            "compute_loss, and leave train_step out: then it is taken on the whole batch.",
+            "compute_loss, which gets the whole batch, and leave train_step out.",
         )
 
 

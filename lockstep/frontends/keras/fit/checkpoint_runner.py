@@ -146,7 +146,7 @@ def check_copied(maker: Maker) -> None:
     """
     if maker.trains_apart:
         raise OptionError(
-            "Replicas that train apart have optimizers of their own, of which no copy is kept.",
+            "Every replica has an optimizer of its own, and copies for restarts have only one.",
             received="Restarts under LocalSGDStrategy",
-            fix="Use MirroredStrategy; or a Checkpoint, and start the script anew.",
+            fix="Use MirroredStrategy; or a Checkpoint, and start the script again.",
         )

@@ -124,9 +124,9 @@ def checkpoint_in(callbacks: Any) -> Checkpoint | None:
         return None
     if len(found) > 1 or others:
         raise OptionError(
-            "One callback alone says where a fit goes on.",
+            "Only one callback can say where a fit resumes.",
             received=" and ".join(type(one).__name__ for one in (*found, *others)),
-            fix="Leave the others out.",
+            fix="Remove the others.",
         )
     return found[0]
 

@@ -88,8 +88,8 @@ def adapt_data(
         _check_size(adapter._batch_size, steps)
     if arrays is None and layout and class_weight is not None:
         raise OptionError(
-            "With `batch_dim`, weights by class are for arrays: Keras gives them to a stream's "
-            "batches before these are turned.",
+            "With `batch_dim`, class weights need arrays: Keras adds them to a stream's batches "
+            "before their samples are moved to the first dim.",
             received="class_weight, and a stream",
             fix="Have the stream yield sample weights.",
         )
@@ -136,7 +136,7 @@ def _check_size(batch_size: int, steps: int | None) -> None:
     """Arrays are cut into as many batches as there are steps, if nobody says how large they are."""
     if batch_size < 1:
         raise OptionError(
-            "Arrays are to be cut into as many batches as there are steps.",
+            "Without a batch size, arrays are cut into as many batches as there are steps.",
             received=f"{steps} steps, and no batch size",
             fix="Pass batch_size, or a positive number of steps.",
         )

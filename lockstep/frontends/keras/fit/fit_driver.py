@@ -329,17 +329,17 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
         self._settings.over(act)  # which knows their names
         if self._look_at_foreign_parts() != parts:
             raise OptionError(
-                "In the midst of an epoch a callback may change values only: the other ranks "
-                "have losses, rates and functions as they were when the epoch began.",
+                "During an epoch a callback may change values only: the other ranks keep losses, "
+                "learning rates and functions as they were when the epoch began.",
                 received="a change of the optimizer, or of what its learning rate, a loss or a "
-                "layer's function looks at",
+                "layer's function uses",
                 fix="Do it in on_epoch_begin or on_epoch_end; a number for the learning rate "
                 "can be assigned at any time.",
             )
         if self._versions_of_slots() != slots:
             raise OptionError(
-                "In the midst of an epoch a callback cannot write to the slots of an optimizer "
-                "that looks at whole variables: every rank keeps its own.",
+                "During an epoch a callback cannot write to the slots of an optimizer that works "
+                "on whole variables: every rank has copies of its own.",
                 received=f"a change of slots of {type(self._model.optimizer).__name__}",
                 fix="Do it in on_epoch_begin or on_epoch_end.",
             )

@@ -85,8 +85,7 @@ class Layout:
         for one in tensors_of(rows):
             if len(one) != count:
                 raise ModelError(
-                    f"What the model returns must have its {count} samples where they are said "
-                    "to be.",
+                    f"The model's outputs must have their {count} samples where `batch_dim` says.",
                     received=f"{len(one)} along dim {self.dims.outputs}",
                     fix="Say where they are: scope(batch_dim={'inputs': ..., 'targets': ..., "
                     "'outputs': 0}).",
@@ -103,9 +102,9 @@ def layout_of(batch_dim: Any) -> Layout:
     dims = BatchDims.of(batch_dim)
     if not all(map(_has_no_constants, (dims.inputs, dims.targets, dims.outputs))):
         raise OptionError(
-            "Whatever a Keras model is given belongs to samples.",
+            "All inputs, targets and outputs of a Keras model must have a dim of samples.",
             received=f"batch_dim={batch_dim!r}",
-            fix="Keep what belongs to none in the model, as a weight or an attribute.",
+            fix="Keep data without samples in the model, as a weight or an attribute.",
         )
     return Layout(dims)
 
@@ -126,7 +125,7 @@ def _turned(tree: Tree, dims: Any, turn: Callable[[Any, int], Any]) -> Tree:
     if isinstance(dims, tuple | list) and isinstance(tree, tuple | list) and len(dims) == len(tree):
         return type(tree)(_turned(one, dim, turn) for one, dim in zip(tree, dims, strict=True))
     raise DataError(
-        "`batch_dim` must say where samples are in every part.",
+        "`batch_dim` must name the dim of samples of every part.",
         received=f"batch_dim={dims!r} for a {type(tree).__name__}",
         fix="Give one for each: a dict for a dict of inputs, a list for a list.",
     )

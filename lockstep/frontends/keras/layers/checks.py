@@ -24,7 +24,7 @@ def prepare_model(model: Any) -> None:
     check_model(model)
     if model.compiled and model.jit_compile:
         model.jit_compile = False
-        _warn("Models of Keras run as they are. Proceeding with `jit_compile=False`.")
+        _warn("Keras models are not compiled. Proceeding with `jit_compile=False`.")
     half = [one for one in model._flatten_layers() if one.dtype_policy.name == "mixed_float16"]
     for layer in half:
         layer.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
@@ -33,7 +33,7 @@ def prepare_model(model: Any) -> None:
     if model.compiled and isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
         model.optimizer = model.optimizer.inner_optimizer
         if not half:
-            _warn("Losses are not scaled here: bfloat16 has no need of a LossScaleOptimizer.")
+            _warn("Losses are not scaled: bfloat16 needs no LossScaleOptimizer.")
 
 
 def _warn(text: str) -> None:
@@ -50,7 +50,7 @@ def check_model(model: Any) -> None:
     for name in (*_RUNNING, *METHODS):
         if getattr(type(model), name) is not getattr(keras.Model, name):
             problems.add(
-                f"Steps are run on parts of each batch, so the model must have Keras's own {name}.",
+                f"Steps run on parts of each batch, so the model must have Keras's own {name}.",
                 received=f"{type(model).__name__}.{name}",
                 fix="Put what a step does into train_step, test_step or predict_step.",
             )

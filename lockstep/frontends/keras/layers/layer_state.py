@@ -58,10 +58,9 @@ def check_gradients(module: KerasModel) -> None:
     ]
     if overwritten:
         raise ModelError(
-            "Each device computes gradients of its own part of the batch, so what is added up must "
-            "be gradients.",
-            received=f"ranges of numbers in place of them: {first_few(overwritten)}, as layers in "
-            "float8 have",
+            "Devices add up the gradients of their parts of the batch, so every trained variable "
+            "needs a gradient.",
+            received=f"ranges of values instead, as float8 layers have: {first_few(overwritten)}",
             fix="Train in another dtype (mixed_bfloat16, say), or use SingleDeviceStrategy.",
         )
 
@@ -71,7 +70,7 @@ def _refuse_writers(written: Sequence[str]) -> None:
     if written:
         raise ModelError(
             "Each device calls the model on its own part of the batch, so a call must not "
-            "change what is trained.",
+            "change trained variables.",
             received=f"calls change {first_few(written)}",
             fix="Give the variable a constraint, which acts once a step, or use "
             "SingleDeviceStrategy.",
@@ -86,7 +85,7 @@ def _refuse_kept(variables: Sequence[Any], left: Sequence[Sequence[torch.Tensor]
     ]
     if unlike:
         raise ModelError(
-            "Each device sees a part of the batch, so what a layer keeps must not depend on "
+            "Each device sees a part of the batch, so the state of a layer must not depend on "
             "the samples.",
             received=f"calls change {first_few(unlike)}",
             fix="Use BatchNormalization for statistics of the batch, or SingleDeviceStrategy.",

@@ -93,11 +93,11 @@ def _is_sum(module: KerasModel, number: int, both: float, some: float, others: f
         if abs(both - (some + others) / parts) <= _TOLERANCE * size:
             return parts == 1
     raise ModelError(
-        "What a layer adds to the loss must be a mean or a sum over its samples.",
+        "A loss that a layer adds must be a mean or a sum over its samples.",
         received=f"in the model {module.model.name!r}, loss {number} that layers add is "
         f"{some:g} for some samples, {others:g} for others, and {both:g} for "
         "all of them",
         fix="Add ops.mean(...) or ops.sum(...) of values that each come from one sample; or "
-        "give the model a compute_loss of its own, which is taken on the whole batch; or use "
+        "give the model a compute_loss of its own, which gets the whole batch; or use "
         "SingleDeviceStrategy.",
     )

@@ -123,7 +123,7 @@ class WithoutWeights(TorchFunctionMode):
     def _refused(self, path: str) -> LockstepError:
         """The error of using a weight."""
         return LossError(
-            "In a pipeline the loss is computed by the last stage, which has its own weights only.",
+            "In a pipeline the last stage computes the loss, and has only its own weights.",
             received=f"a compute_loss that uses {path}",
             fix="Compute it from the outputs, or use a data parallel strategy.",
         )

@@ -174,8 +174,8 @@ class KerasLoss(LossAdapter):
             )
         if self._is_staged and self.newly_adds(output):  # no stage can try the whole model
             raise LossError(
-                "What layers add to the loss must show in the first batch, in a pipeline.",
-                received="a loss that was 0 until now, a mean or a sum over samples",
+                "In a pipeline, losses that layers add must not be 0 in the first batch.",
+                received="a loss that was 0 until now: it may be a mean or a sum over samples",
                 fix="Shuffle the data, or use a data parallel strategy.",
             )
         values = (*losses, *penalties)

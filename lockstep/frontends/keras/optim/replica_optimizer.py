@@ -74,8 +74,8 @@ class KerasReplicaOptimizer(ReplicaSteps):
             return
         if name != "learning_rate" and name not in _numbers_of(self._optimizer):
             raise OptionError(
-                "Of an optimizer that steps across replicas, the numbers that it was made with can "
-                "be set, and the learning rate.",
+                "An optimizer that steps across replicas lets only its learning rate and its float "
+                "options be set.",
                 received=f"{name} = {value!r}",
                 fix="Set it before CrossReplicaOptimizer is made.",
             )
@@ -220,7 +220,7 @@ class _KerasState:
         own, told = _shapes(self.state_dict()), _shapes(state_dict)
         if own != told:
             raise CheckpointError(
-                "The state of an optimizer must have the variables of the optimizer.",
+                "The optimizer's state must have the same variables as the optimizer.",
                 received=f"{len(told)} variables where it has {len(own)}, or of other shapes",
                 fix="Make the same optimizer for the same model as when the state was saved.",
             )
@@ -271,16 +271,16 @@ def _named(optimizer: Any, module: KerasModel) -> dict[str, Any]:
     named = {name: one for name, one in module.variables.items() if id(one) in stepped}
     if len(named) < len(stepped):
         raise OptionError(
-            "The optimizer must hold the model's own variables.",
+            "The optimizer must update the model's own variables.",
             received=f"{len(stepped)} variables, of which {len(named)} are the model's",
             fix="Build it with model.trainable_variables, or leave that to CrossReplicaOptimizer.",
         )
     for name, variable in named.items():
         if getattr(variable, "overwrite_with_gradient", False):
             raise ModelError(
-                "Replicas sum gradients, and cannot sum what a gradient is to replace.",
+                "Replicas sum gradients, and cannot sum values that overwrite their variable.",
                 received=f"{name!r}, of a layer that computes in float8",
-                fix="Leave its layer as it was before it was quantized.",
+                fix="Do not quantize its layer.",
             )
     return named
 

@@ -377,9 +377,9 @@ def _keys(kinds: Sequence[Slot | None], names: Sequence[str]) -> list[_Key]:
 
 def _other_slots(differing: Sequence[str]) -> CheckpointError:
     return CheckpointError(
-        "The state of an optimizer must have the slots of the optimizer.",
-        received=f"others: {first_few(differing)}",
-        fix="Compile the model with the optimizer of the run whose state it is.",
+        "The optimizer's state must have the same slots as the optimizer.",
+        received=f"slots of only one of them: {first_few(differing)}",
+        fix="Compile the model with the optimizer of the run that saved the state.",
     )
 
 
