@@ -1,136 +1,34 @@
 """This process's Place, read from the variables that launchers set.
 
-Every launcher has its own: ``lockstep run``, ``TF_CONFIG``, torchrun and srun are asked in this
-order, and the first that has set any of its variables decides. What is incomplete or contradicts
-itself is an error that lists all problems: a job of which one host thinks that it is alone would
-train something else than was asked for, and say nothing.
+Every launcher has its own: ``lockstep run``, ``TF_CONFIG``, torchrun and srun are looked for in
+this order, and the first that has set any of its variables decides. Incomplete or contradictory
+variables raise one error that lists all problems. Otherwise a host could believe that it is alone,
+and train something else without an error.
 
-``LOCKSTEP_RENDEZVOUS`` says where host 0 listens, and ``LOCKSTEP_MIN_HOSTS`` how many hosts go on
-without the others, under every launcher. mpirun is not read.
-
-``Variables`` reads them so that all that is wrong with them is told at once.
+Under every launcher ``LOCKSTEP_RENDEZVOUS`` says where host 0 listens, and ``LOCKSTEP_MIN_HOSTS``
+how many hosts may start without the others. Variables of mpirun are not read.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from msgspec import structs
 
+from lockstep.cluster.launcher_variables import Variables
 from lockstep.cluster.place import MAX_PORT, Address, Place
 from lockstep.cluster.slurm_lists import expand_counts, expand_nodes
-from lockstep.errors import OptionError, Problems
+from lockstep.cluster.tf_config import place_from_tf_config
 
-
-class Variables:
-    """A launcher's variables; what is wrong with them is noted, and raised at once.
-
-    Args:
-        launcher: its name.
-        environ: all variables.
-    """
-
-    def __init__(self, launcher: str, environ: Mapping[str, str]) -> None:
-        self.launcher = launcher
-        self._environ = environ
-        self._problems = Problems()
-        self.are_sound = True  # until something is noted
-
-    def get(self, *names: str) -> str:
-        """The first of these that is set; "" where none is."""
-        return next((self._environ[name] for name in names if self._environ.get(name)), "")
-
-    def text(self, *names: str) -> str:
-        """The first of these that is set, which one must be."""
-        found = self.get(*names)
-        if not found:
-            self.reject(f"{' or '.join(names)} must be set.", "nothing")
-        return found
-
-    def number(self, *names: str, least: int = 0) -> int:
-        """A number that must be set; ``least`` where it is not, or is none."""
-        text = self.text(*names)
-        if text:
-            return self._parse_number(text, names, least)
-        return least
-
-    def number_or_none(self, *names: str, least: int = 0) -> int | None:
-        """A number that need not be set."""
-        text = self.get(*names)
-        return self._parse_number(text, names, least) if text else None
-
-    def rendezvous(self, candidates: Callable[[], list[Address]]) -> tuple[Address, ...]:
-        """LOCKSTEP_RENDEZVOUS, or what the launcher says."""
-        text = self.get("LOCKSTEP_RENDEZVOUS")
-        return self.addresses("LOCKSTEP_RENDEZVOUS", [text]) if text else tuple(candidates())
-
-    def addresses(self, what: str, texts: list[Any]) -> tuple[Address, ...]:
-        """Those that are written as addresses are."""
-        found = []
-        for text in texts:
-            try:
-                found.append(Address.parse(str(text)))
-            except ValueError as error:
-                self.reject(f"{what} must be host:port, with an IPv6 address in brackets.", error)
-        return tuple(found)
-
-    def devices(self, num_processes: int, *, is_one_each: bool = False) -> int | None:
-        """LOCKSTEP_DEVICES, or the number of processes where each is one device."""
-        devices = self.number_or_none("LOCKSTEP_DEVICES", least=1)
-        if num_processes == 1 and not is_one_each:
-            return devices
-        self.check_agreement(
-            devices in (None, num_processes),
-            "Each process is one device where a host has several, or some are parameter servers.",
-            f"LOCKSTEP_DEVICES={devices} with {num_processes} processes",
-        )
-        return num_processes
-
-    def check(self, is_right: bool, what: str, received: object) -> None:
-        """Note a problem, unless it is none."""
-        if not is_right:
-            self.reject(what, received)
-
-    def check_agreement(self, is_right: bool, what: str, received: object) -> None:
-        """Note a contradiction, unless it may come from what was noted before."""
-        self.check(is_right or not self.are_sound, what, received)
-
-    def reject(self, what: str, received: object) -> None:
-        """Note a problem."""
-        self.are_sound = False
-        fix = f"{self.launcher} says where this process runs: correct it, or unset its variables."
-        self._problems.add(what, received=received, fix=fix)
-
-    def raise_if_any(self) -> None:
-        """Raise what was noted."""
-        self._problems.raise_if_any(OptionError)
-
-    def _parse_number(self, text: str, names: tuple[str, ...], least: int) -> int:
-        if is_number(text) and int(text) >= least:
-            return int(text)
-        name = next(name for name in names if self._environ.get(name))
-        self.reject(f"{name} must be a number of at least {least}.", repr(text))
-        return least
-
-
-def is_number(text: str) -> bool:
-    """Whether it is written as launchers write counts."""
-    # At most 10 digits: nothing that launchers count has more, and int() refuses thousands.
-    return text.isascii() and text.isdigit() and len(text) <= 10
-
-
-# Ports that host 0 tries, where the launcher names none: others may have taken one.
+# Ports that host 0 tries if the launcher names none: other processes may have taken some.
 NUM_CANDIDATES = 8
 
-# Of the ports that srun's jobs use: below those that Linux gives to outgoing connections.
+# The ports for srun's jobs lie below those that Linux gives to outgoing connections.
 _FIRST_SLURM_PORT, _NUM_SLURM_PORTS = 20000, 10000
-# Steps from here on are no srun's, but the batch script itself and the like (slurm.h).
+# From this number on, a step was not started by srun: the batch script and the like (slurm.h).
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 
 
 def find_place(environ: Mapping[str, str]) -> Place | None:
-    """What the launcher says of this process; None where nobody launched it as one of many.
+    """This process's place in a job, as its launcher says; None if it is the only process.
 
     Args:
         environ: the environment's variables. Empty ones count as unset.
@@ -149,7 +47,7 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
 
 
 def _with_min_hosts(variables: Variables, place: Place | None) -> Place | None:
-    """A Place of which LOCKSTEP_MIN_HOSTS says how many hosts go on without the others."""
+    """The Place with the number of LOCKSTEP_MIN_HOSTS, if that is set."""
     min_hosts = variables.number_or_none("LOCKSTEP_MIN_HOSTS", least=1)
     if place is None or min_hosts is None:
         return place
@@ -162,24 +60,24 @@ def _with_min_hosts(variables: Variables, place: Place | None) -> Place | None:
 
 
 def find_devices(environ: Mapping[str, str]) -> int | None:
-    """Devices that this host is to use, where LOCKSTEP_DEVICES says so.
+    """Devices that this host uses, if LOCKSTEP_DEVICES says so.
 
     Raises:
-        OptionError: it is no number of devices.
+        OptionError: it is not a number of devices.
     """
-    return _number_of_run(environ, "LOCKSTEP_DEVICES")
+    return _number_in(environ, "LOCKSTEP_DEVICES")
 
 
 def find_servers(environ: Mapping[str, str]) -> int | None:
-    """Parameter servers that this host is to have beside them, where LOCKSTEP_SERVERS says so.
+    """Parameter servers of this host, beside its devices, if LOCKSTEP_SERVERS says so.
 
     Raises:
-        OptionError: it is no number of servers.
+        OptionError: it is not a number of servers.
     """
-    return _number_of_run(environ, "LOCKSTEP_SERVERS")
+    return _number_in(environ, "LOCKSTEP_SERVERS")
 
 
-def _number_of_run(environ: Mapping[str, str], name: str) -> int | None:
+def _number_in(environ: Mapping[str, str], name: str) -> int | None:
     variables = Variables("lockstep run", environ)
     number = variables.number_or_none(name, least=1)
     variables.raise_if_any()
@@ -224,149 +122,6 @@ def _from_lockstep_run(variables: Variables) -> Place | None:
     )
 
 
-# --- TF_CONFIG ------------------------------------------------------------------------------------
-
-
-def _from_tf_config(variables: Variables) -> Place | None:
-    """Hosts are the chief, then the workers; each listens where the cluster says.
-
-    With parameter servers the tasks that are under one name are the processes of one host.
-    """
-    config = _json_object(variables)
-    cluster, task = config.get("cluster", {}), config.get("task", {})
-    if not cluster:
-        return None
-    if not _are_tasks(cluster) or not isinstance(task, dict):
-        variables.reject(
-            'TF_CONFIG must be {"cluster": {"worker": ["host:port", ...]}, '
-            '"task": {"type": "worker", "index": 0}}.',
-            repr(variables.get("TF_CONFIG")),
-        )
-        return None
-    roles = {role: cluster.get(role, []) for role in ("chief", "worker", "ps")}
-    _check_roles(variables, cluster, roles)
-    number = _number_of_task(variables, task, roles)
-    addresses = variables.addresses("An address in TF_CONFIG", [*chain(*roles.values())])
-    variables.check(
-        len(set(addresses)) == len(addresses),
-        "Every host in TF_CONFIG must have an address of its own.",
-        ", ".join(map(str, addresses)),
-    )
-    rendezvous = variables.rendezvous(lambda: [*addresses[:1]])
-    if not variables.are_sound:
-        return None
-    num_servers = len(roles["ps"])
-    place = Place(
-        launcher=variables.launcher,
-        job=str(addresses[0]),
-        host=number,
-        num_hosts=len(addresses),
-        rendezvous=rendezvous,
-        devices=None if num_servers else variables.devices(1),
-        is_one_machine=all(address.is_loopback for address in (*addresses, *rendezvous)),
-    )
-    return _with_servers(variables, place, addresses, num_servers) if num_servers else place
-
-
-def _with_servers(
-    variables: Variables, place: Place, addresses: Sequence[Address], num_servers: int
-) -> Place:
-    """Of the place of one process among as many hosts: which of its host's it is.
-
-    Servers have the last ranks, so their hosts are the last.
-    """
-    names = [address.name for address in addresses]
-    num_workers = len(names) - num_servers
-    workers, servers = (dict.fromkeys(each) for each in (names[:num_workers], names[num_workers:]))
-    shared = [name for name in servers if name in workers]
-    apart = [name for name in servers if name not in workers]
-    hosts = [*(name for name in workers if name not in servers), *shared, *apart]
-    variables.check(
-        len(shared) <= 1,
-        'Of several hosts with a "ps" in TF_CONFIG one at most may have another task.',
-        ", ".join(shared),
-    )
-    variables.check(
-        hosts[0] == names[0],
-        'The first task in TF_CONFIG, which leads, must not be on the host of a "ps" where '
-        "another host has none.",
-        names[0],
-    )
-    here = [number for number, name in enumerate(names) if name == names[place.host]]
-    variables.devices(len(here), is_one_each=True)
-    return structs.replace(
-        place,
-        host=hosts.index(names[place.host]),
-        num_hosts=len(hosts),
-        process=here.index(place.host),
-        num_processes=len(here),
-        num_ranks=len(names),
-        num_servers=num_servers,
-        devices=sum(number < num_workers for number in here),
-    )
-
-
-def _check_roles(
-    variables: Variables, cluster: Mapping[str, Any], roles: Mapping[str, Sequence[Any]]
-) -> None:
-    chiefs, workers, servers = roles.values()
-    others = sorted(cluster.keys() - roles.keys())
-    variables.check(
-        not others,
-        'TF_CONFIG\'s cluster may have "chief", "worker" and "ps": rank 0 evaluates.',
-        ", ".join(map(repr, others)),
-    )
-    variables.check(
-        bool(servers) or "ps" not in cluster,
-        'TF_CONFIG\'s cluster must have a parameter server where it has "ps".',
-        "none",
-    )
-    variables.check(
-        bool(chiefs or workers),
-        'TF_CONFIG\'s cluster must have a "chief" or a "worker", which computes.',
-        ", ".join(f"{len(tasks)} of {role!r}" for role, tasks in roles.items()),
-    )
-    variables.check(
-        len(chiefs) <= 1, 'TF_CONFIG\'s cluster may have one "chief".', f"{len(chiefs)} of them"
-    )
-
-
-def _json_object(variables: Variables) -> dict[str, Any]:
-    text = variables.get("TF_CONFIG")
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError):
-        config = None
-    if isinstance(config, dict):
-        return config
-    variables.reject("TF_CONFIG must be a JSON object.", repr(text))
-    return {}
-
-
-def _are_tasks(cluster: object) -> bool:
-    return isinstance(cluster, dict) and all(isinstance(each, list) for each in cluster.values())
-
-
-def _number_of_task(variables: Variables, task: dict[str, Any], roles: dict[str, list[Any]]) -> int:
-    """This one's among all tasks, which are in the order of their roles."""
-    kind, index = task.get("type"), str(task.get("index"))
-    if kind not in roles:
-        variables.reject(
-            'TF_CONFIG\'s task must have the type "chief", "worker" or "ps".', f"type {kind!r}"
-        )
-        return 0
-    # Some write the index as a string, as TensorFlow allows.
-    if not (is_number(index) and int(index) < len(roles[kind])):
-        variables.reject(
-            f"TF_CONFIG's task must have an index below {len(roles[kind])}, "
-            f"the number of the cluster's {kind!r}.",
-            f"index {task.get('index')!r}",
-        )
-        return 0
-    before = list(roles)[: list(roles).index(kind)]
-    return int(index) + sum(len(roles[role]) for role in before)
-
-
 # --- torchrun -------------------------------------------------------------------------------------
 
 
@@ -380,39 +135,39 @@ def _from_torchrun(variables: Variables) -> Place:
         host = rank // num_processes
     if num_hosts is None:
         num_hosts = num_ranks // num_processes
-    before = rank - process  # ranks of the hosts before this one
-    after = num_ranks - num_processes - before
+    ranks_before = rank - process  # of the hosts before this one
+    ranks_after = num_ranks - num_processes - ranks_before
     variables.check_agreement(
         process < num_processes
-        and _can_have(before, host)
-        and _can_have(after, num_hosts - 1 - host),
-        "RANK, LOCAL_RANK and GROUP_RANK must be one process of those that WORLD_SIZE, "
-        "LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE count.",
+        and _can_have(host, ranks_before)
+        and _can_have(num_hosts - 1 - host, ranks_after),
+        "RANK, LOCAL_RANK and GROUP_RANK must be consistent with WORLD_SIZE, LOCAL_WORLD_SIZE and "
+        "GROUP_WORLD_SIZE.",
         f"rank {rank} of {num_ranks}, process {process} of {num_processes}, "
         f"host {host} of {num_hosts}",
     )
     return Place(
         launcher=variables.launcher,
-        # Without TORCHELASTIC_RESTART_COUNT: a host that restarts because another one failed
-        # does not count it, so hosts of one start may differ there.
+        # Without TORCHELASTIC_RESTART_COUNT: a host that restarts because another one failed does
+        # not count that restart, so hosts of one start may have different counts.
         job=f"{variables.get('TORCHELASTIC_RUN_ID') or 'none'}:{variables.get('MASTER_PORT')}",
         host=host,
         num_hosts=num_hosts,
         process=process,
         num_processes=num_processes,
-        rendezvous=variables.rendezvous(lambda: _beside_master(variables)),
+        rendezvous=variables.rendezvous(lambda: _near_master_port(variables)),
         devices=variables.devices(num_processes) or num_processes,
         num_ranks=num_ranks,
     )
 
 
-def _can_have(ranks: int, hosts: int) -> bool:
-    """Whether so many ranks can be those of so many hosts, which need not have equally many."""
-    return ranks >= hosts if hosts > 0 else ranks == hosts == 0
+def _can_have(num_hosts: int, num_ranks: int) -> bool:
+    """True if so many hosts, each with at least one rank, can have so many ranks."""
+    return num_ranks >= num_hosts if num_hosts > 0 else num_ranks == num_hosts == 0
 
 
-def _beside_master(variables: Variables) -> list[Address]:
-    """Ports near MASTER_PORT, which is taken by torchrun's own store."""
+def _near_master_port(variables: Variables) -> list[Address]:
+    """Ports near MASTER_PORT, which torchrun's own store takes."""
     name, port = variables.text("MASTER_ADDR"), variables.number("MASTER_PORT", least=1)
     if port > MAX_PORT:
         variables.reject(f"MASTER_PORT must be at most {MAX_PORT}.", port)
@@ -437,12 +192,12 @@ def _from_srun(variables: Variables) -> Place | None:
     nodes = _node_list(variables)
     variables.check_agreement(
         len(nodes) == len(tasks) and sum(tasks) == num_tasks,
-        "Slurm's node list, tasks per node and number of tasks must agree.",
+        "Slurm's list of nodes, tasks per node and number of tasks must agree.",
         f"{len(nodes)} nodes, {', '.join(map(str, tasks))} tasks on them, {num_tasks} in all",
     )
     variables.check_agreement(
         process < sum(tasks[host : host + 1]),
-        "SLURM_NODEID and SLURM_LOCALID must be one of the tasks.",
+        "SLURM_NODEID and SLURM_LOCALID must name one of the job step's tasks.",
         f"node {host}, task {process} on it",
     )
     if not variables.are_sound:
@@ -458,7 +213,7 @@ def _from_srun(variables: Variables) -> Place | None:
         num_processes=tasks[host],
         rendezvous=variables.rendezvous(lambda: _ports_of_step(nodes[0], job, step)),
         devices=variables.devices(tasks[host]) or cores,
-        # A task that is alone on its node has all devices there.
+        # A task that is alone on its node uses all devices there.
         num_ranks=num_tasks if min(tasks) > 1 else None,
     )
 
@@ -477,24 +232,24 @@ def _node_list(variables: Variables) -> tuple[str, ...]:
     try:
         return expand_nodes(text) if text else ()
     except ValueError as error:
-        variables.reject("A node list must be written like node[01-03,7],other.", error)
+        variables.reject("A list of nodes must be written like node[01-03,7],other.", error)
         return ()
 
 
 def _ports_of_step(node: str, job: int, step: int) -> list[Address]:
-    """Of no other job or step that is near: two of them may share the node."""
+    """Ports that no job or step of a near number uses: two of them may share the node."""
     num_slots = _NUM_SLURM_PORTS // NUM_CANDIDATES
-    # Jobs are numbered one after the other, and so are steps: a stride keeps them apart.
+    # Jobs have consecutive numbers, and so have steps: a stride gives them different slots.
     slot = (job + step * (num_slots // 2 - 6)) % num_slots
     first = _FIRST_SLURM_PORT + slot * NUM_CANDIDATES
     return [Address(name=node, port=first + index) for index in range(NUM_CANDIDATES)]
 
 
-# A launcher's name, how its variables are read, and any of which shows that it was there. What
-# others set as well (LOCKSTEP_DEVICES, MASTER_ADDR, Slurm's of a batch script) shows nothing.
+# A launcher's name, the function that reads its variables, and the variables that only it sets.
+# LOCKSTEP_DEVICES, MASTER_ADDR and those of Slurm's batch scripts are set without it as well.
 _LAUNCHERS: tuple[tuple[str, Callable[[Variables], Place | None], tuple[str, ...]], ...] = (
     ("lockstep run", _from_lockstep_run, ("LOCKSTEP_HOSTS", "LOCKSTEP_HOST_INDEX", "LOCKSTEP_JOB")),
-    ("TF_CONFIG", _from_tf_config, ("TF_CONFIG",)),
+    ("TF_CONFIG", place_from_tf_config, ("TF_CONFIG",)),
     ("torchrun", _from_torchrun, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")),
     ("srun", _from_srun, ("SLURM_STEP_ID",)),
 )

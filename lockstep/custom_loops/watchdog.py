@@ -59,7 +59,7 @@ class LoopWatchdog:
             self._look(waited_seconds)
         except (WorkerError, HostError) as error:
             if self.team is not None:
-                self.team.tell_failure(error)
+                self.team.send_failure(error)
             if self.hosts is not None:
                 self.hosts.control_group.fail(str(error), error)
             raise

@@ -13,7 +13,7 @@ from torch import nn, optim
 
 import lockstep
 from lockstep.errors import DataError, NonFiniteLossError, WorkerError
-from lockstep.launch.health.failure import as_raised, pack_failure, trouble_of, unpack_failure
+from lockstep.launch.health.failure import as_raised, failure_error, pack_failure, unpack_failure
 from lockstep.train.callbacks.fit_driver import FitDriver
 from lockstep.train.input.data_adapter import DataPipeline
 from lockstep.train.runtime.session import Session, _RunningCall
@@ -156,7 +156,7 @@ def test_an_exception_that_lets_no_attribute_be_set_can_be_told_of_all_the_same(
     one = Frozen(7)
     BaseException.__setattr__(one, "__cause__", ValueError("the cause"))
     failure = unpack_failure(pack_failure(one))
-    error = as_raised(trouble_of("rank 1", failure, "in fit"))
+    error = as_raised(failure_error("rank 1", failure, "in fit"))
     assert error == one
     assert causes(error) == ["Frozen", "ValueError", "Rank 1 failed (in fit): Frozen: 7"]
     assert "Frozen: 7\n--- traceback of rank 1 ---\n" in error.__notes__[0]

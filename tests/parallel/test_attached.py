@@ -42,10 +42,10 @@ def add_up(context, body, descriptors):
 
 def sum_over_ranks(rank, num_ranks, descriptor, look_around):
     import torch
-    from lockstep.comm.shared_memory.status_board import LINE_BYTES, Board
+    from lockstep.comm.shared_memory.status_board import LINE_BYTES, StatusBoard
     from lockstep.comm.shared_memory.shared_region import SharedRegion
     region = SharedRegion(descriptor, os.fstat(descriptor).st_size)
-    board = Board(region, rank=rank, num_ranks=num_ranks, look_around=look_around)
+    board = StatusBoard(region, rank=rank, num_ranks=num_ranks, look_around=look_around)
     values = region.tensor(num_ranks * LINE_BYTES, torch.int64, (num_ranks,), (1,))
     values[rank] = 10**rank
     board.barrier()
@@ -357,7 +357,9 @@ def test_a_killed_leader_is_seen_at_once_wherever_one_waits(tmp_path: Path) -> N
 
 
 def test_a_stopped_leader_is_lost(tmp_path: Path) -> None:
-    source = "from lockstep.launch import peer\npeer.STOPPED_SECONDS = 0.5\n"
+    source = (
+        "from lockstep.launch.workers import process_state\nprocess_state.STOPPED_SECONDS = 0.5\n"
+    )
     with started(CAUGHT + WAITING + source, tmp_path) as (leader, *followers):
         leader.wait_for_line("waits")
         leader.process.send_signal(signal.SIGSTOP)

@@ -337,11 +337,11 @@ MISTAKES: dict[str, tuple[dict[str, str], list[str]]] = {
     ),
     "servers beside workers of two hosts": (
         tf_config({"chief": ["c:1"]} | TWO | {"ps": ["a:1", "b:1", "d:1"]}, "ps"),
-        ["one at most may have another task. Received: a, b"],
+        ["may have another task. Received: a, b"],
     ),
     "a server on the first task's host": (
         tf_config(TWO | {"ps": ["a:1"]}, "ps"),
-        ['must not be on the host of a "ps" where another host has none. Received: a'],
+        ['must not be on the host of a "ps" if another host has no "ps". Received: a'],
     ),
     "more devices than tasks": (
         tf_config(TWO | {"ps": ["c:1"]}) | {"LOCKSTEP_DEVICES": "2"},
@@ -349,26 +349,26 @@ MISTAKES: dict[str, tuple[dict[str, str], list[str]]] = {
     ),
     "servers without workers": (
         tf_config({"ps": ["a:1", "a:2"]}, "ps"),
-        ['must have a "chief" or a "worker", which computes.', "0 of 'worker', 2 of 'ps'"],
+        ['must have a "chief" or a "worker".', "0 of 'worker', 2 of 'ps'"],
     ),
     "workers without servers": (
         tf_config({"worker": ["a:1"], "ps": []}),
-        ['must have a parameter server where it has "ps". Received: none'],
+        ['"ps" must list a parameter server. Received: an empty list'],
     ),
     "a server that is not there": (
         tf_config({"worker": ["a:1"], "ps": ["a:2"]}, "ps", 1),
-        ["an index below 1, the number of the cluster's 'ps'"],
+        ["an index below 1, the number of 'ps' tasks in the cluster"],
     ),
-    "two chiefs": (tf_config({"chief": ["a:1", "b:1"]}, "chief"), ['may have one "chief"']),
+    "two chiefs": (tf_config({"chief": ["a:1", "b:1"]}, "chief"), ['may have only one "chief"']),
     "a task that is not there": (
         tf_config(TWO, index=2),
-        ["an index below 2, the number of the cluster's 'worker'. Received: index 2"],
+        ["an index below 2, the number of 'worker' tasks in the cluster. Received: index 2"],
     ),
     "no index": (tf_config(TWO, index=None), ["Received: index None"]),
     "no task": ({"TF_CONFIG": json.dumps({"cluster": TWO})}, ["type None"]),
     "one address twice": (
         tf_config({"worker": ["a:1", "a:1"]}),
-        ["an address of its own. Received: a:1, a:1"],
+        ["must differ. Received: a:1, a:1"],
     ),
     "no address": (
         tf_config({"worker": ["a:1", "fe80::1:2222", "b:70000", 3]}),
@@ -418,7 +418,7 @@ MISTAKES: dict[str, tuple[dict[str, str], list[str]]] = {
     "no such task": (SRUN | {"SLURM_LOCALID": "1"}, ["node 2, task 1 on it"]),
     "no lists of Slurm's": (
         SRUN | {"SLURM_STEP_NODELIST": "node[3-1]", "SLURM_STEP_TASKS_PER_NODE": "2x3"},
-        ["A node list must be written like", "Tasks per node must be written like"],
+        ["A list of nodes must be written like", "Tasks per node must be written like"],
     ),
 }
 

@@ -78,7 +78,7 @@ def unpack_failure(payload: bytes) -> Failure:
     return Failure(summary, text, errors[0])
 
 
-def trouble_of(
+def failure_error(
     rank: str, failure: Failure, where: str = "", number: int | None = None
 ) -> WorkerError:
     """The error for who waits for a rank that has failed.

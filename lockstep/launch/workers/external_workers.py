@@ -36,7 +36,7 @@ from lockstep.launch.health.diagnostics import (
     notify,
     stacks_on_request,
 )
-from lockstep.launch.health.failure import noting_on, pack_failure, trouble_of, unpack_failure
+from lockstep.launch.health.failure import failure_error, noting_on, pack_failure, unpack_failure
 from lockstep.launch.rendezvous.local_rendezvous import LocalPeer, meet_followers, meet_leader
 from lockstep.launch.workers.helper import (
     CALL,
@@ -205,7 +205,7 @@ class Attachment:
             self._leader.send(Message(RETURN, result))
         except BaseException as error:
             with noting_on(error):
-                self._leader.tell_failure(error)
+                self._leader.send_failure(error)
             with noting_on(error):
                 self.close()
             raise
@@ -294,7 +294,7 @@ class _LeadingProcess(Leader):
         """Wait for a message between calls."""
         return self._receive(Idleness(self.look_around))
 
-    def tell_failure(self, error: BaseException) -> None:
+    def send_failure(self, error: BaseException) -> None:
         """Tell what has failed here, if the leader can be told anything."""
         if self._is_whole:
             with suppress(OSError, WorkerError):
@@ -340,7 +340,7 @@ class _LeadingProcess(Leader):
 
 
 def _trouble(message: Message) -> WorkerError:
-    return trouble_of("rank 0 of this host", unpack_failure(message.payload))
+    return failure_error("rank 0 of this host", unpack_failure(message.payload))
 
 
 @contextmanager

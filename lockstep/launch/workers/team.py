@@ -1,9 +1,9 @@
-"""A team: the helper processes of one host, led by the script's own process as rank 0.
+"""A team: the helper processes of one host, called by the script's own process as rank 0.
 
-Only rank 0 watches for death: a helper that waits is either woken or killed with all others, and
-the kernel kills every helper when the script ends. After any failure the whole team is ended, and
-the next one is fresh. Where helpers come from, and what their end means, is their origin's to say
-(``origin``): a launcher's processes (``attached``) are not ours to kill.
+Only rank 0 watches for deaths: it wakes a helper that waits, or kills it with all others, and the
+kernel kills every helper when the script ends. A failure ends the whole team; the next team is
+fresh. The backend (``worker_backend``) starts and ends helpers: Lockstep must not kill the
+processes of a launcher (``external_workers``).
 """
 
 import os
@@ -11,7 +11,6 @@ import pickle
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
@@ -19,8 +18,13 @@ from typing import NoReturn
 from lockstep.channel.polling import LookAround, Stopwatch, is_readable
 from lockstep.errors import WorkerError
 from lockstep.launch.forks import give_up_in_forks
-from lockstep.launch.health.diagnostics import DiagnosticsFile, show, stack_of
-from lockstep.launch.health.failure import MEMORY_RAN_OUT, pack_failure, trouble_of, unpack_failure
+from lockstep.launch.health.diagnostics import show, stack_of
+from lockstep.launch.health.failure import (
+    MEMORY_RAN_OUT,
+    failure_error,
+    pack_failure,
+    unpack_failure,
+)
 from lockstep.launch.workers.helper import (
     CALL,
     DATA,
@@ -31,80 +35,22 @@ from lockstep.launch.workers.helper import (
     RETURN,
     reference_of,
 )
+from lockstep.launch.workers.helper_handle import (
+    HelperHandle,
+    close_helpers,
+    end_helpers,
+    start_error,
+)
 from lockstep.launch.workers.link import Message, give_up
-from lockstep.launch.workers.process_state import StoppedProcessTimer, is_stopped
+from lockstep.launch.workers.process_state import is_stopped
 from lockstep.launch.workers.worker_backend import WorkerBackend
 from lockstep.pickling import search_path
 
 START_TIMEOUT_SECONDS = 120.0
-# Longest waits for processes that may just not be running; stopped ones are not waited for.
+# Longest waits for processes that are slow to be scheduled; stopped ones are not waited for.
 _PING_TIMEOUT_SECONDS = 10.0
 _STACKS_TIMEOUT_SECONDS = 5.0
 _STACKS_PAUSE_SECONDS = 0.05
-
-
-class _Helper:
-    """One helper process as rank 0 sees it."""
-
-    def __init__(self, rank: int, origin: WorkerBackend) -> None:
-        self.rank = rank
-        self.origin = origin
-        self.inbox: deque[Message] = deque()
-        self.pid = 0
-        self.is_ready = False  # until it says that it can take a call
-        self.standstill = StoppedProcessTimer()
-        self.diagnostics = DiagnosticsFile()
-        self.number, self.link = origin.start_helper(rank, self.diagnostics)
-        self.is_closed = False
-
-    def pump(self) -> None:
-        """Take in what it has sent."""
-        if self.is_closed:
-            return
-        try:
-            self.inbox.extend(self.link.take())
-        except EOFError:
-            self.is_closed = True
-        if not self.is_ready and self.inbox and self.inbox[0].kind == READY:
-            self.pid = int(self.inbox.popleft().payload)
-            self.is_ready = True
-            self.origin.note_ready()
-
-    def is_dead(self) -> bool:
-        """Whether nothing more will come from it; what it has sent is in the inbox then."""
-        if self.is_closed:
-            return True
-        if not self.origin.has_ended(self.number):
-            return False
-        self.pump()
-        return True
-
-    def is_lost(self) -> bool:
-        """Whether it has died during a call; afterwards the user's own processes may."""
-        if not self.is_dead():
-            return False
-        return self.is_ready and all(message.kind != RETURN for message in self.inbox)
-
-    def is_in_trouble(self) -> bool:
-        """Whether the next thing it has to say, if any, is that it has failed or died."""
-        self.pump()
-        if not self.inbox and self.is_lost():
-            return not self.inbox or self.inbox[0].kind == FAIL
-        return bool(self.inbox) and self.inbox[0].kind == FAIL
-
-    def has_failed(self) -> bool:
-        """Whether it has told of an exception, perhaps after other things."""
-        self.pump()
-        return any(message.kind == FAIL for message in self.inbox)
-
-    def close(self) -> None:
-        """Give up this end's descriptors, and those of messages that nobody has read."""
-        self.link.close()
-        self.diagnostics.close()
-        for message in self.inbox:
-            for descriptor in message.descriptors:
-                os.close(descriptor)
-        self.inbox.clear()
 
 
 class Team:
@@ -114,7 +60,7 @@ class Team:
 
     Args:
         num_helpers: processes to start.
-        make_origin: makes or finds what a helper comes from, such as a template.
+        make_backend: makes or finds a helper's backend, such as a fork server.
         first_rank: of the helpers; this process is rank 0 of its host.
         start_timeout_seconds: longest wait for the helpers to start.
 
@@ -125,7 +71,7 @@ class Team:
     def __init__(
         self,
         num_helpers: int,
-        make_origin: Callable[[], WorkerBackend],
+        make_backend: Callable[[], WorkerBackend],
         *,
         first_rank: int = 1,
         start_timeout_seconds: float = START_TIMEOUT_SECONDS,
@@ -134,12 +80,12 @@ class Team:
         self._timeout = start_timeout_seconds
         self._position: Callable[[int], str] = _between_calls
         self._rank = first_rank - 1
-        self._helpers: list[_Helper] = []
+        self._helpers: list[HelperHandle] = []
         give_up_in_forks(self, "abandon")
-        weakref.finalize(self, _end_helpers, self._helpers)
+        weakref.finalize(self, end_helpers, self._helpers)
         try:
             for rank in range(first_rank, first_rank + num_helpers):
-                self._helpers.append(_Helper(rank, make_origin()))
+                self._helpers.append(HelperHandle(rank, make_backend()))
         except BaseException:
             self.close()
             raise
@@ -156,7 +102,7 @@ class Team:
 
     @property
     def is_alive(self) -> bool:
-        """Whether no helper has died or failed, as far as can be told without asking."""
+        """True if no helper is known to have died or failed. Asks none of them."""
         for helper in self._helpers:
             helper.pump()
         return bool(self._helpers) and not any(
@@ -164,11 +110,11 @@ class Team:
         )
 
     def answers(self) -> bool:
-        """Whether every idle helper answers; one that is stopped does not."""
+        """True if every idle helper answers; a stopped one does not."""
         if not self.is_alive:
             return False
         if not all(helper.is_ready for helper in self._helpers):
-            return True  # still on their way: the first call waits for them
+            return True  # they still start: the first call waits for them
         with suppress(WorkerError):
             self.broadcast(b"", kind=PING)
         watch = Stopwatch()
@@ -192,28 +138,28 @@ class Team:
         return {helper.rank: helper.pid for helper in self._helpers}
 
     def stacks(self) -> dict[int, str]:
-        """What every helper does now, or did when it crashed: its threads' stacks, by rank."""
+        """The stacks of every helper's threads, now or when it crashed, by rank."""
         return dict(zip(self.known_pids(), self._stacks(), strict=True))
 
     def wait_until_ready(self) -> None:
         """Wait until all helpers have started.
 
         Raises:
-            WorkerError: one ended before that, or time is up; with what it wrote to its standard
+            WorkerError: one ended before that, or the time is up; the message has its standard
                 error.
         """
         watch = Stopwatch()
         while not all(helper.is_ready for helper in self._helpers):
             for helper in self._helpers:
                 if helper.has_failed():
-                    self._raise_trouble(helper)
+                    self._raise_failure(helper)
                 if not helper.is_ready and helper.is_dead():
-                    raise _no_start(helper, helper.origin.describe_end(helper.number))
+                    raise start_error(helper, helper.backend.describe_end(helper.number))
             if watch.tick() > self._start_timeout:
                 raise self._too_late(watch.seconds)
             self._wait()
-        for origin in {helper.origin for helper in self._helpers}:
-            show(origin.read_new())
+        for backend in {helper.backend for helper in self._helpers}:
+            show(backend.read_new())
 
     def call(
         self,
@@ -231,7 +177,7 @@ class Team:
             body: its argument, the same for all.
             descriptors: passed along; the caller keeps its own.
             position: says where a rank is ("in fit, step 3"), for messages.
-            timeout_seconds: longest wait for a helper, in all that belongs to this call.
+            timeout_seconds: longest single wait for a helper during this call.
         """
         self.wait_until_ready()
         self._position = position
@@ -249,7 +195,7 @@ class Team:
                 helper.link.send(message, self._until(self._timeout))
             except OSError:
                 helper.pump()
-                self._raise_trouble(helper)
+                self._raise_failure(helper)
 
     def gather(self, timeout_seconds: float) -> list[tuple[bytes, tuple[int, ...]]]:
         """One message of data from every helper, by rank."""
@@ -260,52 +206,52 @@ class Team:
         """Wait until every helper has returned from the call."""
         for helper in self._helpers:
             self._next(helper, RETURN, timeout_seconds)
-            helper.is_ready = helper.origin.stays_ready
-        self._position = _between_calls  # it knows the call's memory: let go of that
+            helper.is_ready = helper.backend.stays_ready
+        self._position = _between_calls  # the call's own ``position`` refers to its memory
 
     def look_around(self, is_awaited: Callable[[int], bool] = lambda rank: True) -> None:
         """Raise if a helper has died, or one that rank 0 waits for has failed.
 
-        When all ranks fail alike, rank 0's own exception is the one to see. So the failure of a
-        helper that is ahead of rank 0 is no news yet: rank 0 may be about to fail by itself.
+        When all ranks fail alike, users shall see rank 0's own exception. So the failure of a
+        helper that is ahead of rank 0 is not raised yet: rank 0 may be about to fail itself.
 
         Args:
-            is_awaited: whether rank 0 now waits for this rank.
+            is_awaited: True if rank 0 now waits for this rank.
 
         Raises:
             WorkerError: with the rank, where it was, and its traceback.
         """
         for helper in self._helpers:
             if not helper.has_failed() and helper.is_lost() and not helper.has_failed():
-                self._raise_trouble(helper)
+                self._raise_failure(helper)
         for helper in self._helpers:
             if helper.has_failed() and is_awaited(helper.rank):
-                self._raise_trouble(helper)
+                self._raise_failure(helper)
 
     def check_answering(self, waited_seconds: float) -> None:
-        """Raise a WorkerError if a helper was stopped, as by SIGSTOP, and has not gone on."""
+        """Raise a WorkerError if a helper was stopped, as by SIGSTOP, and was not continued."""
         for helper in self._helpers:
-            if helper.standstill.is_over_limit(helper.pid, waited_seconds):
+            if helper.stopped_timer.is_over_limit(helper.pid, waited_seconds):
                 raise _loss(
                     helper.rank,
                     "hung",
-                    f"Rank {helper.rank} (process {helper.pid}) is stopped "
-                    f"({self._position(helper.rank)}), as by SIGSTOP, and was waited for.",
+                    f"Rank {helper.rank} (process {helper.pid}) is stopped, as by SIGSTOP "
+                    f"({self._position(helper.rank)}), and other ranks wait for it.",
                 )
 
     def raise_timeout(self, waited_seconds: float) -> NoReturn:
         """Raise a WorkerError that shows what every rank is doing."""
         raise self._with_stacks(
             f"waited {waited_seconds:.0f} s for its helpers",
-            "A rank hangs, or computes longer than the time allowed.",
+            "A rank hangs, or computes for longer than the timeout.",
             threading.get_ident(),
         )
 
     def raise_slow_read(self, waited_seconds: float, thread: int) -> NoReturn:
-        """Raise a WorkerError where rank 0 is at one read for too long, in this thread."""
+        """Raise a WorkerError: one read of rank 0, in this thread, takes too long."""
         error = self._with_stacks(
             f"been reading samples for {waited_seconds:.0f} s",
-            "The dataset hangs, or takes longer than the time allowed.",
+            "The dataset hangs, or needs longer than the timeout.",
             thread,
         )
         error.is_loss = False  # it is this process that hangs
@@ -313,34 +259,34 @@ class Team:
         raise error
 
     def ended(self) -> dict[int, str]:
-        """Between calls: the ranks whose helpers have ended, and what is known of each end."""
+        """Between calls: the ranks whose helpers have ended, and how each of them ended."""
         for helper in self._helpers:
             helper.pump()
         return {
-            helper.rank: helper.origin.describe_end(helper.number)
+            helper.rank: helper.backend.describe_end(helper.number)
             for helper in self._helpers
             if helper.is_dead()
         }
 
-    def tell_failure(self, error: BaseException) -> None:
-        """Tell all who still listen why the call ends, as far as they take it in at once."""
+    def send_failure(self, error: BaseException) -> None:
+        """Send every helper the reason why the call ends, if it can be sent without waiting."""
         message = Message(FAIL, pack_failure(error))
         for helper in self._helpers:
             with suppress(OSError, TimeoutError):
                 helper.link.send(message, give_up)
 
     def forget(self) -> None:
-        """Have the helpers keep nothing of earlier calls."""
-        with suppress(WorkerError):  # it ends those that do not hear
+        """Have the helpers drop what they keep of earlier calls."""
+        with suppress(WorkerError):  # it ends those that do not read
             self.broadcast(b"", kind=FORGET)
 
     def close(self) -> None:
         """End all helpers now."""
-        _end_helpers(self._helpers)
+        end_helpers(self._helpers)
 
     def abandon(self) -> None:
-        """In a fork of the script: the helpers are not ours."""
-        _close_helpers(self._helpers)
+        """In a fork of the script, whose parent owns the helpers: close their descriptors."""
+        close_helpers(self._helpers)
 
     # --- waiting ---------------------------------------------------------------------------------
 
@@ -356,14 +302,14 @@ class Team:
 
         return look_around
 
-    def _next(self, helper: _Helper, kind: bytes, timeout_seconds: float) -> Message:
+    def _next(self, helper: HelperHandle, kind: bytes, timeout_seconds: float) -> Message:
         watch = Stopwatch()
         while True:
             for other in self._helpers:
-                # Who has had its turn in this gather is ahead: see ``look_around``.
+                # A rank whose message this gather has read is ahead: see ``look_around``.
                 is_ahead = other.rank < helper.rank and other.has_failed()
-                if other.is_in_trouble() and not is_ahead:
-                    self._raise_trouble(other)
+                if other.fails_next() and not is_ahead:
+                    self._raise_failure(other)
             if helper.inbox:
                 message = helper.inbox.popleft()
                 assert message.kind == kind, (message.kind, kind)
@@ -375,32 +321,34 @@ class Team:
 
     def _too_late(self, waited_seconds: float) -> WorkerError:
         late = next(helper for helper in self._helpers if not helper.is_ready)
-        error = _no_start(late, f"it is not ready after {waited_seconds:.0f} s")
-        late.origin.close()  # a template that hangs must not get another chance
+        error = start_error(late, f"it is not ready after {waited_seconds:.0f} s")
+        late.backend.close()  # a fork server that hangs must not be used again
         return error
 
-    # --- trouble ---------------------------------------------------------------------------------
+    # --- failures --------------------------------------------------------------------------------
 
-    def _raise_trouble(self, helper: _Helper) -> NoReturn:
-        """Raise what a helper died of: its exception, or what the kernel says."""
+    def _raise_failure(self, helper: HelperHandle) -> NoReturn:
+        """Raise a helper's exception, or how its process ended."""
         where = self._position(helper.rank)
         for message in helper.inbox:
             if message.kind == FAIL:
                 failure = unpack_failure(message.payload)
-                raise trouble_of(f"rank {helper.rank}", failure, where, helper.rank)
-        reason = helper.origin.describe_end(helper.number)
+                raise failure_error(f"rank {helper.rank}", failure, where, helper.rank)
+        reason = helper.backend.describe_end(helper.number)
         last_output = helper.diagnostics.read_new()
-        shown = f"\n--- last output of rank {helper.rank} ---\n{last_output}" if last_output else ""
+        output = (
+            f"\n--- last output of rank {helper.rank} ---\n{last_output}" if last_output else ""
+        )
         raise _loss(
             helper.rank,
             "out of memory" if f": {MEMORY_RAN_OUT}" in reason else "dead",
-            f"Rank {helper.rank} (process {helper.pid}) ended ({where}): {reason}.{shown}",
+            f"Rank {helper.rank} (process {helper.pid}) ended ({where}): {reason}.{output}",
         )
 
-    def _with_stacks(self, doing: str, remark: str, thread: int) -> WorkerError:
+    def _with_stacks(self, activity: str, cause: str, thread: int) -> WorkerError:
         for helper in self._helpers:
             if helper.has_failed():
-                self._raise_trouble(helper)
+                self._raise_failure(helper)
         where = self._position(self._rank)
         own = stack_of(thread)
         shown = "".join(
@@ -410,21 +358,21 @@ class Team:
         return _loss(
             None,
             "hung",
-            f"Rank {self._rank} has {doing} ({where}). {remark} All ranks' stacks:\n"
+            f"Rank {self._rank} has {activity} ({where}). {cause} All ranks' stacks:\n"
             f"--- rank {self._rank} ({where}) ---\n{own}{shown}",
         )
 
     def _stacks(self) -> list[str]:
-        """What every helper does now: its threads' Python stacks."""
+        """The Python stacks of every helper's threads."""
         for helper in self._helpers:
             helper.diagnostics.read_new()
-            helper.origin.ask_for_stacks(helper.number)
+            helper.backend.ask_for_stacks(helper.number)
         watch = Stopwatch()
         seen, has_answered = 0, False
         while watch.tick() < _STACKS_TIMEOUT_SECONDS:
             time.sleep(_STACKS_PAUSE_SECONDS)
             before, seen = seen, sum(helper.diagnostics.num_bytes for helper in self._helpers)
-            if has_answered and seen == before:  # nothing more is coming
+            if has_answered and seen == before:
                 break
             has_answered = all(
                 helper.diagnostics.has_new or helper.is_dead() or is_stopped(helper.pid)
@@ -432,23 +380,9 @@ class Team:
             )
         return [
             helper.diagnostics.read_new()
-            or "(no answer: the process is stopped, or deep in a system call)\n"
+            or "(no answer: the process is stopped, or in a long system call)\n"
             for helper in self._helpers
         ]
-
-
-def _end_helpers(helpers: list[_Helper]) -> None:
-    by_origin: dict[WorkerBackend, list[int]] = {}
-    for helper in helpers:
-        by_origin.setdefault(helper.origin, []).append(helper.number)
-    for origin, numbers in by_origin.items():
-        origin.end(numbers)
-    _close_helpers(helpers)
-
-
-def _close_helpers(helpers: list[_Helper]) -> None:
-    while helpers:
-        helpers.pop().close()
 
 
 def _loss(rank: int | None, kind: str, what: str) -> WorkerError:
@@ -466,9 +400,3 @@ def working_directory() -> str | None:
     with suppress(FileNotFoundError):
         return os.getcwd()
     return None
-
-
-def _no_start(helper: _Helper, reason: str) -> WorkerError:
-    said = helper.diagnostics.read_new()
-    message = helper.origin.describe_absence(helper.number, helper.rank, reason, said)
-    return WorkerError(message)

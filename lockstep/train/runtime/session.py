@@ -376,7 +376,7 @@ class Session:
         team, self._team = self._team, None
         self.num_ended += team is not None
         if team is not None and error is not None and self._is_attached:
-            team.tell_failure(error)
+            team.send_failure(error)
         if team is not None:
             team.close()
 
