@@ -1,17 +1,17 @@
-"""The loss of a whole batch, as the reference understands what a loss function returns.
+"""The loss of a whole batch, for the reference.
 
-Written apart from ``parallel.loss.share_losses`` on purpose: a misunderstanding there must not be
-repeated here. It needs no denominators of shares, so it says what is meant in a few lines:
+It shares no code with ``parallel.loss.share_losses``, so that a mistake there is not repeated here.
+Without shares the definition is short:
 
 - a scalar is the mean, exactly as the function computed it;
-- values of shape (n,) are averaged, weighted by ``sample_weight`` where the data has one;
+- values of shape (n,) are averaged, weighted by ``sample_weight`` if the data has one;
 - a pair (total, weight) is total / weight.
 
-Several losses are added up, each with its factor and its own mean. A model's own loss is a mean
-as the model has computed it.
+Several losses are added up, each with its factor and its own mean. A loss that the model computes
+is a mean as it is.
 
-With ``sample_weight``, torch's own losses are asked for their values one by one and these are
-weighted; a loss that takes an argument ``sample_weight`` weighs for itself.
+With ``sample_weight``, torch's own losses are called with ``reduction="none"`` and their values are
+weighted; a loss with an argument ``sample_weight`` applies it itself.
 """
 
 import copy
@@ -33,10 +33,10 @@ _CLASS_LOSSES = (F.cross_entropy, F.nll_loss)
 def batch_loss(
     loss: Any, output: Any, target: Any, sample_weight: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """The weighted mean over the batch, a scalar; None where the batch weighs nothing.
+    """The weighted mean over the batch, a scalar; None if the batch's weight is 0.
 
     Raises:
-        LossError: the loss returned something else than agreed.
+        LossError: the loss returned none of the three forms above.
     """
     if sample_weight is None:
         returned = loss(output, target)
@@ -49,7 +49,7 @@ def batch_loss(
 
 
 def weighted_losses(losses: Any, factors: Any, output: Any, batch: Batch) -> torch.Tensor | None:
-    """The sum of several losses; None where none of them weighs anything."""
+    """The sum of several losses; None if the weight of each is 0."""
     keys: list[Any] = list(losses if hasattr(losses, "keys") else range(len(losses)))
     whole: torch.Tensor | None = None
     for key in keys:
@@ -63,7 +63,7 @@ def weighted_losses(losses: Any, factors: Any, output: Any, batch: Batch) -> tor
 
 
 def own_loss(loss: OwnLoss, output: Any, inputs: Any) -> torch.Tensor | None:
-    """The mean that the model has computed; None where it is a mean of nothing."""
+    """The mean that the model computed; None if its weight is 0."""
     value = _own_value(output) if loss.output is None else _at(output, loss.output)
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         is_nothing = loss.weight is not None and value.isnan() and not loss.weight(inputs)
@@ -72,7 +72,7 @@ def own_loss(loss: OwnLoss, output: Any, inputs: Any) -> torch.Tensor | None:
 
 
 def returned_loss(returned: Any) -> torch.Tensor | None:
-    """The mean that a training step of the user's own has returned."""
+    """The mean that the user's ``train_step`` returned."""
     value = _own_value(returned)
     is_mean = isinstance(value, torch.Tensor) and value.dim() == 0
     return value if is_mean else _mean(value, None)
@@ -85,7 +85,7 @@ def _at(output: Any, place: int | str) -> Any:
 
 
 def _own_value(output: Any) -> Any:
-    """What a model has returned for its loss: a mean, values, or a pair."""
+    """The loss in a model's output: a mean, values, or a pair."""
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, dict):
@@ -131,7 +131,7 @@ def _weighted(
 def _class_weights(
     values: torch.Tensor, target: torch.Tensor, options: dict[str, Any]
 ) -> torch.Tensor:
-    """What each position adds to the denominator of torch's weighted mean."""
+    """Each position's summand in the denominator of torch's weighted mean."""
     if target.is_floating_point():  # class probabilities: torch divides by the positions
         return torch.ones_like(values)
     counts: torch.Tensor = (target != options["ignore_index"]).to(values)
@@ -142,7 +142,7 @@ def _class_weights(
 
 
 def _is_mean_of_nothing(loss: Any, output: Any, target: Any, mean: torch.Tensor) -> bool:
-    """Whether torch divided 0 by 0 because no target counts."""
+    """True if torch divided 0 by 0 because all targets are ignored."""
     function, _ = _torch_loss(loss)
     if function not in _CLASS_LOSSES or not mean.isnan():
         return False
@@ -151,7 +151,7 @@ def _is_mean_of_nothing(loss: Any, output: Any, target: Any, mean: torch.Tensor)
 
 
 def _torch_loss(loss: Any) -> tuple[Any, dict[str, Any]]:
-    """The function of torch behind a loss, if it is one, and the options it is called with."""
+    """The torch function behind a loss (None if there is none), and its options."""
     options: dict[str, Any] = {"weight": None, "ignore_index": -100, "reduction": "mean"}
     if isinstance(loss, functools.partial):
         function, inner = _torch_loss(loss.func)
@@ -170,7 +170,7 @@ def _torch_loss(loss: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _one_by_one(loss: Any) -> Any:
-    """The same torch loss without its mean."""
+    """The same torch loss with ``reduction="none"``."""
     if isinstance(loss, nn.Module):
         single: Any = copy.copy(loss)
         single.reduction = "none"
@@ -181,6 +181,6 @@ def _one_by_one(loss: Any) -> Any:
 def _takes_weight(loss: Any) -> bool:
     try:
         signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
-    except (TypeError, ValueError):  # some builtins have none
+    except (TypeError, ValueError):  # some builtins have no signature
         return False
     return "sample_weight" in signature.parameters

@@ -1,12 +1,11 @@
-"""Verdicts about bits: from run to run, on other numbers of devices, on one device.
+"""Compares runs to the last bit: run to run, and with one device.
 
-Here training runs as the user's will, in the precision of the job's own model, and nothing is
-rounded away: of all that modules take and return, of gradients, slots, parameters and buffers a
-digest is kept, by step and rank, and two runs are compared digest by digest, in the order in which
-values are computed.
+Training runs as ``fit`` would run it, in the precision of the job's own model. For each step and
+rank, the inputs and outputs of modules, gradients, slots, parameters and buffers are hashed. Two
+runs are compared hash by hash, in the order of computation.
 
-``planted`` is the test of that: one unit in the last place is added to a value of one rank in one
-step, and the first difference found must be that value, there and then.
+``planted`` tests the comparison: it adds one unit in the last place to one value, on one rank and
+in one step. The first difference found must be that value.
 """
 
 import hashlib
@@ -30,7 +29,7 @@ from lockstep.parallel.debug.module_watch import (
 from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.plan.makers.data_parallel import Maker, Mirrored, SingleDevice
 from lockstep.plan.spec import Plan
-from lockstep.proof.compare_run import Trial, fit_steps, make_trainer
+from lockstep.proof.compare_run import ProofSetup, fit_steps, make_trainer
 from lockstep.proof.job import copy_job
 from lockstep.train.callbacks.driver import Snapshot
 from lockstep.train.runtime.job_context import DEFAULT_TIMEOUT_SECONDS, StrategyLike
@@ -38,14 +37,13 @@ from lockstep.train.runtime.job_context import DEFAULT_TIMEOUT_SECONDS, Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What two runs have in common.
+    """The result of comparing two runs.
 
     Attributes:
-        name: which runs: "run to run", "one device, 2 shares", "one device", or what was planted.
-        is_same: whether they did the same, to the last bit; of what was planted, whether it was
-            found.
-        is_promised: whether they must have.
-        text: the first difference, or what was found; empty where there is none.
+        name: of the runs: "run to run", "one device, 2 shares", "one device", or "planted in ...".
+        is_same: True if all bits are the same; for a planted error, True if it was found.
+        is_promised: True if they must be.
+        text: the first difference; empty if there is none.
     """
 
     name: str
@@ -55,7 +53,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether what was promised is so."""
+        """True if the runs are the same, or need not be."""
         return self.is_same or not self.is_promised
 
     def __str__(self) -> str:
@@ -69,7 +67,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a value is. Without a rank it does not depend on how the work is divided."""
+    """The place of a value; ``rank`` is None if it does not depend on how the work is divided."""
 
     kind: str
     name: str
@@ -79,16 +77,16 @@ class _Place:
 
     def __str__(self) -> str:
         name = repr(self.name) if self.name else "the model"
-        what = _SAID.get(self.kind, f"{self.kind} {{}}").format(name)
+        what = _DESCRIPTIONS.get(self.kind, f"{self.kind} {{}}").format(name)
         parts = [what, f"step {self.step}"]
         if self.rank is not None:
             parts.insert(1, f"rank {self.rank}")
         return ", ".join(parts)
 
 
-_Prints = dict[_Place, bytes]
+_Digests = dict[_Place, bytes]
 
-_SAID = {
+_DESCRIPTIONS = {
     INPUT: "what {} takes",
     OUTPUT: "what {} returns",
     GRADIENT: "the gradient of what {} returns",
@@ -97,16 +95,16 @@ _SAID = {
 
 
 class _Recorder:
-    """Digests of all that a training computes, in the order of computation."""
+    """Hashes of all values of a training, in the order of computation."""
 
-    def __init__(self, look: WatchedSteps) -> None:
-        self.look = look
-        self.prints: _Prints = {}
-        self.values: list[tuple[int, Spot]] = []  # what ranks have computed in the last step
+    def __init__(self, watched_steps: WatchedSteps) -> None:
+        self.watched_steps = watched_steps
+        self.digests: _Digests = {}
+        self.values: list[tuple[int, Spot]] = []  # by rank, in the last step
         self._order: dict[str, int] = {}
 
     def begin(self, plan: Plan) -> None:
-        """Where ranks have different layers, these run in the Plan's order."""
+        """Note the order of the layers if ranks have different ones."""
         if plan.pipeline is not None:
             self._order = {layer.name: number for number, layer in enumerate(plan.layers)}
 
@@ -114,25 +112,25 @@ class _Recorder:
         step = snapshot.step
         self.values = []
         for rank, place, value in self._in_order(snapshot.noted, step):
-            self.prints[place] = self.prints.get(place, b"") + _digest(value)
+            self.digests[place] = self.digests.get(place, b"") + _digest(value)
             self.values.append((rank, Spot(place.kind, place.name, *place.call)))
-        self.prints[_Place("loss", "", step)] = repr(snapshot.loss).encode()
+        self.digests[_Place("loss", "", step)] = repr(snapshot.loss).encode()
         for name, gradient in sorted(snapshot.gradients.items()):
             if gradient is not None:
-                self.prints[_Place("gradient of parameter", name, step)] = _digest(gradient)
+                self.digests[_Place("gradient of parameter", name, step)] = _digest(gradient)
         for part in snapshot.slots:
             for slot, value in part.slots.items():
                 if isinstance(value, torch.Tensor):
                     place = _Place("slot", f"{part.name} {slot}", step, 0, (part.start, part.stop))
-                    self.prints[place] = _digest(value)
+                    self.digests[place] = _digest(value)
         for rank, state in enumerate(snapshot.states):
             for name, value in state.items():
-                self.prints[_Place("parameter or buffer", name, step, rank)] = _digest(value)
+                self.digests[_Place("parameter or buffer", name, step, rank)] = _digest(value)
 
-    def shared(self) -> _Prints:
-        """What does not depend on how the work is divided, each value once."""
-        found: _Prints = {}
-        for place, value in self.prints.items():
+    def undivided(self) -> _Digests:
+        """The values that do not depend on how the work is divided, each once."""
+        found: _Digests = {}
+        for place, value in self.digests.items():
             if place.kind in ("loss", "gradient of parameter", "parameter or buffer"):
                 found.setdefault(_Place(place.kind, place.name, place.step), value)
         return found
@@ -140,7 +138,7 @@ class _Recorder:
     def _in_order(
         self, noted: Sequence[Noted], step: int
     ) -> Iterator[tuple[int, _Place, torch.Tensor]]:
-        """Values of modules as they depend on each other, and not rank by rank."""
+        """Values of modules in the order of their dependencies, not rank by rank."""
         found: list[tuple[tuple[int, int, int], int, _Place, torch.Tensor]] = []
         for rank, shares in enumerate(noted):
             for values in shares.values():
@@ -153,7 +151,7 @@ class _Recorder:
             yield rank, place, value
 
     def _layer(self, module: str) -> int:
-        """Where a module comes among the layers; 0 where ranks have all of them."""
+        """The index of a module's layer; 0 if every rank has all layers."""
         while module and module not in self._order:
             module = module.rpartition(".")[0]
         return self._order.get(module, 0)
@@ -169,25 +167,25 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 @dataclass(eq=False)
 class BitsProof:
-    """Runs of one job.
+    """Runs one job several times and compares the bits.
 
     Attributes:
-        trial: what to train.
-        agreed: what rank 0 has, on all hosts.
+        setup: the training.
+        agreed: returns host 0's value on all hosts.
     """
 
-    trial: Trial
+    setup: ProofSetup
     agreed: Callable[[Any], Any]
     _plan: Plan | None = field(default=None, init=False)
 
     @cached_property
     def _first(self) -> "_Recorder":
-        return self._run(self.trial.strategy)
+        return self._run(self.setup.strategy)
 
     def verdicts(self) -> list[Verdict]:
-        """From run to run, and on one device."""
-        first, again = self._first, self._run(self.trial.strategy)
-        found = [_verdict("run to run", first.prints, again.prints, is_promised=True)]
+        """Compare with a second run, and with one device."""
+        first, again = self._first, self._run(self.setup.strategy)
+        found = [_verdict("run to run", first.digests, again.digests, is_promised=True)]
         plan = self._plan
         assert plan is not None
         is_apart = isinstance(plan.update, AveragedUpdate) or plan.num_hosts > 1
@@ -195,17 +193,17 @@ class BitsProof:
             return found
         if plan.pipeline is None:
             name = f"one device, {plan.num_shares} shares"
-            alone = self._run(_OneDevice(plan.num_shares)).shared()
-            found.append(_verdict(name, self._first.shared(), alone, is_promised=True))
-        alone = self._run(_OneDevice(1)).shared()
-        found.append(_verdict("one device", self._first.shared(), alone, is_promised=False))
+            alone = self._run(_OneDevice(plan.num_shares)).undivided()
+            found.append(_verdict(name, self._first.undivided(), alone, is_promised=True))
+        alone = self._run(_OneDevice(1)).undivided()
+        found.append(_verdict("one device", self._first.undivided(), alone, is_promised=False))
         return found
 
     def planted(self) -> list[Verdict]:
-        """One unit in the last place, in an output and in a gradient, on the last rank."""
+        """Add an error of one unit in the last place on the last rank, and find it."""
         rank = max((rank for rank, _ in self._first.values), default=0)
         own = [spot for one, spot in self._first.values if one == rank and spot.module]
-        step = self.trial.steps - 1
+        step = self.setup.steps - 1
         flips = []
         for kind in (OUTPUT, GRADIENT):
             names = list(dict.fromkeys(spot.module for spot in own if spot.kind == kind))
@@ -215,8 +213,8 @@ class BitsProof:
         return [self._find(flip) for flip in self.agreed(flips)]
 
     def _find(self, flip: Flip) -> Verdict:
-        prints = self._run(self.trial.strategy, flip).prints
-        first = _first_difference(self._first.prints, prints)
+        digests = self._run(self.setup.strategy, flip).digests
+        first = _first_difference(self._first.digests, digests)
         wanted = (flip.kind, flip.name, flip.step, flip.rank)
         place = _Place(flip.kind, flip.name, flip.step, flip.rank)
         is_found = first is not None and (first.kind, first.name, first.step, first.rank) == wanted
@@ -228,19 +226,19 @@ class BitsProof:
         )
 
     def _run(self, strategy: StrategyLike, flip: Flip | None = None) -> _Recorder:
-        own = copy_job(self.trial.job, in_double=False)
+        own = copy_job(self.setup.job, in_double=False)
         is_double = all(one.dtype == torch.float64 for one in own.model.parameters())
         precision = "fp64" if is_double else "fp32"
-        trainer = make_trainer(own, strategy, precision, self.trial.seed)
-        recorder = _Recorder(WatchedSteps(steps=range(self.trial.steps), flip=flip))
+        trainer = make_trainer(own, strategy, precision, self.setup.seed)
+        recorder = _Recorder(WatchedSteps(steps=range(self.setup.steps), flip=flip))
 
         def on_snapshot(snapshot: Snapshot) -> None:
             recorder.begin(trainer.plan)
             recorder(snapshot)
 
-        on_snapshot.look = recorder.look  # type: ignore[attr-defined]
+        on_snapshot.look = recorder.watched_steps  # type: ignore[attr-defined]
         try:
-            fit_steps(trainer, self.trial.data, self.trial.steps, on_snapshot)
+            fit_steps(trainer, self.setup.data, self.setup.steps, on_snapshot)
         finally:
             trainer.close()
         self._plan = self._plan or trainer.plan
@@ -248,7 +246,7 @@ class BitsProof:
 
 
 class _OneDevice:
-    """A strategy that uses one device."""
+    """A strategy for one device."""
 
     timeout_seconds = DEFAULT_TIMEOUT_SECONDS
     reach: Reach = "one process"
@@ -262,13 +260,13 @@ class _OneDevice:
         return Mirrored(devices=1, num_shares=self._num_shares, precision=precision)
 
 
-def _verdict(name: str, one: _Prints, other: _Prints, *, is_promised: bool) -> Verdict:
+def _verdict(name: str, one: _Digests, other: _Digests, *, is_promised: bool) -> Verdict:
     first = _first_difference(one, other)
     text = "" if first is None else str(first)
     return Verdict(name=name, is_same=first is None, is_promised=is_promised, text=text)
 
 
-def _first_difference(one: _Prints, other: _Prints) -> _Place | None:
+def _first_difference(one: _Digests, other: _Digests) -> _Place | None:
     return next(
         (place for place in {**one, **other} if one.get(place) != other.get(place)),
         None,

@@ -1,7 +1,6 @@
-"""Both sides of a proof, step by step: Lockstep, and beside it the plain loop.
+"""Runs Lockstep and the plain loop side by side, and compares them after every step.
 
-After every step of Lockstep's the reference makes its own on the same samples, both are compared,
-and only the figures are kept. So memory does not grow with the steps.
+Only the figures are kept, so memory does not grow with the steps.
 """
 
 import math
@@ -42,12 +41,12 @@ from lockstep.train.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """What is to be proved, of which runs are made.
+class ProofSetup:
+    """The training that a proof runs.
 
     Attributes:
-        job: what is trained, in copies.
-        data: what on.
+        job: model, loss and optimizer; each run copies them.
+        data: of both sides.
         strategy: Lockstep's.
         steps: updates to make.
         seed: of all random numbers.
@@ -60,34 +59,34 @@ class Trial:
     seed: int
 
 
-class TwoSides:
+class ComparedRun:
     """A run of both sides, from the start.
 
     Args:
-        trial: what is trained.
-        look: at what modules compute; None for not at all.
+        setup: the training.
+        watched_steps: the steps in which the values of modules are recorded; None for none.
 
     Attributes:
         comparisons: of all steps.
-        trainer: Lockstep.
-        look: see above.
-        seen: the last of the looks: the snapshot, and what the reference's modules have computed.
+        trainer: Lockstep's side.
+        look: ``watched_steps``, which ``Trainer.fit`` reads from ``on_snapshot``.
+        watched: the last watched step: its snapshot, and the values of the reference's modules.
     """
 
-    def __init__(self, trial: Trial, look: WatchedSteps | None = None) -> None:
+    def __init__(self, setup: ProofSetup, watched_steps: WatchedSteps | None = None) -> None:
         self.comparisons: list[Comparison] = []
-        self.look = look
-        self.seen: tuple[Snapshot, Noted] | None = None
-        self._data = trial.data
+        self.look = watched_steps
+        self.watched: tuple[Snapshot, Noted] | None = None
+        self._data = setup.data
         self._replicas: Replicas | None = None
-        self._make = partial(make_reference, trial)
-        self.trainer = make_trainer(copy_job(trial.job), trial.strategy, "fp64", trial.seed)
+        self._make = partial(make_reference, setup)
+        self.trainer = make_trainer(copy_job(setup.job), setup.strategy, "fp64", setup.seed)
         self._rounding: dict[str, torch.Tensor] = {}
         self._steps = 0
         self._updates = 0
 
     def run(self, steps: int) -> None:
-        """Train both, comparing every step."""
+        """Train both sides, and compare every step."""
         try:
             fit_steps(self.trainer, self._data, steps, self)
             self._check_complete(steps)
@@ -107,13 +106,13 @@ class TwoSides:
         else:
             with ModuleWatch(self._reference.model).watching() as noted:
                 record = self._step(snapshot)
-            self.seen = snapshot, noted
+            self.watched = snapshot, noted
         self._count(record)
         self.comparisons += compare_step(snapshot, record)
 
     @cached_property
     def _reference(self) -> Reference:
-        """Made after the trainer's first step: its Plan says where, and what is compressed."""
+        """The plain loop, made after the trainer's first step, which makes the Plan."""
         plan = self.trainer.plan
         if plan.compression is None or isinstance(plan.update, AveragedUpdate):
             return self._reference_of(None)
@@ -124,40 +123,40 @@ class TwoSides:
         return self._make(shares, rank_device(self.trainer.plan.devices, 0), **compressed)
 
     @property
-    def _linear(self) -> bool:
-        """The update is linear in the gradient: rounding stays rounding."""
+    def _is_linear(self) -> bool:
+        """True if the update is linear in the gradient, so that rounding stays small."""
         return type(self._reference.optimizer) is optim.SGD
 
     @property
     def model(self) -> nn.Module:
-        """The reference's."""
+        """The reference's model."""
         return self._reference.model
 
     def undetermined(self) -> Iterator[str]:
-        """The parameters of whose gradients something was rounding in some step."""
+        """Parameters whose gradient was only rounding in some step, in part or whole."""
         for name, mask in self._rounding.items():
             yield name if mask.all() else f"{name} ({int(mask.sum())} of {mask.numel()} elements)"
 
     def notes(self) -> Iterator[str]:
-        """What a person should know of this run."""
+        """Remarks for the report."""
         first = self._reference if self._replicas is None else self._replicas.references[0]
         yield from first.notes
         if not self._updates:
             yield "no batch weighed anything, so nothing was updated"
 
     def _compare_averaged(self, snapshot: Snapshot, update: AveragedUpdate) -> None:
-        """Ranks that train apart: with replicas that are simulated, or with one device."""
+        """Compare local SGD with simulated replicas, or with one device where that is equal."""
         if self.is_synchronous:
             record = self._step(None)
             self._count(record)
             self.comparisons += compare_states(snapshot, [record] * len(snapshot.states))
             return
         if self._replicas is None:
-            self._replicas = self._apart(self.trainer.plan, update)
+            self._replicas = self._simulated_replicas(self.trainer.plan, update)
         plan = self.trainer.plan
-        size = plan.ranks_per_replica  # each of these ranks knows what the replica has done
+        size = plan.ranks_per_replica
         records = self._replicas.step(
-            plan.num_shares, snapshot.weights[::size], partial(self._settle, snapshot)
+            plan.num_shares, snapshot.weights[::size], partial(self._before_update, snapshot)
         )
         self._count(records[0])
         of_ranks = [record for record in records for _ in range(size)]
@@ -165,7 +164,7 @@ class TwoSides:
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether the ranks train together, or average what comes to the same."""
+        """True if the ranks train together, or their averages equal synchronous training."""
         update, reference = self.trainer.plan.update, self._reference
         return not isinstance(update, AveragedUpdate) or (
             self.trainer.plan.compression is None
@@ -174,13 +173,13 @@ class TwoSides:
 
     @property
     def inexact(self) -> str:
-        """Why the result is not that of one device, by choice; empty where it is to be."""
+        """Why the strategy's result is not that of one device; empty if it must be."""
         if not self.is_synchronous:
             return INEXACT
         return "" if self.trainer.plan.compression is None else COMPRESSED
 
-    def _apart(self, plan: Plan, update: AveragedUpdate) -> Replicas:
-        """Replicas that train apart, simulated."""
+    def _simulated_replicas(self, plan: Plan, update: AveragedUpdate) -> Replicas:
+        """Simulated replicas of local SGD."""
         replicas, size = range(plan.num_replicas), plan.ranks_per_replica
         references = [self._reference_of(plan.shares_of(replica)) for replica in replicas]
         hosts = None
@@ -197,10 +196,14 @@ class TwoSides:
         self._updates += record.loss is not None
 
     def _step(self, snapshot: Snapshot | None) -> Record:
-        return self._reference.step(self.trainer.plan.num_shares, partial(self._settle, snapshot))
+        return self._reference.step(
+            self.trainer.plan.num_shares, partial(self._before_update, snapshot)
+        )
 
-    def _settle(self, snapshot: Snapshot | None, parameters: dict[str, nn.Parameter]) -> None:
-        if snapshot is not None and not self._linear:
+    def _before_update(
+        self, snapshot: Snapshot | None, parameters: dict[str, nn.Parameter]
+    ) -> None:
+        if snapshot is not None and not self._is_linear:
             self._take_rounding(parameters, snapshot)
 
     @torch.no_grad()
@@ -212,23 +215,23 @@ class TwoSides:
         }
         scale = norm_of(dense.values())
         for name, gradient in dense.items():
-            theirs = snapshot.gradients.get(name)
-            if theirs is None or theirs.shape != gradient.shape:
+            actual = snapshot.gradients.get(name)
+            if actual is None or actual.shape != gradient.shape:
                 continue
-            mask = rounding_mask(gradient, theirs, scale)
+            mask = rounding_mask(gradient, actual, scale)
             if mask.any():
-                gradient.copy_(theirs.where(mask, gradient))
+                gradient.copy_(actual.where(mask, gradient))
                 self._rounding[name] = mask | self._rounding.get(name, mask)
 
     def _compare_failure(self, error: NonFiniteLossError) -> None:
-        """Lockstep has stopped at a loss that is not finite: so must the reference's be."""
+        """Lockstep stopped at a non-finite loss; the reference's must not be finite, either."""
         record = self._step(None)
         if record.loss is not None and not math.isfinite(record.loss):
             raise error
         self._note_difference(record.step, f"not finite, the reference has {record.loss}")
 
     def _compare_gradient(self, error: NonFiniteGradientError) -> None:
-        """Lockstep has stopped at a gradient that is not finite: so must the reference's be."""
+        """Lockstep stopped at a non-finite gradient; the reference's must not be finite, either."""
         gradient = self._step(None).gradients[error.parameter]
         if gradient is not None and not bool(torch.isfinite(gradient).all()):
             raise error
@@ -254,24 +257,24 @@ class TwoSides:
 
 
 def make_reference(
-    trial: Trial, shares: range | None, device: torch.device, **compressed: Any
+    setup: ProofSetup, shares: range | None, device: torch.device, **compressed: Any
 ) -> Reference:
-    """The plain loop on a device, on the whole of each batch or on some shares alone.
+    """Make a plain loop that trains on whole batches or on some of their shares.
 
     Args:
-        trial: what it trains.
-        shares: of each batch; None for all.
-        device: where it trains.
-        compressed: see ``CompressedReference``; none for gradients as they are.
+        setup: the training.
+        shares: the shares of each batch; None for all.
+        device: of the model.
+        compressed: options of ``CompressedReference``; empty without compression.
     """
-    own = copy_job(trial.job, device=device)
+    own = copy_job(setup.job, device=device)
     kind = CompressedReference if compressed else Reference
     return kind(
         own.model,
         own.loss,
         own.optimizer,
-        trial.data.batches(),
-        seed=trial.seed,
+        setup.data.batches(),
+        seed=setup.seed,
         loss_weights=own.loss_weights,
         shares=shares,
         train_step=own.train_step,
@@ -281,7 +284,7 @@ def make_reference(
 
 
 def host_of_gradient(plan: Plan, name: str, share: int) -> int:
-    """The host that has a share's part of the gradient of a parameter."""
+    """The host that computes a share's gradient of a parameter."""
     if plan.pipeline is None:
         return plan.host_of(plan.replica_of(share))
     owners = (one for one in plan.layers if name.startswith(f"{one.name}.".lstrip(".")))
@@ -290,7 +293,7 @@ def host_of_gradient(plan: Plan, name: str, share: int) -> int:
 
 
 def make_trainer(own: Job, strategy: StrategyLike, precision: str, seed: int) -> Trainer:
-    """Lockstep, with a copy of a job."""
+    """Make a Trainer of a copied job."""
     return Trainer(
         own.model,
         loss=own.loss,
@@ -305,7 +308,7 @@ def make_trainer(own: Job, strategy: StrategyLike, precision: str, seed: int) ->
 
 
 def fit_steps(trainer: Trainer, data: JobData, steps: int, on_snapshot: Any) -> None:
-    """Train for so many steps, showing every one."""
+    """Train for ``steps`` steps, with a snapshot of each."""
     trainer.callbacks = [_StopAfter(steps)] if data.options["epochs"] > 1 else []
     try:
         trainer.fit(data.given, **data.options, verbose=0, on_snapshot=on_snapshot)
@@ -314,7 +317,7 @@ def fit_steps(trainer: Trainer, data: JobData, steps: int, on_snapshot: Any) -> 
 
 
 class _StopAfter(Callback):
-    """Ends the training after some steps."""
+    """Stops training after some steps."""
 
     def __init__(self, steps: int) -> None:
         self._left = steps

@@ -1,16 +1,14 @@
-"""Comparing a step of Lockstep's with the reference's, tensor by tensor. Pure functions.
+"""Compares a step of Lockstep with the same step of the reference, tensor by tensor.
 
-The measure: two tensors agree when ‖a - b‖ <= 1e-12 * max(‖b‖, S), with b the reference's and S the
-norm of all tensors of that kind together: the gradients, the parameters, each slot of the
-optimizer. Rounding in float64 is near 1e-16 of the numbers that were summed, and these are of the
-order of S, not of a single tensor that happened to come out small. What is no floating number must
-be equal; so must be infinities; NaN equals nothing.
+Two tensors agree if ‖a - b‖ <= 1e-12 * max(‖b‖, S), with b the reference's and S the norm of all
+tensors of that kind together: the gradients, the parameters, each slot of the optimizer. Rounding
+in float64 is near 1e-16 of the numbers that were summed; these are of the order of S, not of a
+single small tensor. Integers, booleans and infinities must be equal; NaN equals nothing.
 
-- Of buffers, S counts those that training has changed: a large constant must not excuse the others.
+- For buffers, S counts only those that training changed: a large constant must not hide the others.
 - A loss is compared with max(|b|, 1): near zero a logarithmic loss is the difference of numbers of
-  order 1. A loss that is wrong on a smaller scale than that has wrong gradients, where S has no
-  such floor.
-- Parameters and buffers are compared as every rank has them, under every name that they have.
+  order 1. A loss that is wrong on a smaller scale has wrong gradients, where S has no such floor.
+- Parameters and buffers are compared on every rank, under each of their names.
 """
 
 import math
@@ -26,7 +24,7 @@ from lockstep.train.callbacks.driver import Snapshot
 
 TOLERANCE = 1e-12
 
-# A gradient below this part of S is rounding: 1e-16, times what summing many terms adds to it.
+# A gradient below this part of S is rounding: 1e-16 times a factor for sums of many terms.
 ROUNDING = 1e-13
 
 LOSS, GRADIENT, SLOT, PARAMETER, BUFFER = "loss", "gradient", "slot", "parameter", "buffer"
@@ -35,16 +33,16 @@ KINDS = (LOSS, GRADIENT, SLOT, PARAMETER, BUFFER)  # in the order in which a fau
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One tensor of one step, compared.
+    """The comparison of one tensor in one step.
 
     Attributes:
         kind: one of ``KINDS``.
-        name: of the parameter or buffer, with the slot's name behind it; empty for the loss.
-        rank: whose tensor it is; None for what the ranks have together.
+        name: of the parameter or buffer, followed by the slot's name; empty for the loss.
+        rank: the tensor's rank; None for values that the ranks have together.
         step: from 0.
-        relative: ‖a - b‖ / max(‖b‖, S); infinite where no number can say it.
-        remark: what is wrong, where it is not a matter of size.
-        tolerance: the measure.
+        relative: ‖a - b‖ / max(‖b‖, S); infinite if the tensors cannot be subtracted.
+        remark: the difference in words, if it is not one of size.
+        tolerance: the largest ``relative`` that agrees.
     """
 
     kind: str
@@ -57,7 +55,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether it is within the measure."""
+        """True if it is within the tolerance."""
         return self.relative <= self.tolerance
 
     @property
@@ -73,12 +71,12 @@ class Comparison:
 
 
 def compare_step(snapshot: Snapshot, record: Record) -> list[Comparison]:
-    """Compare everything that a step left behind on ranks that are alike."""
+    """Compare all results of a step with one record for all ranks."""
     return compare_replicas(snapshot, [record] * len(snapshot.states))
 
 
 def compare_replicas(snapshot: Snapshot, records: Sequence[Record]) -> list[Comparison]:
-    """Compare everything that a step left behind, with a record for each rank."""
+    """Compare all results of a step with a record for each rank."""
     first = records[0]
     return [
         _compare_loss(snapshot, first),
@@ -105,25 +103,25 @@ def compare_records(other: Record, record: Record) -> list[Comparison]:
     return compare_step(snapshot, record)
 
 
-def distance(theirs: torch.Tensor, ours: torch.Tensor, scale: float = 0.0) -> float:
-    """How far apart two tensors are, by the measure; infinite where no number can say it."""
-    return _measure(theirs, ours, scale)[0]
+def distance(actual: torch.Tensor, expected: torch.Tensor, scale: float = 0.0) -> float:
+    """The relative difference of two tensors; infinite if they cannot be subtracted."""
+    return _measure(actual, expected, scale)[0]
 
 
-def rounding_mask(ours: torch.Tensor, theirs: torch.Tensor, scale: float) -> torch.Tensor:
-    """Elements of a gradient that are nothing but rounding on both sides, and disagree.
+def rounding_mask(expected: torch.Tensor, actual: torch.Tensor, scale: float) -> torch.Tensor:
+    """Elements of a gradient that are only rounding on both sides, and disagree.
 
-    Zero in exact arithmetic, such a gradient (a bias before a normalisation, the bias of attention
-    keys) has no digit that could be right. An optimizer that divides by the gradient's size turns
-    it into full steps all the same.
+    Such a gradient is zero in exact arithmetic (a bias before a normalisation, the bias of
+    attention keys), so none of its digits is right. An optimizer that divides by the gradient's
+    size still turns it into full steps.
 
     Args:
-        ours: a gradient of the reference.
-        theirs: the same of Lockstep.
+        expected: a gradient of the reference.
+        actual: the same of Lockstep.
         scale: norm of all gradients of the reference.
     """
-    small = (ours.abs() <= ROUNDING * scale) & (theirs.abs() <= ROUNDING * scale)
-    return small & ((ours - theirs).abs() > TOLERANCE * ours.abs())
+    small = (expected.abs() <= ROUNDING * scale) & (actual.abs() <= ROUNDING * scale)
+    return small & ((expected - actual).abs() > TOLERANCE * expected.abs())
 
 
 def norm_of(tensors: Iterable[torch.Tensor | None]) -> float:
@@ -181,8 +179,8 @@ def compare_states(snapshot: Snapshot, records: Sequence[Record]) -> Iterator[Co
         scales = _scales_of_state(record)
         for name in state if snapshot.is_divided else _all_names(state, record.state):
             kind = BUFFER if name in record.buffers else PARAMETER
-            ours, theirs = record.state.get(name), state.get(name)
-            yield _compare(kind, name, rank, record.step, theirs, ours, scales[kind])
+            expected, actual = record.state.get(name), state.get(name)
+            yield _compare(kind, name, rank, record.step, actual, expected, scales[kind])
     if snapshot.is_divided:
         yield from _compare_left_out(snapshot, records[0])
 
@@ -195,7 +193,7 @@ def _scales_of_state(record: Record) -> dict[str, float]:
 
 
 def _compare_left_out(snapshot: Snapshot, record: Record) -> Iterator[Comparison]:
-    """What no rank has."""
+    """Compare the tensors of the reference that no rank has."""
     scales = _scales_of_state(record)
     found = {name for state in snapshot.states for name in state}
     for name in sorted(record.state.keys() - found):
@@ -207,15 +205,15 @@ def _compare_slots(snapshot: Snapshot, record: Record) -> Iterator[Comparison]:
     pieces = _pieces_by_slot(snapshot)
     scales = _slot_scales(record.slots)
     for name, slots in record.slots.items():
-        for slot, ours in slots.items():
+        for slot, expected in slots.items():
             found = pieces.pop((name, slot), [])
             if not (found or record.state[name].numel()):
                 continue  # no rank steps on a parameter without elements
-            for theirs, same in _aligned(found, ours, record.state[name]):
+            for actual, same in _aligned(found, expected, record.state[name]):
                 yield _compare(
-                    SLOT, f"{name} {slot}", None, record.step, theirs, same, scales[slot]
+                    SLOT, f"{name} {slot}", None, record.step, actual, same, scales[slot]
                 )
-    for (name, slot), found in pieces.items():  # what the reference does not have
+    for (name, slot), found in pieces.items():  # slots that the reference does not have
         yield _compare(SLOT, f"{name} {slot}", None, record.step, found[0].value, None, 0.0)
 
 
@@ -237,23 +235,25 @@ def _pieces_by_slot(snapshot: Snapshot) -> dict[tuple[str, str], list[_Piece]]:
     return pieces
 
 
-def _aligned(pieces: list[_Piece], ours: Any, parameter: torch.Tensor) -> Iterator[tuple[Any, Any]]:
-    """Pairs to compare: the whole slot, or what each piece has of its own (a step count)."""
+def _aligned(
+    pieces: list[_Piece], expected: Any, parameter: torch.Tensor
+) -> Iterator[tuple[Any, Any]]:
+    """Pairs to compare: the whole slot, or each piece's own value (a step count)."""
     if not pieces:
-        yield None, ours
-    elif all(_shape_of(piece.value) == _shape_of(ours) for piece in pieces):
+        yield None, expected
+    elif all(_shape_of(piece.value) == _shape_of(expected) for piece in pieces):
         for piece in pieces:
-            yield piece.value, ours
-    elif isinstance(ours, torch.Tensor) and ours.shape == parameter.shape:
-        yield _assembled(pieces, ours), _in_memory_order(ours, parameter)
+            yield piece.value, expected
+    elif isinstance(expected, torch.Tensor) and expected.shape == parameter.shape:
+        yield _assembled(pieces, expected), _in_memory_order(expected, parameter)
     else:
-        yield pieces[0].value, ours
+        yield pieces[0].value, expected
 
 
-def _assembled(pieces: list[_Piece], ours: torch.Tensor) -> torch.Tensor:
-    """One flat tensor from pieces; what no rank has is NaN, which equals nothing."""
-    dtype = torch.complex128 if ours.is_complex() else torch.float64
-    whole = torch.full((ours.numel(),), math.nan, dtype=dtype)
+def _assembled(pieces: list[_Piece], expected: torch.Tensor) -> torch.Tensor:
+    """One flat tensor of all pieces; NaN, which equals nothing, where no rank has a piece."""
+    dtype = torch.complex128 if expected.is_complex() else torch.float64
+    whole = torch.full((expected.numel(),), math.nan, dtype=dtype)
     for piece in pieces:
         if _shape_of(piece.value) == (piece.stop - piece.start,):
             whole[piece.start : piece.stop] = piece.value
@@ -261,7 +261,7 @@ def _assembled(pieces: list[_Piece], ours: torch.Tensor) -> torch.Tensor:
 
 
 def _in_memory_order(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Elements in the order in which the parameter's lie in memory: pieces are cut along it."""
+    """Elements in the parameter's memory order, along which pieces are cut."""
     strides = parameter.stride()
     dims = sorted(range(parameter.dim()), key=lambda dim: strides[dim], reverse=True)
     return value.permute(dims).flatten()
@@ -280,38 +280,40 @@ def _slot_scales(slots: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def _compare(
-    kind: str, name: str, rank: int | None, step: int, theirs: Any, ours: Any, scale: float
+    kind: str, name: str, rank: int | None, step: int, actual: Any, expected: Any, scale: float
 ) -> Comparison:
-    relative, remark = _measure(theirs, ours, scale)
+    relative, remark = _measure(actual, expected, scale)
     return Comparison(kind=kind, name=name, rank=rank, step=step, relative=relative, remark=remark)
 
 
-def _measure(theirs: Any, ours: Any, scale: float) -> tuple[float, str]:
-    """How far apart, and what is wrong where no number says it."""
-    if ours is None or theirs is None:
-        return (0.0, "") if ours is theirs else (math.inf, _presence("one", theirs is not None))
-    if not (_is_numeric(ours) and _is_numeric(theirs)):
-        return (0.0, "") if ours == theirs else (math.inf, f"{theirs!r} instead of {ours!r}")
-    theirs, ours = _tensor(theirs), _tensor(ours)
-    if theirs.shape != ours.shape:
-        return math.inf, f"shape {tuple(theirs.shape)} instead of {tuple(ours.shape)}"
-    if not (ours.is_floating_point() or ours.is_complex()):
-        differing = int((theirs != ours).sum())
-        return (math.inf, f"{differing} of {ours.numel()} differ") if differing else (0.0, "")
-    if theirs.dtype == ours.dtype and theirs.equal(ours):
+def _measure(actual: Any, expected: Any, scale: float) -> tuple[float, str]:
+    """The relative difference, and the difference in words if it is not one of size."""
+    if expected is None or actual is None:
+        return (0.0, "") if expected is actual else (math.inf, _presence("one", actual is not None))
+    if not (_is_numeric(expected) and _is_numeric(actual)):
+        return (
+            (0.0, "") if expected == actual else (math.inf, f"{actual!r} instead of {expected!r}")
+        )
+    actual, expected = _tensor(actual), _tensor(expected)
+    if actual.shape != expected.shape:
+        return math.inf, f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    if not (expected.is_floating_point() or expected.is_complex()):
+        differing = int((actual != expected).sum())
+        return (math.inf, f"{differing} of {expected.numel()} differ") if differing else (0.0, "")
+    if actual.dtype == expected.dtype and actual.equal(expected):
         return 0.0, ""
-    distance = (theirs - ours).abs().double().where(theirs != ours, 0.0)
+    distance = (actual - expected).abs().double().where(actual != expected, 0.0)
     difference = torch.linalg.vector_norm(distance).item()
     if not math.isfinite(difference):
-        return math.inf, f"{int((~distance.isfinite()).sum())} of {ours.numel()} not finite"
+        return math.inf, f"{int((~distance.isfinite()).sum())} of {expected.numel()} not finite"
     if difference == 0:
         return 0.0, ""
-    largest = max(norm_of([ours.abs()]), scale)
+    largest = max(norm_of([expected.abs()]), scale)
     return (difference / largest, "") if largest else (math.inf, "not zero")
 
 
-def _presence(what: str, theirs: bool) -> str:
-    return f"{what} where the reference has none" if theirs else f"none, the reference has {what}"
+def _presence(what: str, actual: bool) -> str:
+    return f"{what} where the reference has none" if actual else f"none, the reference has {what}"
 
 
 def _shape_of(value: Any) -> tuple[int, ...] | None:
@@ -323,7 +325,7 @@ def _is_numeric(value: Any) -> bool:
 
 
 def _tensor(value: torch.Tensor | float) -> torch.Tensor:
-    """A tensor on the host; a number keeps its digits."""
+    """A tensor on the CPU; a Python float becomes float64."""
     dtype = torch.float64 if isinstance(value, float) else None
     return torch.as_tensor(value, dtype=dtype).detach().cpu()
 
@@ -333,5 +335,5 @@ def _floating(state: dict[str, torch.Tensor], names: Iterable[str]) -> list[torc
     return [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
 
 
-def _all_names(theirs: Iterable[str], ours: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys([*ours, *theirs]))
+def _all_names(actual: Iterable[str], expected: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys([*expected, *actual]))

@@ -1,9 +1,8 @@
-"""Compression between hosts, simulated: what each would have sent, and what all understand of it.
+"""Simulates compression between hosts: what each host sends, and what all hosts decode.
 
-What Lockstep promises where hosts compress what they send is not the result of one device but this
-one. As the reference that it is made of, it shares no code with what it is compared with: it goes
-through a batch share by share, adds up the gradients of each host's shares, rounds, quantizes or
-factorizes these sums, and goes on with what comes of them.
+With compression, Lockstep promises this result, not that of one device. Like ``Reference``, this
+simulation shares no code with the implementation that it checks. It computes a batch share by
+share, sums the gradients of each host's shares, and rounds, quantizes or factorizes these sums.
 """
 
 import copy
@@ -32,16 +31,16 @@ from lockstep.proof.reference import DataOfBatch, Reference
 
 Tensors = Sequence[torch.Tensor]
 
-# The host of a share, as far as a parameter is concerned.
+# From a parameter's name and a share to the host that sums the share's gradient.
 HostOf = Callable[[str, int], int]
 
 
 class SimulatedHosts:
-    """What hosts make of their parts of sums, with what each could not send before.
+    """Compressed sums over hosts, with error feedback.
 
     Args:
-        compression: of what they send.
-        num_hosts: how many there are.
+        compression: of the messages.
+        num_hosts: number of hosts.
     """
 
     def __init__(self, compression: Compression, num_hosts: int) -> None:
@@ -53,7 +52,7 @@ class SimulatedHosts:
 
     @torch.no_grad()
     def sum(self, name: str, parts: Tensors) -> torch.Tensor:
-        """What all hosts understand of a tensor's parts, added up.
+        """The sum of a tensor's parts as all hosts decode them.
 
         Args:
             name: of the tensor.
@@ -62,7 +61,7 @@ class SimulatedHosts:
         how = compression_of(self._compression, parts[0].shape)
         self._num_sums[name] += 1
         is_early = isinstance(how, PowerSGD) and self._num_sums[name] <= how.warm_up
-        if how is None or is_early:  # nothing is left of an early one
+        if how is None or is_early:  # PowerSGD's first sums are exact and leave no error
             return torch.stack(list(parts)).sum(0)
         errors = self._errors.get(name, [torch.zeros_like(part) for part in parts])
         wanted = [part + error for part, error in zip(parts, errors, strict=True)]
@@ -85,7 +84,7 @@ class SimulatedHosts:
 
 
 def _sent_alone(tensor: torch.Tensor, how: Compression) -> torch.Tensor:
-    """What is understood of a tensor, where that does not depend on other hosts."""
+    """The decoded tensor, for compressions that do not depend on other hosts."""
     flat = tensor.flatten()
     match how:
         case BFloat16():
@@ -106,7 +105,7 @@ def _sent_alone(tensor: torch.Tensor, how: Compression) -> torch.Tensor:
 
 
 def _orthonormal(columns: torch.Tensor) -> torch.Tensor:
-    """Columns that span the same; zero where one adds nothing but rounding."""
+    """Orthonormal columns that span the same space; zero for one that adds only rounding."""
     found: list[torch.Tensor] = []
     for column in columns.T:
         rest = column
@@ -127,16 +126,16 @@ def _rows(start: int, stop: int, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class CompressedReference(Reference):
-    """The plain loop with gradients that hosts have compressed.
+    """The plain loop with gradients that hosts compress.
 
     Args:
         args: see ``Reference``.
-        hosts: that compress.
-        host_of: which of them each share's part of a gradient comes from.
+        hosts: the hosts.
+        host_of: the host of each share's part of a gradient.
         options: see ``Reference``.
 
     Raises:
-        OptionError: the samples of a batch are not to be had share by share.
+        OptionError: the batch cannot be computed share by share.
     """
 
     def __init__(self, *args: Any, hosts: SimulatedHosts, host_of: HostOf, **options: Any) -> None:
@@ -173,7 +172,7 @@ class CompressedReference(Reference):
     def _exchanged(
         self, name: str, parameter: torch.Tensor, parts: Sequence[torch.Tensor | None]
     ) -> torch.Tensor:
-        """What all hosts understand of the parts of a gradient that shares have."""
+        """The sum of the shares' gradients as all hosts decode it."""
         sums = [torch.zeros_like(parameter) for _ in range(self._hosts.num_hosts)]
         for share, part in enumerate(parts):
             if part is not None:
@@ -185,8 +184,7 @@ class CompressedReference(Reference):
         is_own = isinstance(self._loss, OwnLoss) or self._train_step is not None
         if sees_batch or is_own or self._dims:
             raise OptionError(
-                "What hosts compress can be simulated where each sample has an output of its own, "
-                "and a loss function takes it.",
+                "A proof of compression needs an output per sample and a loss function of outputs.",
                 received="a model with BatchNorm or a loss of its own, a train_step, or batch_dim",
                 fix="Verify it without `compression`.",
             )

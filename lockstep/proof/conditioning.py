@@ -1,14 +1,14 @@
-"""How many digits of a training are determined: measured with errors in the last place.
+"""Measures how far rounding alone can move a training.
 
-Not every model can be held to 1e-12 in float64. Some compute in float32 or bf16 inside, whatever is
-asked of them (norms and softmaxes of transformers), and some are badly conditioned: BatchNorm over
-few samples, or code that compares numbers (the buckets of a hash). There dividing the work
-reorders sums, errors of the last place differ, and the model makes more of them.
+Not every model agrees to 1e-12 in float64. Some always compute in float32 or bf16 inside (norms and
+softmaxes of transformers). Others are badly conditioned: BatchNorm over few samples, or code that
+compares numbers (the buckets of a hash). Dividing the work reorders sums, so errors in the last
+place differ, and such models amplify them.
 
-So the plain loop is run twice more: as it is, and with an error of one unit in the last place in
-the results of all operations that sum (products, convolutions, norms, means) or that round to a
-shorter type. By how much the two differ, in each kind of tensor and up to each step, is what
-rounding alone can do; some times that is what a proof allows.
+The plain loop is therefore run twice more: unchanged, and with an error of one unit in the last
+place in the results of all operations that sum (products, convolutions, norms, means) or round to a
+shorter dtype. Their difference, by kind of tensor and step, is the effect of rounding; a proof
+allows a multiple of it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,13 +24,13 @@ from lockstep.data.trees import map_tensors, tensors_of
 from lockstep.proof.comparison import TOLERANCE, Comparison, compare_records
 from lockstep.proof.reference import Reference
 
-# Sums in another order, with fused operations, err a few times as much as one pass of such errors.
+# Sums in another order, and fused operations, err a few times as much as the perturbed run.
 _FACTOR = 16.0
 
-# Beyond, by the bytes of the shortest type: too few digits are left to call it a proof.
-_MOST = {8: 1e-6, 4: 1e-2, 2: 0.3, 1: 0.3}
+# The largest bound that still makes a proof, by the bytes of the shortest dtype.
+_MAX_BOUNDS = {8: 1e-6, 4: 1e-2, 2: 0.3, 1: 0.3}
 
-# Operations that sum, by how their names begin.
+# Prefixes of the names of operations that sum.
 _SUMMING = (
     "mm",
     "addmm",
@@ -66,12 +66,12 @@ _SUMMING = (
 
 @dataclass(frozen=True, kw_only=True)
 class Conditioning:
-    """What rounding alone can do to a training.
+    """The effect of rounding on a training.
 
     Attributes:
-        dtype: the shortest floating type that it computes in.
-        module: where that is first seen, by name; None where it is float64 everywhere.
-        bounds: how far apart results may be, by kind and step.
+        dtype: the shortest floating dtype that it computes in.
+        module: name of the first module that computes in it; None if all compute in float64.
+        bounds: the largest relative difference allowed, by kind and step.
     """
 
     dtype: torch.dtype
@@ -80,27 +80,27 @@ class Conditioning:
 
     @property
     def largest(self) -> float:
-        """Of all bounds."""
+        """The largest bound."""
         return max((each for own in self.bounds.values() for each in own), default=TOLERANCE)
 
     def bound(self, kind: str, step: int) -> float:
-        """How far apart results of a kind may be after a step."""
+        """The largest relative difference allowed for a kind of tensor after a step."""
         own = self.bounds.get(kind, [])
         return own[step] if step < len(own) else TOLERANCE
 
     @property
-    def most(self) -> float:
-        """What a bound may be at most."""
-        return _MOST[self.dtype.itemsize]
+    def max_bound(self) -> float:
+        """The largest bound that still makes a proof."""
+        return _MAX_BOUNDS[self.dtype.itemsize]
 
     def loosened(self, comparisons: Sequence[Comparison]) -> list[Comparison]:
-        """The comparisons, held to these bounds."""
+        """The comparisons, with these bounds as tolerances."""
         return [
-            replace(one, tolerance=min(self.bound(one.kind, one.step), self.most))
+            replace(one, tolerance=min(self.bound(one.kind, one.step), self.max_bound))
             for one in comparisons
         ]
 
-    def said(self) -> str:
+    def summary(self) -> str:
         """As a sentence."""
         where = "in float64"
         if self.module is not None:
@@ -111,7 +111,7 @@ class Conditioning:
             f"the model computes {where}, and there errors of one unit in the last place move its "
             f"results by at most {self.largest / _FACTOR:.1e}"
         )
-        if self.largest > self.most:
+        if self.largest > self.max_bound:
             text += ": too much to tell a fault from rounding. Try SGD, and no BatchNorm"
         return text
 
@@ -119,31 +119,31 @@ class Conditioning:
 def measure(
     reference: Reference, perturbed: Reference, num_shares: int, steps: int
 ) -> Conditioning:
-    """Run two references of the same job side by side, one of them with errors."""
+    """Run two references of the same job side by side, ``perturbed`` with rounding errors."""
     errors = LastPlace(perturbed.model)
     largest: dict[str, float] = {}
     bounds: dict[str, list[float]] = {}
     for step in range(steps):
         record = reference.step(num_shares)
-        with errors.made():
+        with errors.enabled():
             other = perturbed.step(num_shares, lambda _: errors.stop())
         for one in compare_records(other, record):
             largest[one.kind] = max(largest.get(one.kind, 0.0), one.relative)
         for kind, relative in largest.items():
-            own = bounds.setdefault(kind, [TOLERANCE] * step)  # some slots come later
+            own = bounds.setdefault(kind, [TOLERANCE] * step)  # some slots appear later
             own.append(max(TOLERANCE, _FACTOR * relative))
     return Conditioning(dtype=errors.dtype, module=errors.module, bounds=bounds)
 
 
 class LastPlace(TorchDispatchMode):
-    """Within it, sums have errors of one unit in the last place, up or down.
+    """While active, adds an error of one unit in the last place, up or down, to sums.
 
     Args:
-        model: whose modules are to be named.
+        model: gives the names of modules.
 
     Attributes:
-        dtype: the shortest floating type of a result so far.
-        module: where it was seen first; None where that is float64.
+        dtype: the shortest floating dtype of a result so far.
+        module: name of the first module with such a result; None for float64.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -153,12 +153,12 @@ class LastPlace(TorchDispatchMode):
         self._model = model
         self._names: list[str] = []
         self._generator = torch.Generator().manual_seed(0)
-        self._is_on = False
+        self._is_enabled = False
 
     @contextmanager
-    def made(self) -> Iterator[None]:
-        """Within the block errors are made, until ``stop``."""
-        self._is_on = True
+    def enabled(self) -> Iterator[None]:
+        """Add errors within the block, until ``stop``."""
+        self._is_enabled = True
 
         def leave(*_: Any) -> None:
             self._names.pop()
@@ -180,14 +180,14 @@ class LastPlace(TorchDispatchMode):
             self._names.clear()
 
     def stop(self) -> None:
-        """What follows is as it would be without."""
-        self._is_on = False
+        """Add no further errors."""
+        self._is_enabled = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self._is_on:
+        if not self._is_enabled:
             return result
         floating = [one for one in tensors_of(result) if one.is_floating_point()]
         is_shortened = _is_shortened(args, floating)

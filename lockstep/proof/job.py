@@ -1,8 +1,7 @@
-"""A Job: everything that ``lockstep verify`` and ``lockstep plan`` need to know of a training.
+"""A Job: the description of a training for ``lockstep verify`` and ``lockstep plan``.
 
-A proof runs the same training twice, so a job makes copies of itself in float64: the user's own
-model and optimizer are never touched. Model, loss and optimizer are copied together, because they
-may hold the same parameters.
+A proof trains float64 copies of the job, never the user's own model and optimizer. Model, loss and
+optimizer are copied together, because they may hold the same parameters.
 """
 
 import copy
@@ -28,19 +27,19 @@ class Job:
 
     Attributes:
         model: the model.
-        loss: as the Trainer takes it: a mean, values of shape (n,), or a pair (total, weight);
-            several of them; or an ``OwnLoss``.
+        loss: as for the Trainer: a function that returns a mean, values of shape (n,), or a pair
+            (total, weight); several of them; or an ``OwnLoss``.
         optimizer: a torch optimizer over ``model.parameters()``, or a class or function that makes
             one from them.
-        data: as ``Trainer.fit`` takes it.
-        batch_size: samples of a global batch, where the data has no batches of its own.
+        data: as for ``Trainer.fit``.
+        batch_size: samples of a global batch; unused if the data has batches of its own.
         loss_weights: a factor for each of several losses.
-        train_step: ``train_step(model, batch)`` that returns the loss, as the Trainer takes it, in
-            place of ``loss``, which is None then.
-        batch_dim: where the samples are in data, model and loss, as the Trainer takes it.
+        train_step: as for the Trainer: ``train_step(model, batch)`` returns the loss; ``loss`` is
+            None then.
+        batch_dim: as for the Trainer: the dim of the samples in data, model and loss.
 
     Raises:
-        OptionError: a part that cannot be what it is.
+        OptionError: an argument has the wrong type or value.
     """
 
     model: nn.Module
@@ -77,7 +76,7 @@ class Job:
         check_loss(self.loss, self.loss_weights, problems, "A Job's loss")
         if not callable(self.optimizer) and not isinstance(self.optimizer, optim.Optimizer):
             problems.add(
-                "A Job's optimizer must be what the Trainer takes.",
+                "A Job's optimizer must be a torch optimizer, or make one from parameters.",
                 received=repr(self.optimizer),
                 fix="See the documentation of lockstep.Trainer.",
             )
@@ -91,21 +90,21 @@ class Job:
 
     @property
     def dims(self) -> BatchDims:
-        """Where the samples are, by part."""
+        """The dim of the samples in inputs, targets and outputs."""
         return BatchDims.of(self.batch_dim)
 
 
 def copy_job(job: Job, *, in_double: bool = True, device: torch.device | None = None) -> Job:
-    """The job, with copies of what a training changes, and an optimizer over the copied model.
+    """The job with copies of model, loss and train_step, and an optimizer over the copied model.
 
     Args:
         job: the job.
-        in_double: have the copies be in float64.
-        device: where they are to be; None for where the job's are.
+        in_double: True for copies in float64.
+        device: of the copies; None for the job's own.
 
     Raises:
         ModelError: the model cannot be copied.
-        OptionError: the optimizer makes no optimizer.
+        OptionError: the optimizer function returns no optimizer.
     """
     memo: dict[int, Any] = {}
     try:
@@ -136,7 +135,7 @@ def copy_job(job: Job, *, in_double: bool = True, device: torch.device | None = 
 
 
 def _in_double(loss: Any) -> Any:
-    """Weights that a loss holds must have the precision of what it is given."""
+    """The loss with its tensors (class weights, say) in the precision of its inputs."""
     if isinstance(loss, nn.Module):
         return loss._apply(_double)
     if isinstance(loss, Mapping):
@@ -168,12 +167,12 @@ def _copied_optimizer(
         if not isinstance(made, optim.Optimizer):
             raise OptionError(
                 "A Job's optimizer must be a torch optimizer, or make one from parameters.",
-                received=f"something that makes a {type(made).__name__}",
+                received=f"a function that returns a {type(made).__name__}",
                 fix="Pass functools.partial(torch.optim.Adam, lr=1e-3), for example.",
             )
         return made
-    # The optimizer's own copying drops what subclasses add. The memo maps its parameters to the
-    # copied model's.
+    # deepcopy of an optimizer drops attributes that subclasses add. The memo maps its parameters to
+    # those of the copied model.
     contents = copy.deepcopy(optimizer_contents(optimizer), memo)
     for slots in contents["state"].values():
         for name, value in slots.items():

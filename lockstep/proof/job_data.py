@@ -1,7 +1,7 @@
-"""A job's data, as both sides of a proof go through it: in its own order, as often as is needed.
+"""A job's data for both sides of a proof: unshuffled, repeated as often as the steps need.
 
-What can only be iterated is read once, up to the steps of the proof, and kept: both sides get the
-same batches, and Lockstep gets them as a stream.
+Iterable data is read once, for the steps of the proof, and kept: both sides get the same batches,
+Lockstep as a stream.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,15 +22,15 @@ from lockstep.proof.reference import DataOfBatch
 
 @dataclass(frozen=True, kw_only=True)
 class JobData:
-    """What a proof trains on.
+    """The data of a proof.
 
     Attributes:
-        given: to ``fit``, and
-        options: of it.
-        batches: gives the batches anew.
+        given: the data for ``fit``.
+        options: the options for ``fit``.
+        batches: returns an iterator over the batches from the first.
         steps_per_epoch: batches of an epoch.
-        size: what a batch is, in words.
-        num_batches: how many there are; None where they begin again.
+        size: the size of a batch, in words.
+        num_batches: how many there are; None if they repeat.
     """
 
     given: Any
@@ -42,10 +42,10 @@ class JobData:
 
 
 def data_of(job: Job, steps: int, seed: int) -> JobData:
-    """A job's data for so many steps.
+    """The data of a job for ``steps`` steps.
 
     Raises:
-        DataError: it is no data, or has no batch.
+        DataError: the data has an unknown type, or no batch.
     """
     stream = as_stream(job.data, name="data", batch_size=job.batch_size)
     if stream is None:
@@ -94,7 +94,7 @@ def _iterated(stream: Stream, dims: BatchDims, steps: int, seed: int) -> JobData
 
 
 def _elements(stream: Stream) -> Iterator[Any]:
-    """Pass after pass."""
+    """The stream's elements, epoch after epoch."""
     while True:
         is_empty = True
         for element in stream.begin():

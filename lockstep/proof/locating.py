@@ -1,14 +1,13 @@
-"""Where a difference begins, and what kind of cause that points to.
+"""Finds the module where a difference begins, and the likely cause.
 
-The step that differs first is made once more on both sides, from the start of the training, and
-what each module takes and returns is compared in the order in which the plain loop computes it,
-then the gradients of what they return. The first that differs names the module: where a module has
-taken the same and returns something else, it is the one; where it has taken something else, it is
-the code between it and the modules before.
+Both sides repeat the training up to the first step that differs. In that step, each module's inputs
+and outputs are compared in the order in which the plain loop computes them, then the gradients of
+the outputs. The first difference names the module: equal inputs with different outputs point to the
+module itself, different inputs to the code between it and the modules before.
 
-Modules that a pipeline runs instruction by instruction are compared by those inside of them. Rows
-of all shares are put together along the dim in which they add up; where they are the same numbers
-in another order (samples behind time, say), they agree.
+A pipeline runs some modules instruction by instruction; their submodules are compared instead. The
+rows of all shares are concatenated along the dim whose sizes add up. The same numbers in another
+order (samples behind time, say) agree.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +31,7 @@ _DROPOUTS = (
     nn.FeatureAlphaDropout,
 )
 
-# By share: the rank, and what its module has computed.
+# By share: the rank, and the value that its module computed.
 _Pieces = dict[int, tuple[int, torch.Tensor]]
 
 
@@ -43,10 +42,10 @@ class Cause:
     Attributes:
         kind: "data", "forward", "code", "batch statistics", "random numbers", "loss", "backward",
             "sum of gradients", "update", "buffers", or "not repeated".
-        module: the first whose output or gradient differs, by name; None where all agree.
+        module: name of the first module whose output or gradient differs; None if all agree.
         step: from 0.
-        ranks: which compute something else; none where all do.
-        text: all of that as a sentence.
+        ranks: the ranks that differ; empty if all do.
+        text: the cause as a sentence.
     """
 
     kind: str
@@ -59,27 +58,27 @@ class Cause:
 def locate(
     model: nn.Module, first: Comparison, snapshot: Snapshot, noted: Noted, tolerance: float
 ) -> Cause:
-    """The cause of a difference.
+    """Find the cause of a difference.
 
     Args:
-        model: whose modules these are.
+        model: the reference's model.
         first: the first difference.
-        snapshot: of the step in which it was found, with what modules have computed.
-        noted: what the reference's modules have computed in that step.
-        tolerance: differences of modules' values within it do not count.
+        snapshot: of the step in which it was found, with the values of Lockstep's modules.
+        noted: the values of the reference's modules in that step.
+        tolerance: smaller differences between values of modules do not count.
     """
     pieces = _by_spot(snapshot.noted)
-    (ours,) = noted.values() if noted else ([],)
-    gradients = norm_of(value for spot, value in ours if spot.kind == GRADIENT)
+    (expected,) = noted.values() if noted else ([],)
+    gradients = norm_of(value for spot, value in expected if spot.kind == GRADIENT)
     factor = snapshot.num_samples / snapshot.weight if snapshot.weight else 1.0
-    for spot, value in ours:
+    for spot, value in expected:
         if not value.is_floating_point() or spot not in pieces:
             continue
         is_gradient = spot.kind == GRADIENT
-        if is_gradient and first.kind == comparison.LOSS:  # what is behind it is wrong, too
+        if is_gradient and first.kind == comparison.LOSS:  # a wrong loss has wrong gradients
             break
         found = pieces[spot]
-        if is_gradient and len(found) > 1:  # alone, a share has divided by its own weight
+        if is_gradient and len(found) > 1:  # a single share has divided by its own weight
             found = {share: (rank, one * factor) for share, (rank, one) in found.items()}
         relative, ranks = _compare(found, value, gradients if is_gradient else 0.0, tolerance)
         if relative > tolerance:
@@ -88,7 +87,7 @@ def locate(
 
 
 def not_repeated(first: Comparison) -> Cause:
-    """A second run has not differed there."""
+    """The cause if a second run did not differ in that step."""
     return Cause(
         kind="not repeated",
         module=None,
@@ -110,28 +109,30 @@ def _by_spot(noted: Sequence[Noted]) -> dict[Spot, _Pieces]:
 
 def _compare(
     pieces: Mapping[int, tuple[int, torch.Tensor]],
-    ours: torch.Tensor,
+    expected: torch.Tensor,
     scale: float,
     tolerance: float,
 ) -> tuple[float, tuple[int, ...]]:
-    """How far apart; and the ranks that differ, if some do not."""
-    tensors = [value.to(ours.dtype) for _, (_, value) in sorted(pieces.items())]
+    """The largest relative difference, and the ranks that differ; no ranks if all differ."""
+    tensors = [value.to(expected.dtype) for _, (_, value) in sorted(pieces.items())]
     ranks = [rank for _, (rank, _) in sorted(pieces.items())]
-    if all(one.shape == ours.shape for one in tensors):  # of no sample, or of all of them
-        apart = [distance(one, ours, scale) for one in tensors]
+    if all(one.shape == expected.shape for one in tensors):  # values without a dim for samples
+        distances = [distance(one, expected, scale) for one in tensors]
     else:
-        dim = _dim_of_rows(tensors, ours)
+        dim = _dim_of_rows(tensors, expected)
         if dim is None:
             return 0.0, ()
         whole = torch.cat(tensors, dim)
-        in_order = [one.flatten().sort().values for one in (whole, ours)]
+        in_order = [one.flatten().sort().values for one in (whole, expected)]
         if distance(in_order[0], in_order[1], scale) <= tolerance:
             return 0.0, ()
-        rows = ours.split([one.shape[dim] for one in tensors], dim)
-        scale = max(scale, norm_of([ours]))
-        apart = [distance(one, own, scale) for one, own in zip(tensors, rows, strict=True)]
-    different = sorted({rank for rank, one in zip(ranks, apart, strict=True) if one > tolerance})
-    return max(apart), tuple(different) if len(different) < len(set(ranks)) else ()
+        rows = expected.split([one.shape[dim] for one in tensors], dim)
+        scale = max(scale, norm_of([expected]))
+        distances = [distance(one, own, scale) for one, own in zip(tensors, rows, strict=True)]
+    different = sorted(
+        {rank for rank, one in zip(ranks, distances, strict=True) if one > tolerance}
+    )
+    return max(distances), tuple(different) if len(different) < len(set(ranks)) else ()
 
 
 def _dim_of_rows(pieces: Sequence[torch.Tensor], whole: torch.Tensor) -> int | None:
@@ -152,13 +153,13 @@ def _of_module(
         who = f", on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} only"
         advice += " Other ranks agree: see what their process has that this one lacks."
     what = {INPUT: "what {} takes", GRADIENT: "the gradient of what {} returns"}
-    said = what.get(spot.kind, "what {} returns").format(_named(spot.module, module))
+    value = what.get(spot.kind, "what {} returns").format(_named(spot.module, module))
     return Cause(
         kind=kind,
         module=spot.module,
         step=step,
         ranks=ranks,
-        text=f"The first that differs is {said}, in step {step}{who}: relative {relative:.1e}. "
+        text=f"The first that differs is {value}, in step {step}{who}: relative {relative:.1e}. "
         f"{advice}",
     )
 

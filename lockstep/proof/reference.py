@@ -1,9 +1,8 @@
 """The reference: a plain PyTorch loop over whole batches, in float64, on one device.
 
-What Lockstep promises is that dividing the work changes nothing, so the thing to compare with must
-not divide it, and must share no code with what does. Of Lockstep it sees ``data`` (the samples and
-their order) and ``plan.shares`` (which random numbers belong to which sample), and nothing else:
-import-linter holds it to that.
+Lockstep promises that dividing the work changes nothing, so the reference does not divide it, and
+shares no code with modules that do. It imports only ``data`` (the samples and their order) and
+``plan.shares`` (which random numbers belong to which sample); import-linter checks that.
 """
 
 import copy
@@ -28,22 +27,22 @@ from lockstep.proof.streams import Probe, ShareStreams, probe_draws
 
 Gradients = dict[str, torch.Tensor | None]
 
-# Where a batch's samples are, and which of them it has, in order.
+# A source, and the indices of a batch's samples in it.
 DataOfBatch = tuple[Source, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Everything a step of the reference left behind.
+    """The results of a step of the reference.
 
     Attributes:
         step: the step's number, from 0.
-        loss: of the whole batch; None where the batch weighs nothing and no update was made.
-        gradients: of every trainable parameter by name; None where it was not used.
+        loss: of the whole batch; None if the batch's weight is 0 and no update was made.
+        gradients: of every trainable parameter by name; None for an unused one.
         state: the tensors of the model's ``state_dict``, a tied one under each of its names.
-        buffers: which names of ``state`` are buffers.
-        parameters: the names of the parameters, each by its first.
-        moved_buffers: the buffers that training has changed so far, each by its first name.
+        buffers: the names of ``state`` that are buffers.
+        parameters: the first name of each parameter.
+        moved_buffers: the first name of each buffer that training has changed so far.
         slots: of the optimizer, by parameter name.
     """
 
@@ -58,18 +57,18 @@ class Record:
 
 
 class Reference:
-    """Trains step by step.
+    """A plain training loop, one step per call.
 
     Args:
         model: in float64; it is trained in place.
         loss: see ``batch_loss``.
         optimizer: over the model's parameters.
-        batches: the data: sources, and which of their samples make a batch.
+        batches: the data: a source and the indices of each batch's samples.
         seed: of all random streams.
         loss_weights: of several losses.
-        shares: of each batch, those that it trains on; None for all.
-        train_step: the user's own, in place of model and loss.
-        dims: where the samples are in what the user's code takes.
+        shares: the shares of each batch to train on; None for all.
+        train_step: the user's own, instead of the loss.
+        dims: the dims of the samples in the tensors that the user's code takes.
 
     Attributes:
         model: the model.
@@ -102,27 +101,29 @@ class Reference:
         self._seed = seed
         self._batches = enumerate(batches)
         self._first_buffers = {name: value.clone() for name, value in model.named_buffers()}
-        if not model.training:  # else modules that the user has put in evaluation mode stay there
+        if not model.training:  # in train mode, submodules that the user put in eval mode stay so
             model.train()
-        # Shapes do not depend on weights, so one copy serves all probes, whatever they do to it.
-        self._guinea_pig: tuple[nn.Module, Any] = copy.deepcopy((model, loss))
+        # Shapes do not depend on weights, so one copy serves all probes, even if they change it.
+        self._probe_copy: tuple[nn.Module, Any] = copy.deepcopy((model, loss))
 
     def step(
-        self, num_shares: int, settle: Callable[[dict[str, nn.Parameter]], None] | None = None
+        self,
+        num_shares: int,
+        before_update: Callable[[dict[str, nn.Parameter]], None] | None = None,
     ) -> Record:
         """Train on the next batch.
 
         Args:
-            num_shares: into how many shares Lockstep divides a batch: it decides which random
-                numbers a sample gets, and nothing else.
-            settle: called with the trainable parameters between backward and update.
+            num_shares: into how many shares Lockstep divides a batch; only the random numbers of
+                each sample depend on it.
+            before_update: called with the trainable parameters between backward and update.
         """
         number, data = next(self._batches)
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._pass(number, data, num_shares)
         if loss is not None:
-            if settle is not None:
-                settle(dict(self._trainable()))
+            if before_update is not None:
+                before_update(dict(self._trainable()))
             self.optimizer.step()
         self._step, self._last_loss = number, None if loss is None else loss.item()
         return self.record()
@@ -164,9 +165,9 @@ class Reference:
         bounds: list[tuple[int, int]],
         first_share: int,
     ) -> tuple[Batch, list[torch.Tensor]]:
-        """The batch, and each share's generator state once its samples are read.
+        """Read the batch; return it, and each share's generator state after its samples.
 
-        Read share by share, because data may be augmented at random while it is read.
+        It is read share by share, because reading may augment samples at random.
         """
         parts, states = [], []
         source, indices = data
@@ -177,9 +178,9 @@ class Reference:
         return self._moved(_joined(parts)), states
 
     def _probe(self, batch: Batch) -> Probe | None:
-        """The draws for one sample less."""
+        """The random draws of a forward pass with one sample less."""
         fewer = _first(batch, batch.num_samples - 1)
-        return probe_draws(fewer.num_samples, lambda: self._loss_of(*self._guinea_pig, fewer))
+        return probe_draws(fewer.num_samples, lambda: self._loss_of(*self._probe_copy, fewer))
 
     def _loss_of(self, model: Callable[..., Any], loss: Any, batch: Batch) -> torch.Tensor | None:
         batch = replace(
@@ -209,7 +210,7 @@ class Reference:
     def _note(self, texts: list[str]) -> None:
         self.notes += [text for text in texts if text not in self.notes]
 
-    # --- what is left behind ---------------------------------------------------------------------
+    # --- results ---------------------------------------------------------------------------------
 
     def _trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.model.named_parameters():
@@ -217,7 +218,7 @@ class Reference:
                 yield name, parameter
 
     def record(self) -> Record:
-        """What the last step has left behind, as it is now."""
+        """The results of the last step."""
         return Record(
             step=self._step,
             loss=self._last_loss,
@@ -243,7 +244,7 @@ class Reference:
 
 
 def _as_given(batch: Batch) -> Any:
-    """As the user's data is."""
+    """The batch in the form of the user's data."""
     if batch.sample_weight is not None:
         return batch.inputs, batch.targets, batch.sample_weight
     return batch.inputs if batch.targets is None else (batch.inputs, batch.targets)
@@ -281,7 +282,7 @@ def _other_streams() -> tuple[Any, ...]:
 
 
 def _clone(value: Any) -> Any:
-    """A copy of a tensor, dense; anything else as it is."""
+    """A dense copy of a tensor; any other value unchanged."""
     if isinstance(value, torch.Tensor):
         return value.to_dense() if value.is_sparse else value.detach().clone()
     return value

@@ -1,7 +1,7 @@
-"""Replicas that train apart and average: simulated in one process, one after the other.
+"""Simulates replicas of local SGD in one process, one after the other.
 
-What ``lockstep.LocalSGDStrategy`` promises is not the result of one device but this one. As the
-reference that it is made of, it shares no code with what it is compared with.
+``lockstep.LocalSGDStrategy`` promises this result, not that of one device. Like ``Reference``, this
+simulation shares no code with the implementation that it checks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +20,10 @@ class Replicas:
     """Trains replicas step by step.
 
     Args:
-        references: one for each replica, that train on a share of each batch.
-        update: when they average, and how.
-        steps_per_epoch: batches of a pass over the data.
-        hosts: that compress what replicas have changed; None where nothing is.
+        references: one for each replica; each trains on its share of each batch.
+        update: when and how they average.
+        steps_per_epoch: batches of an epoch.
+        hosts: hosts that compress the changes of their replicas; None without compression.
         host_of: the host of each replica.
     """
 
@@ -51,19 +51,19 @@ class Replicas:
         self,
         num_shares: int,
         weights: Sequence[float],
-        settle: Callable[[dict[str, nn.Parameter]], None],
+        before_update: Callable[[dict[str, nn.Parameter]], None],
     ) -> list[Record]:
-        """A step of every replica.
+        """Make a step of every replica.
 
         Args:
             num_shares: see ``Reference.step``.
-            weights: how much each replica's part of the batch counts.
-            settle: as in ``Reference.step``, for the first replica.
+            weights: the weight of each replica's part of the batch.
+            before_update: as in ``Reference.step``, for the first replica.
         """
         if self._since and self._steps % self._steps_per_epoch == 0:
             self._average()
         for number, reference in enumerate(self.references):
-            reference.step(num_shares, None if number else settle)
+            reference.step(num_shares, None if number else before_update)
             self._weights[number] += weights[number]
         self._steps, self._since = self._steps + 1, self._since + 1
         if self._since == self._update.every:
@@ -89,7 +89,7 @@ class Replicas:
     def _mean_of(
         self, number: int, weights: Sequence[torch.Tensor], parts: Sequence[float]
     ) -> torch.Tensor:
-        """The average of a weight, as far as hosts have told each other of it."""
+        """The average of a parameter; with compression, of the changes as hosts receive them."""
         if self._hosts is None:
             return _mean(weights, parts)
         start = self._averages[number]
@@ -99,7 +99,7 @@ class Replicas:
         return start + self._hosts.sum(str(number), changes)
 
     def _stepped(self, number: int, mean: torch.Tensor) -> torch.Tensor:
-        """What the outer optimizer makes of the average of a weight."""
+        """The parameter after the outer optimizer's step on its average."""
         if self._update.outer is not None:
             mean = self._outer_step(self._update.outer, number, mean)
         self._averages[number] = mean.clone()
@@ -130,7 +130,7 @@ class Replicas:
 
 
 def is_synchronous(update: AveragedUpdate, optimizer: optim.Optimizer, model: nn.Module) -> bool:
-    """Whether averaging comes to what one device does: at every step, of steps along gradients."""
+    """True if averages equal synchronous training: at every step, of plain SGD, no BatchNorm."""
     return (
         update.every == 1
         and update.outer is None

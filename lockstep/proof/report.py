@@ -1,4 +1,4 @@
-"""What a proof found, as data and as a table for people."""
+"""The result of a proof, as data and as a table."""
 
 import dataclasses
 import io
@@ -39,20 +39,20 @@ class Report:
     """The outcome of ``lockstep.verify``. ``print`` it, or ask ``passed``.
 
     Attributes:
-        title: what was compared with what.
+        title: both sides and the size of the comparison.
         kinds: a summary of every kind that the model has.
-        differences: every comparison outside the measure, by step, and within a step in the order
+        differences: every comparison outside its tolerance, by step, and within a step in the order
             in which a fault spreads: loss, gradient, slot, parameter, buffer.
-        undetermined: parameters whose gradient is zero but for rounding, or with how many of
-            their elements.
-        undivided: what the strategy is for and the Plan did not divide, as a sentence; such a proof
-            says little. Empty where all was divided.
-        notes: what a person should know besides.
-        conditioning: what rounding can do to this training; None where that was not asked for,
-            since all agreed to 1e-12.
-        cause: where the first difference begins; None where all agreed, and where replicas train
-            apart.
-        bits: verdicts of what was compared to the last bit, if that was asked for.
+        undetermined: parameters whose gradient is zero but for rounding; with the number of
+            elements if only some are.
+        undivided: a sentence if the Plan does not divide the model or the batch, so that the proof
+            shows little; else empty.
+        notes: further remarks.
+        conditioning: the effect of rounding on this training; None if it was not measured because
+            all agreed to 1e-12.
+        cause: where the first difference begins; None if all agreed, or if replicas train
+            independently (local SGD).
+        bits: comparisons to the last bit, with ``bits`` or ``self_test``.
     """
 
     title: str
@@ -67,29 +67,29 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether everything agreed that must."""
+        """True if everything agreed that must."""
         return not self.differences and all(verdict.passed for verdict in self.bits)
 
     @property
     def tolerance(self) -> float:
-        """How far apart the worst of what agrees may be: 1e-12, or what rounding can do."""
+        """The tolerance that was used: 1e-12, or more where rounding needs it."""
         loosened = [one.worst.tolerance for one in self.kinds if one.worst.relative > TOLERANCE]
         return max(loosened, default=TOLERANCE)
 
     @property
     def status(self) -> int:
-        """The command's exit status: 0, 1 where something differs, 3 where nothing was divided."""
+        """The command's exit status: 0; 1 if something differs; 3 if nothing was divided."""
         if not self.passed:
             return 1
         return 3 if self.undivided else 0
 
     @property
     def first_difference(self) -> Comparison | None:
-        """Where to look first; None if all agreed."""
+        """The difference to look at first; None if all agreed."""
         return self.differences[0] if self.differences else None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: the keys stay; others may come."""
+        """The report for JSON. Later versions may add keys, and remove none."""
         return {
             "version": 1,
             "title": self.title,
@@ -141,7 +141,7 @@ class Report:
             )
         yield from (Text(f"Note: {note.removesuffix('.')}.") for note in self.notes)
         if self.conditioning is not None:
-            yield Text(f"Rounding: {self.conditioning.said()}.")
+            yield Text(f"Rounding: {self.conditioning.summary()}.")
         for verdict in self.bits:
             yield Text(f"Bits, {verdict}.", style="" if verdict.passed else "red")
 
@@ -187,7 +187,7 @@ def make_report(
     cause: Cause | None = None,
     bits: Sequence[Verdict] = (),
 ) -> Report:
-    """Sum up what was compared."""
+    """Summarize comparisons."""
     comparisons = list(comparisons)
     by_kind = {kind: [one for one in comparisons if one.kind == kind] for kind in KINDS}
     return Report(
@@ -208,7 +208,7 @@ def make_report(
 
 
 def first_of(comparisons: Iterable[Comparison]) -> Comparison | None:
-    """The first difference; None if all agree."""
+    """Return the first difference; None if all agree."""
     return next(iter(_differences(comparisons)), None)
 
 
@@ -217,7 +217,7 @@ def _differences(comparisons: Iterable[Comparison]) -> list[Comparison]:
 
 
 def _as_dict(one: Comparison) -> dict[str, Any]:
-    """JSON has no infinity: then it is null, and the remark says why."""
+    """A comparison for JSON, which has no infinity: null, and the remark says why."""
     relative = one.relative if math.isfinite(one.relative) else None
     return {**dataclasses.asdict(one), "relative": relative}
 

@@ -1,22 +1,21 @@
-"""Random numbers for a whole batch at once, equal to those its shares draw one by one.
+"""Draws random numbers for a whole batch that equal those of its shares.
 
-Lockstep seeds torch's generator anew for every share of every step, so what dropout draws depends
-on how the batch is divided. The reference runs the batch whole. ``ShareStreams`` sits between it
-and torch's random operations: where a draw has a dim that belongs to the samples, it is made share
-by share, each from the generator state that this share would have, on a tensor of the shape this
-share would have; so the bits are the share's own.
+Lockstep seeds torch's generator for every share of every step, so dropout's draws depend on how the
+batch is divided. The reference runs the whole batch. ``ShareStreams`` intercepts torch's random
+operations: a draw with a dim for the samples is made share by share, each with the share's own
+generator state and shape, so the bits are the share's own.
 
-Which dim belongs to the samples cannot always be told from its size (an LSTM draws its dropout with
-time first). ``probe_draws`` runs the forward pass once with one sample less: the dim that shrinks
-is the one.
+The size of a dim does not always show that it is the samples' (an LSTM draws its dropout with time
+first). ``probe_draws`` runs the forward pass once with one sample less: the dim that shrinks is the
+samples'.
 
-States are remembered by the state of torch's global generator, which advances with every draw. So
-whoever saves and restores the global state (``torch.utils.checkpoint``) restores the shares' states
-with it, and whoever seeds it anew seeds them all.
+The shares' states are keyed by the state of torch's global generator, which advances with every
+draw. Code that saves and restores the global state (``torch.utils.checkpoint``) therefore restores
+the shares' states, and code that seeds it seeds all of them.
 
-Not covered: draws from a generator of the model's own, and draws that have no dim for the samples.
-Both are noted by name. Where a dim holds several rows per sample, those of one sample are taken to
-be neighbours.
+Not covered: draws from a generator of the model's own, and draws without a dim for the samples.
+Both are noted by name. In a dim with several rows per sample, the rows of one sample must be
+neighbours.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,7 @@ State = torch.Tensor  # of torch's generators
 
 @dataclass(frozen=True)
 class Draw:
-    """A random operation, and the shape that decides how it is divided."""
+    """A random operation and its shape."""
 
     operation: str
     shape: tuple[int, ...]
@@ -42,19 +41,19 @@ class Draw:
 
 @dataclass(frozen=True)
 class Probe:
-    """The draws that a forward pass makes for another number of samples."""
+    """The draws of a forward pass with another number of samples."""
 
     num_samples: int
     draws: Sequence[Draw]
 
 
 class ShareStreams(TorchDispatchMode):
-    """Within it, random draws are made share by share.
+    """While active, makes random draws share by share.
 
     Args:
         bounds: rows ``[start, stop)`` of each share.
-        states: the generator state with which each share begins.
-        probe: the draws for another number of samples, or None where that could not be run.
+        states: the generator state at the start of each share.
+        probe: the draws with another number of samples; None if that pass failed.
     """
 
     def __init__(
@@ -81,17 +80,17 @@ class ShareStreams(TorchDispatchMode):
         before = torch_streams()
         if not call.draws():
             return call.run()
-        # Where the forward pass has seeded the generator anew, so would every share.
+        # If the forward pass has seeded the generator, so would every share.
         states = self._states.get(_key(before), [before] * len(self._bounds))
         dim = self._dim_of_samples(_key(before), Draw(call.name, call.shape))
         result, states = self._draw(call, dim, states)
         set_torch_streams(before)
-        torch.rand(())  # moves the global state on, so that the next draw finds its own states
+        torch.rand(())  # advances the global state, so that the next draw has a key of its own
         self._states[_key(torch_streams())] = states
         return result
 
     def _draw(self, call: "_Call", dim: int | None, states: list[State]) -> tuple[Any, list[State]]:
-        """The result put together from the shares' draws, and their states after it."""
+        """The joined result of the shares' draws, and the shares' states after it."""
         if dim is None:
             self._note(f"{call.name} draws numbers of shape {call.shape}, none per sample")
             parts = [_from_state(state, call.run) for state in states]
@@ -105,7 +104,7 @@ class ShareStreams(TorchDispatchMode):
         return result, [state for _, state in parts]
 
     def _dim_of_samples(self, moment: bytes, draw: Draw) -> int | None:
-        """The dim to divide; asked again at the same moment (recomputation), the same."""
+        """The dim to divide; the same for a draw that is recomputed from the same state."""
         number = self._num_draws
         self._num_draws += 1
         if (moment, draw) not in self._dims:
@@ -141,13 +140,13 @@ def probe_draws(num_samples: int, forward: Callable[[], object]) -> Probe | None
         with _kept_state(), torch.no_grad(), recorder:
             forward()
     except Exception:
-        # One sample less may be too few, for a BatchNorm or a reshape: then sizes have to tell.
+        # One sample less may be too few for a BatchNorm or a reshape: go by sizes then.
         return None
     return Probe(num_samples, recorder.draws) if recorder.draws else None
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down what is drawn."""
+    """Records random draws."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -187,7 +186,7 @@ class _Call:
         return generator is not None and generator is not torch.default_generator
 
     def draws(self) -> bool:
-        """Whether it takes anything from the global generator; leaves all as it was."""
+        """True if the call draws from the global generator; changes nothing."""
         before = torch_streams()
         self._on(tuple(map(_clone, self.args)), self._cloned_kwargs()).run()
         drew = not torch.equal(before, torch_streams())
@@ -196,7 +195,7 @@ class _Call:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The common shape of its tensors, or the size asked for."""
+        """The broadcast shape of its tensors, or its size argument."""
         tensors = [arg for arg in self.args if isinstance(arg, torch.Tensor)]
         if not tensors:
             return self._size()[1]
@@ -206,14 +205,14 @@ class _Call:
             return tuple(tensors[0].shape)
 
     def _size(self) -> tuple[int | None, tuple[int, ...]]:
-        """Which argument asks for a size, and that size."""
+        """The index of the size argument, and the size."""
         for index, arg in enumerate(self.args):
             if isinstance(arg, list | tuple):
                 return index, tuple(arg)
         return None, ()
 
     def cut(self, dim: int, start: int, length: int) -> "_Call":
-        """The same call for some rows, on copies of them."""
+        """The same call on copies of some rows."""
         shape = self.shape
         if not any(isinstance(arg, torch.Tensor) for arg in self.args):
             index, size = self._size()
@@ -227,7 +226,7 @@ class _Call:
         )
 
     def join(self, dim: int, pieces: "Sequence[_Call]", results: list[Any]) -> Any:
-        """This call's result from those of its cut pieces; writes what it would have written."""
+        """Join the results of the cut calls; copy what they wrote into this call's arguments."""
         written = [
             index
             for index, argument in enumerate(self.func._schema.arguments)
@@ -249,7 +248,7 @@ class _Call:
 
 
 def _rows(arg: Any, shape: tuple[int, ...], dim: int, start: int, length: int) -> Any:
-    """The rows of an argument that belong to a share; what is broadcast stays whole."""
+    """A share's rows of an argument; a broadcast argument whole."""
     if not isinstance(arg, torch.Tensor):
         return arg
     own_dim = dim - (len(shape) - arg.dim())
@@ -263,7 +262,7 @@ def _clone(value: Any) -> Any:
 
 
 def _from_state(state: State, run: Callable[[], Any]) -> tuple[Any, State]:
-    """Run with torch's generator in this state; returns the result and the state after it."""
+    """Run with torch's generator in this state; return the result and the state after it."""
     set_torch_streams(state)
     return run(), torch_streams()
 

@@ -1,14 +1,13 @@
-"""``lockstep.verify``: train a job under a strategy and, beside it, with a plain loop.
+"""``lockstep.verify``: trains a job under a strategy and, beside it, with a plain loop.
 
-The two go step by step (``proof.compare_run``), and a proof costs about one plain step more per
-step, in float64. Where they differ, it is measured what rounding alone can do to this training
-(``proof.conditioning``); what differs by more is made once more, to see in which module it begins
-(``proof.locating``).
+Both advance step by step (``proof.compare_run``); each step costs one plain step more, in float64.
+If they differ, the effect of rounding on this training is measured (``proof.conditioning``). If
+they differ by more, the run is repeated to find the module where it begins (``proof.locating``).
 
-Where a gradient is nothing but rounding on both sides (see ``comparison.rounding_mask``) and the
-optimizer divides by its size, the reference takes Lockstep's digits before its update. They are as
-good as its own, both are zero but for the last bit of larger numbers, and so the parameter, its
-slots and everything behind it (a running mean) can still be compared. Such parameters are reported.
+A gradient may be only rounding on both sides (``comparison.rounding_mask``). If the optimizer
+divides by its size, the reference takes Lockstep's digits before its update: they are as good as
+its own, and the parameter, its slots and everything that depends on them can still be compared.
+Such parameters are reported.
 """
 
 from typing import Any
@@ -22,7 +21,7 @@ from lockstep.options import check_count, check_seed
 from lockstep.parallel.debug.module_watch import WatchedSteps
 from lockstep.plan.spec import Plan
 from lockstep.proof.bits import BitsProof, Verdict
-from lockstep.proof.compare_run import Trial, TwoSides, make_reference
+from lockstep.proof.compare_run import ComparedRun, ProofSetup, make_reference
 from lockstep.proof.comparison import KINDS, TOLERANCE, Comparison
 from lockstep.proof.conditioning import Conditioning, measure
 from lockstep.proof.job import Job
@@ -45,30 +44,31 @@ def verify_job(
 ) -> Report:
     """Prove that a strategy gives the weights that one device would have given.
 
-    The job's model and optimizer are copied, not touched. Both sides train in float64, on the
-    samples in their order, epoch after epoch where the data has fewer batches than ``steps``.
+    The job's model and optimizer are copied and stay unchanged. Both sides train in float64,
+    unshuffled, for several epochs if the data has fewer batches than ``steps``.
 
     Args:
-        job: what to train.
-        strategy: how.
+        job: the training.
+        strategy: the strategy to prove.
         steps: updates to compare.
         seed: of dropout and all other random numbers.
-        bits: train twice more as ``fit`` would, in the precision of the model, and compare to the
-            last bit; and on one device, with as many shares, and undivided.
-        self_test: train with one unit in the last place added to an output and to a gradient of
-            one rank, in the last step, and see that the comparison of bits names each.
+        bits: also train as ``fit`` would, in the precision of the model, and compare to the last
+            bit: with a second run, with one device and as many shares, and with one device
+            undivided.
+        self_test: also add one unit in the last place to an output and to a gradient of one rank,
+            in the last step, and check that the comparison of bits names each.
 
     Returns:
         A report: ``report.passed``, ``report.undivided``, ``report.cause`` of a difference,
         ``print(report)`` for the table, and ``report.as_dict()`` for JSON.
 
     Raises:
-        OptionError: an argument cannot be what it is.
-        ModelError: the model cannot be copied, or not compute in float64.
-        LockstepError: whatever ``Trainer.fit`` raises for this job.
+        OptionError: an argument has the wrong type or value.
+        ModelError: the model cannot be copied, or cannot compute in float64.
+        LockstepError: any error that ``Trainer.fit`` raises for this job.
     """
     _check(job, strategy, steps, seed)
-    # What is copied in inference mode could not be trained.
+    # Copies made in inference mode could not be trained.
     with leaving, torch.inference_mode(False):
         return _verify(job, strategy, steps, seed, bits=bits, self_test=self_test)
 
@@ -77,36 +77,36 @@ def _verify(
     job: Job, strategy: StrategyLike, steps: int, seed: int, *, bits: bool, self_test: bool
 ) -> Report:
     data = data_of(job, steps, seed)
-    trial = Trial(job=job, data=data, strategy=strategy, steps=steps, seed=seed)
-    sides = TwoSides(trial)
+    setup = ProofSetup(job=job, data=data, strategy=strategy, steps=steps, seed=seed)
+    run = ComparedRun(setup)
     conditioning, cause = None, None
     verdicts: list[Verdict] = []
     with kept_streams():
         try:
-            sides.run(steps)
+            run.run(steps)
         except RuntimeError as error:
             if _is_about_precision(error):
                 raise _not_in_double(error) from error
             raise
-        comparisons = sides.comparisons
-        agreed = sides.trainer.same_everywhere  # rank 0 has compared, and all run what follows
-        if not sides.inexact and agreed(first_of(comparisons)) is not None:
-            conditioning = _conditioning(trial, sides.trainer.plan)
+        comparisons = run.comparisons
+        agreed = run.trainer.same_everywhere  # rank 0 compares; all hosts follow it
+        if not run.inexact and agreed(first_of(comparisons)) is not None:
+            conditioning = _conditioning(setup, run.trainer.plan)
             comparisons = conditioning.loosened(comparisons)
             first = agreed(first_of(comparisons))
-            cause = _cause(trial, first, conditioning)
+            cause = _cause(setup, first, conditioning)
         if bits or self_test:
-            proof = BitsProof(trial, agreed)
+            proof = BitsProof(setup, agreed)
             verdicts += proof.verdicts() if bits else []
             verdicts += proof.planted() if self_test else []
-    plan = sides.trainer.plan
+    plan = run.trainer.plan
     undivided = _undivided(plan)
-    reasons = plan.notes if undivided else (sides.inexact,) if sides.inexact else ()
+    reasons = plan.notes if undivided else (run.inexact,) if run.inexact else ()
     report = make_report(
-        _title(plan, steps, data.size, simulated=_simulated(plan, sides)),
+        _title(plan, steps, data.size, simulated=_simulated(plan, run)),
         comparisons,
-        sides.undetermined(),
-        [*sides.notes(), *reasons],
+        run.undetermined(),
+        [*run.notes(), *reasons],
         undivided,
         conditioning=conditioning,
         cause=cause,
@@ -115,42 +115,42 @@ def _verify(
     return agreed(report)
 
 
-def _conditioning(trial: Trial, plan: Plan) -> Conditioning:
-    """What rounding can do in so many steps."""
+def _conditioning(setup: ProofSetup, plan: Plan) -> Conditioning:
+    """Measure the effect of rounding."""
     device = rank_device(plan.devices, 0)
-    one, other = (make_reference(trial, None, device) for _ in range(2))
-    steps, limit = trial.steps, trial.data.num_batches
+    one, other = (make_reference(setup, None, device) for _ in range(2))
+    steps, limit = setup.steps, setup.data.num_batches
     possible = steps if limit is None else min(steps, limit)
     return measure(one, other, plan.num_shares, possible)
 
 
-def _cause(trial: Trial, first: Comparison | None, conditioning: Conditioning) -> Cause | None:
-    """Make the steps up to the first difference once more, and look at the modules in it."""
+def _cause(setup: ProofSetup, first: Comparison | None, conditioning: Conditioning) -> Cause | None:
+    """Repeat the steps up to the first difference, and record the modules' values in its step."""
     if first is None:
         return None
-    look = WatchedSteps(steps=range(first.step, first.step + 1))
-    sides = TwoSides(trial, look)
+    watched_steps = WatchedSteps(steps=range(first.step, first.step + 1))
+    run = ComparedRun(setup, watched_steps)
     try:
-        sides.run(first.step + 1)
+        run.run(first.step + 1)
     finally:
-        sides.trainer.close()
-    again = first_of(conditioning.loosened(sides.comparisons))
+        run.trainer.close()
+    again = first_of(conditioning.loosened(run.comparisons))
     if again is None or (again.step, again.kind) != (first.step, first.kind):
         return not_repeated(first)
-    if sides.seen is None:  # training has stopped within the step
+    if run.watched is None:  # training stopped within the step
         return None
     tolerance = max(
         (conditioning.bound(kind, first.step) for kind in KINDS),
         default=TOLERANCE,
     )
     return locate(
-        sides.model, first, *sides.seen, TOLERANCE if conditioning.module is None else tolerance
+        run.model, first, *run.watched, TOLERANCE if conditioning.module is None else tolerance
     )
 
 
-def _simulated(plan: Plan, sides: TwoSides) -> str:
-    """What the plain loop has to simulate."""
-    what = [] if sides.is_synchronous else [f"{plan.num_replicas} replicas"]
+def _simulated(plan: Plan, run: ComparedRun) -> str:
+    """What the plain loop has to simulate, in words."""
+    what = [] if run.is_synchronous else [f"{plan.num_replicas} replicas"]
     if plan.compression is not None:
         what.append(f"{plan.num_hosts} hosts that send {plan.compression}")
     return " on ".join(what)
@@ -168,7 +168,7 @@ def _title(plan: Plan, steps: int, size: str, *, simulated: str) -> str:
 
 
 def _undivided(plan: Plan) -> str:
-    """What there is to divide, where the Plan has it in one piece."""
+    """A sentence if the Plan does not divide the model or the batch; else empty."""
     if plan.pipeline is not None and len(plan.pipeline.stages) == 1:
         if plan.num_ranks == 1:
             return "nothing was divided: the plan has one stage, on one device"
@@ -198,15 +198,15 @@ def _check(job: object, strategy: object, steps: Any, seed: Any) -> None:
         problems.add(
             "verify needs a lockstep.Job.",
             received=getattr(job, "__name__", type(job).__name__),
-            fix="Pass lockstep.Job(model, loss, optimizer, data, batch_size), or what your "
-            "function returns: verify(make_job(), strategy).",
+            fix="Pass lockstep.Job(model, loss, optimizer, data, batch_size), or call your "
+            "function: verify(make_job(), strategy).",
         )
     check_strategy(strategy, problems)
     if getattr(strategy, "staleness", 0) != 0:
         problems.add(
-            "Workers that do not wait for each other have no result to be held to.",
+            "Asynchronous workers have no defined result to compare with.",
             received=f"staleness={getattr(strategy, 'staleness', 0)}",
-            fix="Verify with staleness=0, which shares all but the waiting.",
+            fix="Verify with staleness=0, which runs the same code but waits.",
         )
     check_count("steps", steps, problems, fix="Use 5.")
     check_seed(seed, problems)

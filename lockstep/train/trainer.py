@@ -301,10 +301,9 @@ class Trainer(ProvingRunner):
             record: folder for a record of the run, ``record.jsonl``, from which ``lockstep doctor``
                 tells what has gone wrong; None is the checkpoint's, or that which
                 ``LOCKSTEP_RECORD`` names, or none.
-            on_snapshot: called with a ``train.callbacks.driver.Snapshot`` after every step:
-            gradients,
-                every rank's state and the optimizer's slots. For proofs; slow. Its attribute
-                ``look``, if it has one, says of which steps modules' values are to be noted.
+            on_snapshot: called with a ``train.callbacks.driver.Snapshot`` after every step: all
+                gradients, every rank's state and the optimizer's slots. For proofs; slow. Its
+                attribute ``look``, if any, is the steps in which modules' values are recorded.
 
         Returns:
             Loss, metrics and validation values of every epoch.

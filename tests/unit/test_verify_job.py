@@ -348,7 +348,7 @@ def test_a_model_that_computes_in_single_precision_only() -> None:
 
 
 def test_an_optimizer_that_is_none() -> None:
-    with pytest.raises(OptionError, match="makes a int"):
+    with pytest.raises(OptionError, match="returns a int"):
         lockstep.verify(job_of(case("mlp"), optimizer=lambda parameters: 3), TWO_SHARES)
 
 
