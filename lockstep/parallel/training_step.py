@@ -1,11 +1,14 @@
 """A step of training: under way, and what it has done."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
+
+import torch
 
 from lockstep.comm.exchange import ShareTotals
-from lockstep.parallel.data_parallel.passes import Run
+from lockstep.parallel.batch_run import Run
 from lockstep.parallel.loss.share_losses import Sums
 
 
@@ -70,3 +73,13 @@ class TrainingStep:
             is_skipped=is_skipped,
             parts=[] if is_skipped else self.batch.parts,
         )
+
+
+_NO_SPAN = nullcontext()
+
+
+def span(*parts: object) -> AbstractContextManager[Any]:
+    """A block of that name in a trace (``train.fit.tracing``), if one is taken."""
+    if torch._C._autograd._profiler_enabled():
+        return torch.profiler.record_function(" ".join(map(str, parts)))
+    return _NO_SPAN

@@ -11,12 +11,11 @@ What trains, evaluates and predicts with a Worker (``train.fit.fit_task``, ``tra
 knows nothing of how the Plan divides the model.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
 from lockstep.comm.collectives.gradients import Gradients, cut_piece
 from lockstep.comm.exchange import Exchange
@@ -24,15 +23,16 @@ from lockstep.data.iterable.read_ahead import Read
 from lockstep.data.map_style.sources import Batch, Source
 from lockstep.data.trees import Tree
 from lockstep.errors import NonFiniteError
+from lockstep.parallel.batch_run import Observe, Run, StepBatch, Take
 from lockstep.parallel.data_parallel.gradient_rules import GradientJudge
-from lockstep.parallel.data_parallel.passes import Observe, Passes, Run, StepBatch, Take
+from lockstep.parallel.data_parallel.passes import Passes
 from lockstep.parallel.loss.loss_rules import check_used, refuses, unequal_scale
 from lockstep.parallel.loss.share_losses import Sums
 from lockstep.parallel.loss.whole_batch import SharePart
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.storage.device_store import Mirror, Mirrors
 from lockstep.parallel.storage.store import copy_to_views
-from lockstep.parallel.training_step import StepResult, TrainingStep
+from lockstep.parallel.training_step import StepResult, TrainingStep, span
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.workload import Workload
 from lockstep.plan.devices import is_cpu
@@ -144,32 +144,22 @@ class Worker:
             NonFiniteLossError: the loss is NaN or infinite; nothing has been updated.
             LossError: the loss function broke its contract.
         """
-
-        def begun() -> TrainingStep:
-            run = Run(
-                batch.source,
-                batch.indices,
-                self.plan.num_shares,
-                step=batch.step,
-                observe=batch.observe,
-                turn=batch.turn,
-                first_share=self.first_share,
-                batch_size=self.batch_size,
-            )
-            return TrainingStep(run, batch.step)
-
         if self.updater is not None:
             self.updater.turn = batch.turn
         if self.board is not None:
             self.board.step = batch.step
         with self.passes.in_turn(batch.turn):
             try:
-                return self._train(begun())
+                return self._train(self._begun(batch))
             except _UnknownReductionError:
                 self.passes.restore_buffers()
                 self.passes.take_whole()
                 self.exchange.end_step()  # all have seen it
-                return self._train(begun())
+                return self._train(self._begun(batch))
+
+    def _begun(self, batch: StepBatch) -> TrainingStep:
+        part = {"first_share": self.first_share, "batch_size": self.batch_size}
+        return TrainingStep(Run.of_step(batch, self.plan.num_shares, **part), batch.step)
 
     def _train(self, now: TrainingStep) -> StepResult:
         self.passes.begin(now.batch)
@@ -304,13 +294,13 @@ class Worker:
 
         Before any step: where pages are still those of another rank, its changes would be seen.
         """
-        stored = [] if self.updater is None else self.updater.stored()
-        for group in self._groups:
-            for piece in group.pieces:
-                for name, tensor in stored:
-                    if name == group.names[piece.parameter]:
-                        own = cut_piece(tensor.detach(), piece)
-                        own.copy_(own.clone())
+        pieces = [
+            (group.names[one.parameter], one) for group in self._groups for one in group.pieces
+        ]
+        for name, tensor in [] if self.updater is None else self.updater.stored():
+            for piece in [piece for parameter, piece in pieces if parameter == name]:
+                own = cut_piece(tensor.detach(), piece)
+                own.copy_(own.clone())
 
     def show_parameters(self) -> None:
         """Have rank 0 know the parameters that it has not; every rank calls it."""
@@ -456,32 +446,3 @@ class Worker:
 
 class _UnknownReductionError(Exception):
     """What a share's loss weighs, nobody knows: the step is made once more, otherwise."""
-
-
-_NO_SPAN = nullcontext()
-
-
-def span(*parts: object) -> AbstractContextManager[Any]:
-    """A block of that name in a trace (``train.fit.tracing``), if one is taken."""
-    if torch._C._autograd._profiler_enabled():
-        return torch.profiler.record_function(" ".join(map(str, parts)))
-    return _NO_SPAN
-
-
-@contextmanager
-def modes_of(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Put a model in training or evaluation mode, and give every module its own mode back.
-
-    In training, a model that is in training mode keeps its modules' modes: what the user has put
-    in evaluation mode (a frozen backbone's BatchNorm) stays so.
-    """
-    if training and model.training:
-        yield
-        return
-    before = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import WorkerError
-from lockstep.parallel.parameter_server.async_worker import AsyncWorker
+from lockstep.parallel.parameter_server.server import ParameterServer
 from lockstep.parallel.parameter_server.update_rollback import SecondCopy
 from lockstep.train.optim.updaters import TorchUpdater
 from tests.thorough import core_of
@@ -91,7 +91,7 @@ class Linear(nn.Module):
 
 def die_in_updates(folder: Path) -> None:
     """On a server every other update looks for a death, and dies it where it says."""
-    apply = AsyncWorker._apply
+    apply = ParameterServer._apply
     calls = 0
 
     def applied(self: Any, step: int, total: Any) -> None:
@@ -104,7 +104,7 @@ def die_in_updates(folder: Path) -> None:
         if phase is not None and phase != "forget":
             die()
 
-    AsyncWorker._apply = applied  # type: ignore[method-assign]
+    ParameterServer._apply = applied  # type: ignore[method-assign]
     die_in_steps(folder)
 
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.parallel.batch_run import StepBatch
 from lockstep.parallel.data_parallel.batch_norm import BatchNorms
-from lockstep.parallel.data_parallel.passes import StepBatch
 from lockstep.parallel.loss.function_losses import FunctionAdapter
 from lockstep.parallel.loss.share_losses import ShareLoss
 from lockstep.parallel.worker import Worker

@@ -14,7 +14,7 @@ from torchmetrics.text import Perplexity
 
 from lockstep.checkpoint.trees import flattened
 from lockstep.errors import ModelError, OptionError
-from lockstep.parallel.data_parallel.passes import ShareOutput
+from lockstep.parallel.batch_run import ShareOutput
 from lockstep.parallel.exchange.control import Control, SoloControl
 from lockstep.train.checkpointing.training_state import copied
 from lockstep.train.logging import metric_kinds

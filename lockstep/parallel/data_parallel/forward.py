@@ -7,8 +7,8 @@ together: torch refuses that. A share whose forward pass is refused runs once mo
 format, from the same random streams and buffers, and so does everything after that step.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -234,3 +234,22 @@ def channels_last(tensor: torch.Tensor) -> torch.Tensor:
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
     is_low = tensor.dtype in (torch.bfloat16, torch.float16)
     return tensor.float() if is_low else tensor
+
+
+@contextmanager
+def modes_of(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Put a model in training or evaluation mode, and give every module its own mode back.
+
+    In training, a model that is in training mode keeps its modules' modes: what the user has put
+    in evaluation mode (a frozen backbone's BatchNorm) stays so.
+    """
+    if training and model.training:
+        yield
+        return
+    before = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode

@@ -20,10 +20,11 @@ from lockstep.comm.exchange import GroupSpec
 from lockstep.data.map_style.sources import Batch
 from lockstep.data.order import StreamStates, restore_streams, stream_states
 from lockstep.data.trees import Tree
+from lockstep.parallel.batch_run import Run, Take
 from lockstep.parallel.data_parallel.batch_norm import GlobalStatistics
 from lockstep.parallel.data_parallel.buffers import Buffers, Kept
 from lockstep.parallel.data_parallel.interleave import Interleaver
-from lockstep.parallel.data_parallel.passes import Passes, Run, Take
+from lockstep.parallel.data_parallel.passes import Passes
 from lockstep.parallel.data_parallel.post_accumulate_hooks import on_grad_ready
 from lockstep.parallel.data_parallel.staging import moved
 from lockstep.parallel.debug.diagnosis import Diagnosis

@@ -15,8 +15,8 @@ import torch
 from lockstep.data.iterable.read_ahead import Read
 from lockstep.errors import NonFiniteError
 from lockstep.launch.health.failure import add_note
+from lockstep.parallel.batch_run import StepBatch
 from lockstep.parallel.build import build_worker, open_passes, what_it_has
-from lockstep.parallel.data_parallel.passes import StepBatch
 from lockstep.parallel.exchange.engine import Endpoint
 from lockstep.parallel.exchange.exchange_layout import exchange_spec, work_of_replica
 from lockstep.parallel.local_sgd.averaging import Averaging

@@ -14,7 +14,6 @@ Not seen: what custom autograd functions and scripted functions do without gradi
 
 import functools
 import inspect
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,16 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from lockstep.data.trees import Tree, tensors_of
+from lockstep.parallel.loss.sample_dims import (
+    Later,
+    dims_of,
+    is_in_order,
+    is_later_dim,
+    is_narrower,
+    keeps_first,
+    new_place_of_first,
+    takes_all,
+)
 from lockstep.parallel.loss.torch_losses import class_weights
 
 _MODULES = (None, "torch", "torch.functional", "torch.nn.functional", "torch._tensor")
@@ -72,32 +81,6 @@ class Known:
     """
 
     weight: float | None
-
-
-@dataclass(frozen=True)
-class Later:
-    """Samples that are along a later dim.
-
-    Attributes:
-        sizes: of the dims up to theirs.
-        is_flat: these have become one, with the samples one after the other, again and again.
-    """
-
-    sizes: tuple[int, ...]
-    is_flat: bool = False
-
-    @property
-    def num_dims(self) -> int:
-        """How many dims the samples and those before them are."""
-        return 1 if self.is_flat else len(self.sizes)
-
-    def after(self, name: str, args: Sequence[Any], before: Any, result: Any) -> "Later | None":
-        """Where they are after a view that makes these dims one, and leaves the others."""
-        num_rows = math.prod(self.sizes)
-        is_asked = name == "flatten" or (bool(args) and args[0] in (-1, (-1,)))
-        is_asked |= bool(args) and isinstance(args[0], tuple | list) and args[0][0] == -1
-        rest = before.shape[self.num_dims :]
-        return Later(self.sizes, True) if is_asked and result.shape == (num_rows, *rest) else None
 
 
 class KnownMeans(TorchFunctionMode):
@@ -150,7 +133,7 @@ class KnownMeans(TorchFunctionMode):
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         name = _name(func)
         if name in _SIZES:
-            self.has_size |= not (name == "size" and _is_later_dim(args, kwargs))
+            self.has_size |= not (name == "size" and is_later_dim(args, kwargs))
         elif name == "__setitem__" or "out" in kwargs or _is_in_place(name):
             self._is_lost = True
         elif not isinstance(result, torch.Tensor):
@@ -264,7 +247,7 @@ class KnownMeans(TorchFunctionMode):
         if func in OF_CLASSES:
             return num_dims == 1 and output.dim() > 1 and len(output) == len(target)
         weighs = func in (F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
-        fits = all(weighs and _is_narrower(each, output, num_dims) for each in others)
+        fits = all(weighs and is_narrower(each, output, num_dims) for each in others)
         return fits and output.shape == target.shape
 
     # --- samples kept apart ----------------------------------------------------------------------
@@ -296,13 +279,21 @@ class KnownMeans(TorchFunctionMode):
         if others or source is not args[0] or (len(rows) > 1 and name != "gather"):
             return False
         if name in _ALONG:
-            dims = _dims(args[1:2], kwargs, source.dim())
+            dims = dims_of(args[1:2], kwargs, source.dim())
             return bool(dims) and 0 not in dims and len(result) == len(source)
         if name == "__getitem__":
-            return _takes_all(args[1], source.dim())
+            return takes_all(args[1], source.dim())
         if name in ("transpose", "swapaxes", "permute"):
-            return _keeps_first(name, args[1:], kwargs, source.dim())
-        return name in _VIEWS and self._is_in_order(name, args[1:], kwargs, source, result)
+            return keeps_first(name, args[1:], kwargs, source.dim())
+        return name in _VIEWS and is_in_order(
+            name,
+            args[1:],
+            kwargs,
+            source,
+            result,
+            num_samples=self._num_samples,
+            has_size=self.has_size,
+        )
 
     def _has_samples(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._apart or id(tensor) in self._later
@@ -325,7 +316,7 @@ class KnownMeans(TorchFunctionMode):
         tensors = list(tensors_of([list(args), dict(kwargs)]))
         source = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if source is not None and id(source) in self._apart and len(tensors) == 1:
-            dim = _new_place_of_first(name, args[1:], source.dim()) if not kwargs else 0
+            dim = new_place_of_first(name, args[1:], source.dim()) if not kwargs else 0
             return Later(tuple(result.shape[: dim + 1])) if dim else None
         places = {self._place(one) for one in tensors if self._has_samples(one)}
         others = [one for one in tensors if not self._has_samples(one)]
@@ -339,7 +330,7 @@ class KnownMeans(TorchFunctionMode):
         if source is None or others or len(tensors) > 1:
             return None
         if name in _ALONG:
-            dims = _dims(args[1:2], kwargs, source.dim())
+            dims = dims_of(args[1:2], kwargs, source.dim())
             return later if dims and min(dims) >= later.num_dims else None
         return None if kwargs else later.after(name, args[1:], source, result)
 
@@ -360,39 +351,7 @@ class KnownMeans(TorchFunctionMode):
             tensor.dim() == result.dim() and tensor.shape[:num_dims] == result.shape[:num_dims]
             for tensor in rows
         )
-        return is_aligned and all(_is_narrower(tensor, result, num_dims) for tensor in others)
-
-    def _is_in_order(
-        self,
-        name: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        source: torch.Tensor,
-        result: torch.Tensor,
-    ) -> bool:
-        """A view in which the rows of each sample are its own, and follow those of the one before.
-
-        For any number of samples: a first dim that is given as a number must be all but the last.
-        """
-        if len(result) % self._num_samples:
-            return False
-        if name == "flatten":
-            return True
-        if name in ("squeeze", "unsqueeze", "unflatten"):
-            num_dims = source.dim() + (name == "unsqueeze")
-            dims = _dims(args[:1], kwargs, num_dims)
-            return (self._num_samples > 1 and name == "squeeze" and not dims) or (
-                bool(dims) and 0 not in dims
-            )
-        shape = args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args
-        if kwargs or not shape or not all(type(each) is int for each in shape):
-            return False
-        if shape[0] == -1:
-            return True
-        if -1 in shape:
-            return self._num_samples > 1 and self.has_size and shape[0] == len(source)
-        rest = result.shape[1:]
-        return not rest or rest == source.shape[-len(rest) :]
+        return is_aligned and all(is_narrower(tensor, result, num_dims) for tensor in others)
 
 
 def _name(func: Any) -> str:
@@ -403,55 +362,6 @@ def _name(func: Any) -> str:
 
 def _is_in_place(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
-
-
-def _is_later_dim(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether ``size`` is asked for one dim, and not for the first."""
-    dims = _dims(args[1:2], kwargs, args[0].dim())
-    return bool(dims) and 0 not in dims
-
-
-def _dims(given: Sequence[Any], kwargs: Mapping[str, Any], num_dims: int) -> list[int]:
-    """Dims that are named, counted from the first; none if that is unclear."""
-    found = given[0] if given else kwargs.get("dim", kwargs.get("axis"))
-    dims: list[Any] = list(found) if isinstance(found, tuple | list) else [found]
-    if not all(type(dim) is int for dim in dims):
-        return []
-    return [dim % max(num_dims, 1) for dim in dims]
-
-
-def _is_narrower(tensor: torch.Tensor, result: torch.Tensor, num_dims: int) -> bool:
-    """Whether a constant is the same for all samples, which are along the last of some dims."""
-    missing = result.dim() - tensor.dim()
-    return missing >= num_dims or (missing >= 0 and tensor.shape[num_dims - 1 - missing] == 1)
-
-
-def _takes_all(index: Any, num_dims: int) -> bool:
-    """Whether an index takes all samples, each with the same part of it."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if not all(one is None or one is ... or type(one) in (int, slice) for one in parts):
-        return False
-    if parts and parts[0] is ...:
-        return sum(one is not None for one in parts[1:]) < num_dims and parts.count(...) == 1
-    return bool(parts) and parts[0] == slice(None)
-
-
-def _keeps_first(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], num_dims: int) -> bool:
-    dims = _dims([args], kwargs, num_dims) if args and type(args[0]) is int else []
-    if kwargs or not dims:
-        return False
-    return dims[0] == 0 if name == "permute" else 0 not in dims
-
-
-def _new_place_of_first(name: str, args: Sequence[Any], num_dims: int) -> int:
-    """The dim to which an operation moves the first one; 0 if it does not, or that is unclear."""
-    dims = _dims([args], {}, num_dims) if all(type(one) is int for one in args) else []
-    if name == "permute" and 0 in dims:
-        return dims.index(0)
-    if len(dims) != 2:
-        return 0
-    is_swapped = name in ("transpose", "swapaxes") and 0 in dims
-    return max(dims) if is_swapped or (name == "movedim" and dims[0] == 0) else 0
 
 
 def options_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

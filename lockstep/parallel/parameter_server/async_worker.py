@@ -32,10 +32,10 @@ from lockstep.comm.sparse.row_versions import RowVersions
 from lockstep.data.iterable.read_ahead import Read
 from lockstep.errors import NonFiniteError
 from lockstep.launch.health.failure import add_note
-from lockstep.parallel.data_parallel.passes import Observe, StepBatch
+from lockstep.parallel.batch_run import Observe, StepBatch
 from lockstep.parallel.owned_group import OwnedGroup
-from lockstep.parallel.parameter_server.batch_sum import BatchSum
 from lockstep.parallel.parameter_server.push_pull import OwnWeights, PulledWeights, Pusher
+from lockstep.parallel.parameter_server.server import ParameterServer
 from lockstep.parallel.parameter_server.slot_notes import SlotNotes
 from lockstep.parallel.parameter_server.update_rollback import SecondCopy
 from lockstep.parallel.parameter_server.worker_messages import Inbox, Outbox
@@ -104,25 +104,37 @@ class AsyncWorker(Worker):
         assert self.updater is not None
         group = self._groups[_GROUP]
         self._mail = mail
-        self._changed = RowVersions(region, offsets[3], _sparse(group) if self.plan.hosts else {})
-        self._proxies = [self._proxy(worker, region, served) for worker in remote]
+        row_versions = RowVersions(region, offsets[3], _sparse(group) if self.plan.hosts else {})
         self._notes = SlotNotes(region, offsets[1], group.spec.gradients.tensors, len(served))
         self._copies = (
             SecondCopy.each(group, self.updater, served, region, offsets[2])
             if update.replicas > 1
             else []
         )
-        self._server = self.rank - num_workers  # below 0: a worker
         self._stand: ServerProgress | None = None  # where this epoch is gone on from
         self._losses: Sequence[float] = ()  # of the last epoch
         self._is_held = False
         self._alone = alone
-        if alone is not None:
+        self._server: ParameterServer | None = None
+        if alone is None:
+            number = self.rank - num_workers
+            self._server = ParameterServer(
+                number,
+                self._queue,
+                exchange=self.exchange,
+                group=group,
+                pieces=self._pieces[_GROUP],
+                updater=self.updater,
+                notes=self._notes,
+                copy=self._copies[number] if self._copies else None,
+                proxies=[self._proxy(one, region, served, row_versions) for one in remote],
+                row_versions=row_versions if self.plan.hosts else None,
+            )
+        else:
             assert isinstance(alone.updater, Pusher)
             alone.updater.push_to = partial(self.exchange.put, _GROUP, self.rank)
             self._weights = self._own_weights(group, served)
         self._opened: dict[int, StepBatch] = {}  # batches that may have parts
-        self._sums: dict[int, BatchSum] = {}  # of batches that are not complete, on a server
         self._first_step = 0  # since all ranks have met
         self._num_ended = 0
         self._is_under_way = False
@@ -134,9 +146,12 @@ class AsyncWorker(Worker):
         return PulledWeights(self._queue, group, served)
 
     def _proxy(
-        self, worker: int, region: SharedRegion, served: Sequence[Sequence[Piece]]
+        self,
+        worker: int,
+        region: SharedRegion,
+        served: Sequence[Sequence[Piece]],
+        row_versions: RowVersions,
     ) -> WorkerProxy:
-        """Who speaks for a worker of another host."""
         assert self._mail is not None
 
         def queue_of(look_around: Callable[[float], None]) -> WorkQueue:
@@ -151,7 +166,7 @@ class AsyncWorker(Worker):
             grants=Outbox(self._mail, worker, "grants", worker),
             pushes=Inbox(self._mail, worker, "pushes", worker),
             rows=self.exchange.other_view(_GROUP),
-            weights=lambda queue: FreshWeights(queue, self._groups[_GROUP], served, self._changed),
+            weights=lambda queue: FreshWeights(queue, self._groups[_GROUP], served, row_versions),
         )
 
     @property
@@ -173,8 +188,8 @@ class AsyncWorker(Worker):
 
     def _train_apart(self, batch: StepBatch) -> StepResult:
         step = batch.step
-        if self._alone is None:
-            self._serve(lambda: self._queue.is_applied(step) or self.is_halted)
+        if self._server is not None:
+            self._server.serve(lambda: self._queue.is_applied(step) or self.is_halted)
             return _joined([])
         oldest = self._oldest_open(step)
         self._opened = {number: one for number, one in self._opened.items() if number >= oldest}
@@ -185,12 +200,8 @@ class AsyncWorker(Worker):
         """All ranks are here."""
         if self.rank == self._beginner:
             self._queue.begin(step, None if self._stand is None else self._stand.table)
-        if self._alone is None:
-            if self._copies:
-                self._copies[self._server].take()
-            self._note_slots(self._queue.slot(self._server))
-        for proxy in self._proxies:
-            proxy.begin()
+        if self._server is not None:
+            self._server.begin(is_restartable=self._can_go_on)
         self._first_step, self._num_ended = step, 0
         self._is_under_way = True
         self.barrier()
@@ -274,70 +285,6 @@ class AsyncWorker(Worker):
     def _hand_in(self, push: Push) -> None:
         self._queue.push(push)
 
-    # --- servers ---------------------------------------------------------------------------------
-
-    def _serve(self, is_over: Callable[[], bool]) -> None:
-        """Take what workers push until it is over."""
-        while not is_over():
-            for proxy in self._proxies:
-                proxy.check()
-            found = self._queue.next_push()
-            if found is None:
-                self._queue.wait(lambda: is_over() or self._has_news())
-                continue
-            worker, push = found
-            if not self._queue.is_applied(push.part.step):
-                self._take(worker, push)
-            self._queue.note_taken(worker)
-            total = self._sums.get(push.part.step)
-            if total is not None and not total.missing:
-                self._apply(push.part.step, self._sums.pop(push.part.step))
-
-    def _has_news(self) -> bool:
-        has_failed = any(proxy.error is not None for proxy in self._proxies)
-        return has_failed or self._queue.next_push() is not None
-
-    def _take(self, worker: int, push: Push) -> None:
-        total = self._sums.setdefault(push.part.step, BatchSum(missing=push.num_parts))
-        total.losses = [old + new for old, new in zip(total.losses, push.losses, strict=True)]
-        if push.weight:
-            total.add(self._published(worker), push.weight)
-        total.missing -= 1
-
-    def _published(self, worker: int) -> list[torch.Tensor | None]:
-        """A worker's gradients of this server's pieces."""
-        rows = self.exchange.rows_of(_GROUP)
-        return [rows.published(worker, piece) for piece in self._groups[_GROUP].pieces]
-
-    def _apply(self, step: int, total: BatchSum) -> None:
-        assert self.updater is not None
-        pieces = self._pieces[_GROUP]
-        with self._queue.alone():
-            next_slot = 1 - self._queue.slot(self._server)
-            with self._queue.updating(step, (*total.losses, bool(total.weight))):
-                if total.weight:
-                    for bound, gradient in zip(pieces, total.means(), strict=True):
-                        bound.tensor.grad = gradient
-                    self.updater.step()
-                    self._note_rows()
-                self._note_slots(next_slot)
-            if self._copies and total.weight:
-                gradients = {bound.piece.parameter: bound.tensor.grad for bound in pieces}
-                self._copies[self._server].follow(gradients)
-
-    def _note_rows(self) -> None:
-        """For other hosts: which rows of sparse pieces the update has changed."""
-        version = self._queue.version(self._server)
-        for bound in self._pieces[_GROUP] if self.plan.hosts else ():
-            gradient = bound.tensor.grad
-            if gradient is not None and gradient.is_sparse:
-                self._changed.note(bound.piece, gradient.coalesce().indices()[0], version)
-
-    def _note_slots(self, slot: int) -> None:
-        if self._can_go_on:
-            assert self.updater is not None
-            self._notes.write(self._server, slot, self.updater.slots())
-
     # --- together --------------------------------------------------------------------------------
 
     def settle(self, *, is_last: bool = False) -> None:
@@ -347,14 +294,11 @@ class AsyncWorker(Worker):
         if self._is_over or not self._is_under_way:
             return
         self._num_settled += 1
-        if self._alone is not None:
+        if self._server is None:
             self._settle_work()
         else:
-            self._serve(lambda: self._queue.are_settled(self._num_settled))
-            for proxy in self._proxies:
-                proxy.end()
-            if self._copies:
-                self._copies[self._server].check(self._server)
+            self._server.serve(lambda: self._queue.are_settled(self._num_settled))
+            self._server.end()
         assert self.board is not None
         own = is_last, self._queue.longest_lead(), self._queue.losses()[-1]
         told = self.board.tell([float(number) for number in own])
@@ -424,9 +368,9 @@ class AsyncWorker(Worker):
     def go_on_from(self, stand: ServerProgress | None) -> None:
         """The epoch that is about to begin goes on from there, or from its beginning."""
         self._stand, self._losses = stand, ()
-        if stand is not None and self._alone is None:
+        if stand is not None and self._server is not None:
             assert self.updater is not None
-            self.updater.take_notes(stand.slots[self._server])
+            self.updater.take_notes(stand.slots[self._server.number])
 
     # --- what others ask -------------------------------------------------------------------------
 
@@ -467,7 +411,7 @@ class AsyncWorker(Worker):
         super().abandon()
         if self._mail is not None:
             self._mail.abandon()
-        for proxy in self._proxies:
+        for proxy in [] if self._server is None else self._server.proxies:
             proxy.abandon()
 
 

@@ -15,7 +15,7 @@ from lockstep.comm.collectives.gradients import Gradients
 from lockstep.comm.p2p.tcp_p2p import MailChannels
 from lockstep.comm.shared_memory.work_queue import Push
 from lockstep.comm.sparse.sparse_rows import SparseRows
-from lockstep.parallel.data_parallel.passes import StepBatch
+from lockstep.parallel.batch_run import StepBatch
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.parameter_server.async_worker import AsyncWorker
 from lockstep.parallel.parameter_server.push_pull import OwnWeights, Pusher, SentWeights

@@ -24,9 +24,10 @@ from lockstep.comm.p2p.tcp_p2p import MailChannels
 from lockstep.comm.shared_memory.gathering import gather_bytes
 from lockstep.data.map_style.sources import Batch
 from lockstep.data.trees import Tree, map_tensors
+from lockstep.parallel.batch_run import Run, Take
 from lockstep.parallel.data_parallel.buffers import Buffers, ChangedOnce
 from lockstep.parallel.data_parallel.forward import ModelCall, channels_last
-from lockstep.parallel.data_parallel.passes import Passes, Run, Take
+from lockstep.parallel.data_parallel.passes import Passes
 from lockstep.parallel.debug.diagnosis import Diagnosis
 from lockstep.parallel.loss.share_losses import JointLoss, LossAdapter, ShareLoss, nothing
 from lockstep.parallel.loss.whole_batch import SharePart

@@ -12,7 +12,8 @@ from lockstep.capture.instructions import run_instruction
 from lockstep.data.map_style.sources import Batch
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import LockstepError
-from lockstep.parallel.data_parallel.passes import Passes, Run
+from lockstep.parallel.batch_run import Run
+from lockstep.parallel.data_parallel.passes import Passes
 from lockstep.parallel.loss import whole_batch
 from lockstep.tracebacks import note_last
 

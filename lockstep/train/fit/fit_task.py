@@ -15,14 +15,15 @@ from lockstep.data.map_style.sources import Source
 from lockstep.data.order import epoch_batches
 from lockstep.data.records.bad_records import CheckedSource
 from lockstep.launch.health.failure import ending_with
-from lockstep.parallel.data_parallel.passes import StepBatch
+from lockstep.parallel.batch_run import StepBatch
+from lockstep.parallel.data_parallel.forward import modes_of
 from lockstep.parallel.debug.module_watch import WatchedSteps
 from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.loss.share_losses import ONE_LOSS, LossParts
 from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.transfer.readers import reading_ahead
 from lockstep.parallel.update import PieceSlots
-from lockstep.parallel.worker import Worker, modes_of
+from lockstep.parallel.worker import Worker
 from lockstep.train.callbacks.driver import Logs, Place, TaskDriver
 from lockstep.train.callbacks.rank_sync import RankSync, RestartTask, Resume
 from lockstep.train.checkpointing.replica_state import own_replica, replicas_of, set_replica

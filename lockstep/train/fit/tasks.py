@@ -16,10 +16,11 @@ from lockstep.data.iterable.read_ahead import Read
 from lockstep.data.map_style.sources import Source
 from lockstep.data.order import batch_bounds
 from lockstep.data.trees import Tree, map_tensors
+from lockstep.parallel.data_parallel.forward import modes_of
 from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.loss.share_losses import ONE_LOSS, LossParts, Sums
 from lockstep.parallel.transfer.readers import reading_ahead
-from lockstep.parallel.worker import Worker, modes_of
+from lockstep.parallel.worker import Worker
 from lockstep.train.callbacks.driver import Logs, TaskDriver
 from lockstep.train.callbacks.rank_sync import RankSync
 from lockstep.train.input.bad_record_filter import BadRecordFilter

@@ -28,7 +28,7 @@ from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.order import seed_streams, stream_seed
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 from lockstep.errors import DataError, OptionError
-from lockstep.parallel.data_parallel.passes import ShareOutput
+from lockstep.parallel.batch_run import ShareOutput
 from lockstep.parallel.exchange.control import Control
 from lockstep.train.logging.metric_kinds import (
     counts_samples,

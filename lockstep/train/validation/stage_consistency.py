@@ -22,10 +22,11 @@ from lockstep.capture.state import left_alone
 from lockstep.data.map_style.sources import Batch
 from lockstep.data.order import seed_streams
 from lockstep.data.trees import Tree, map_tensors, tensors_of
+from lockstep.parallel.data_parallel.forward import modes_of
 from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.pipeline.microbatch_run import Gradients, MicrobatchRun
 from lockstep.parallel.pipeline.stage_passes import StagePasses, StageTools, stage_output
-from lockstep.parallel.worker import Worker, modes_of
+from lockstep.parallel.worker import Worker
 from lockstep.train.validation.rank_consistency import (
     GRADIENT,
     LOSS,

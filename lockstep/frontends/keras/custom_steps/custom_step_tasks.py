@@ -26,7 +26,7 @@ from lockstep.frontends.keras.fit.tasks import (
     keras_driver,
 )
 from lockstep.frontends.keras.layers.metrics import KerasMetrics, assign_each
-from lockstep.parallel.data_parallel.passes import StepBatch
+from lockstep.parallel.batch_run import StepBatch
 from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.worker import Worker

@@ -19,8 +19,8 @@ from lockstep.frontends.keras.custom_steps.custom_step import OwnSteps, data_of
 from lockstep.frontends.keras.custom_steps.step_calls import StepCalls, detached
 from lockstep.frontends.keras.custom_steps.step_trial import try_step
 from lockstep.frontends.keras.model import KerasModel
+from lockstep.parallel.batch_run import Run
 from lockstep.parallel.data_parallel.model_passes import ModelPasses
-from lockstep.parallel.data_parallel.passes import Run
 from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.independence.split_test import is_tried
 from lockstep.parallel.worker import Worker

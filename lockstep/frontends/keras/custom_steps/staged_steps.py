@@ -28,8 +28,8 @@ from lockstep.frontends.keras.loss.computed_loss import ComputedLoss, WithoutWei
 from lockstep.frontends.keras.loss.reductions import masked_outputs
 from lockstep.frontends.keras.loss.share_losses import Additions
 from lockstep.frontends.keras.model import KerasModel, giving_losses
+from lockstep.parallel.batch_run import StepBatch
 from lockstep.parallel.data_parallel.functional_patch import Redirection
-from lockstep.parallel.data_parallel.passes import StepBatch
 from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.loss.share_losses import ONE_LOSS
 from lockstep.parallel.worker import Worker

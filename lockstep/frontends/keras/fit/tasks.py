@@ -18,11 +18,12 @@ from lockstep.data.order import epoch_order
 from lockstep.data.trees import Tree, concatenate
 from lockstep.frontends.keras.layers.metrics import KerasMetrics
 from lockstep.frontends.keras.loss.share_losses import KerasLoss
-from lockstep.parallel.data_parallel.passes import StepBatch
+from lockstep.parallel.batch_run import StepBatch
+from lockstep.parallel.data_parallel.forward import modes_of
 from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.loss.share_losses import Sums
 from lockstep.parallel.training_step import StepResult
-from lockstep.parallel.worker import Worker, modes_of
+from lockstep.parallel.worker import Worker
 from lockstep.train.callbacks.driver import Logs, TaskDriver
 from lockstep.train.callbacks.rank_sync import RankSync
 from lockstep.train.fit.fit_task import FitTask
