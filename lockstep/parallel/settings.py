@@ -207,8 +207,7 @@ def check_deterministic(device: torch.device) -> None:
         if _WORKSPACE[0] not in str(error):
             raise
         raise OptionError(
-            "Only deterministic kernels are to be used, which this process has to know before it "
-            "first uses its device.",
+            "A process must choose deterministic kernels before it first uses its device.",
             received="deterministic=True after other work on the device",
             fix=f"Run the script with {'='.join(_WORKSPACE)} in its environment.",
         ) from error

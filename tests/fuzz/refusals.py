@@ -6,7 +6,7 @@ REASONS = {
     "sparse gradients and averages": r"averages and float32 copies of the weights",
     "calls that change what is trained": r"a call must not change trained variables",
     "layers' losses in several shares": r"Layers that add losses, beside BatchNormalization",
-    "a share's own loss of nothing": r"whose loss is NaN where nothing counts must return more",
+    "a share's own loss of nothing": r"whose loss is NaN for a batch of weight 0 must return more",
     "hooks on parameters": r"Gradient hooks on parameters would see",
 }
 

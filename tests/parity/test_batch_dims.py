@@ -279,5 +279,5 @@ def test_a_proof_of(changes: dict[str, Any]) -> None:
 def test_a_proof_with_samples_elsewhere() -> None:
     """Time taken for samples: of parts of it, a recurrent net computes something else."""
     other = job_of(CASES["LSTM"], batch_dim=0, batch_size=TIME)
-    with pytest.raises(ModelError, match="must not depend on the others"):
+    with pytest.raises(ModelError, match="must not depend on the other samples"):
         lockstep.verify(other, STRATEGIES["mirrored 1, 3 shares"](), steps=1)

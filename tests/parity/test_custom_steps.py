@@ -260,7 +260,7 @@ def test_stages_have_no_steps_of_the_users() -> None:
 def test_validation_needs_a_loss_and_a_mean_of_weights_its_weight() -> None:
     with pytest.raises(OptionError, match="needs a loss"):
         make().fit((NOISE, REAL), validation_data=(NOISE, REAL), verbose=0)
-    with pytest.raises(LockstepError, match=r"must say what its loss weighs.*beside the inputs"):
+    with pytest.raises(LockstepError, match=r"return the weight of its loss.*beside the inputs"):
         make(train_step={"discriminator": generate, "generator": generate}).fit(
             (NOISE.float(), REAL.float(), torch.ones(44)), verbose=0
         )

@@ -125,16 +125,18 @@ def test_models_that_look_across_samples(
         model = made(layer())
     before = model.get_weights()
     # While a model trains it is tried in training mode, which shows what evaluation does, too.
-    with pytest.raises(ModelError, match=r"must not depend on the others.*samples in training "):
+    with pytest.raises(
+        ModelError, match=r"must not depend on the other samples.*samples in training "
+    ):
         model.fit(X, Y, verbose=0)
     if mode == "training":
         model.evaluate(X, Y, verbose=0)  # which can be divided
         with pytest.raises(ModelError, match="in training"):
             model.train_on_batch(X, Y)
     else:
-        with pytest.raises(ModelError, match="must not depend on the others"):
+        with pytest.raises(ModelError, match="must not depend on the other samples"):
             model.evaluate(X, Y, verbose=0)
-        with pytest.raises(ModelError, match="must not depend on the others"):
+        with pytest.raises(ModelError, match="must not depend on the other samples"):
             model.predict(X, verbose=0)
     assert all(map(np.array_equal, model.get_weights(), before))
 
@@ -219,5 +221,5 @@ def test_one_device_takes_whole_batches() -> None:
 def test_a_model_that_nobody_compiled_is_looked_at_before_it_predicts() -> None:
     with lockstep.MirroredStrategy(2).scope():
         model = made(Centered(), compiles=False)
-    with pytest.raises(ModelError, match="must not depend on the others"):
+    with pytest.raises(ModelError, match="must not depend on the other samples"):
         model.predict(X, verbose=0)

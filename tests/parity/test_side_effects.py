@@ -134,7 +134,7 @@ def test_a_forward_pass_that_changes_parameters_is_refused(
 ) -> None:
     seen = r"a change of '0\.teacher\.weight'"
     if strategy == "mirrored-2":  # a rank may see another change it while it tries its share
-        seen += "|must not depend on the others"
+        seen += "|must not depend on the other samples"
     with pytest.raises(ModelError, match=seen):
         lockstep.verify(job_of(net(Teacher(follow))), STRATEGIES[strategy]())
 
@@ -205,12 +205,12 @@ def penalised(module: Acting, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("act", "strategy", "message"),
     [
-        (centred, "mirrored-2", "must not depend on the others of its batch"),
-        (centred, "pipeline-2", "must not depend on the others of its batch"),
-        (decided, "mirrored-2", "must not depend on the others of its batch"),
-        (reminded, "mirrored-2", "must not depend on the samples of those before"),
-        (carried, "mirrored-2", "must not depend on the samples of those before"),
-        (carried, "pipeline-2", "must not depend on the samples of those before"),
+        (centred, "mirrored-2", "must not depend on the other samples of its batch"),
+        (centred, "pipeline-2", "must not depend on the other samples of its batch"),
+        (decided, "mirrored-2", "must not depend on the other samples of its batch"),
+        (reminded, "mirrored-2", "must not depend on the samples of earlier batches"),
+        (carried, "mirrored-2", "must not depend on the samples of earlier batches"),
+        (carried, "pipeline-2", "must not depend on the samples of earlier batches"),
     ],
 )
 def test_a_model_that_looks_across_samples_is_refused(

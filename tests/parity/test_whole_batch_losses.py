@@ -138,7 +138,7 @@ def test_an_error_on_a_share_is_told_where_outputs_cannot_be_put_together() -> N
     trainer = trainer_of(whole_batch_job(_Ragged, misspelt), STRATEGIES["mirrored-2"])
     with pytest.raises(LossError, match="must have a row for each sample") as caught:
         trainer.fit(whole_batch_job(_Ragged, misspelt).data, batch_size=11, verbose=0)
-    assert "On a share of the batch the loss had failed: AttributeError: " in str(
+    assert "The loss failed first on a share of the batch: AttributeError: " in str(
         caught.value.__notes__
     )
 

@@ -20,4 +20,4 @@ def test_no_memory_for_the_model_names_the_device(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(checks, "move_model", move)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         checks.place_model(nn.Linear(2, 2), [], plan)
-    assert "no memory left on cuda:1" in " ".join(caught.value.__notes__)
+    assert "cuda:1 ran out of memory" in " ".join(caught.value.__notes__)

@@ -55,7 +55,7 @@ class _Pairs(nn.Module):
 def test_a_model_that_fails_on_halves_is_tried_on_as_many_samples(count: int) -> None:
     inputs = torch.randn(count, 3)
     batch = Batch(inputs=inputs, targets=None, sample_weight=None, num_samples=count)
-    with pytest.raises(ModelError, match="must not depend on the others"):
+    with pytest.raises(ModelError, match="must not depend on the other samples"):
         check_sample_independence(model := _Normalises(4), model, batch)
     batch = Batch(inputs=torch.randn(4, 3), targets=None, sample_weight=None, num_samples=4)
     check_sample_independence(model_of_pairs := _Pairs(), model_of_pairs, batch)
@@ -64,7 +64,7 @@ def test_a_model_that_fails_on_halves_is_tried_on_as_many_samples(count: int) ->
 def test_a_single_sample_is_tried_beside_another() -> None:
     for inputs in (torch.randn(1, 3), torch.tensor([[1, 2, 3]])):
         batch = Batch(inputs=inputs, targets=None, sample_weight=None, num_samples=1)
-        with pytest.raises(ModelError, match="must not depend on the others"):
+        with pytest.raises(ModelError, match="must not depend on the other samples"):
             check_sample_independence(nn.Identity(), lambda x: x - 0.5 * x.double().mean(0), batch)
 
 

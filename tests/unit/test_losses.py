@@ -219,7 +219,7 @@ def test_a_loss_that_returns_something_else_is_told_what_is_agreed(name: str) ->
 
 
 WITHOUT_WEIGHTS: dict[str, tuple[Any, str]] = {
-    "a scalar": (lambda output, target: output.sum(), "what each sample contributes"),
+    "a scalar": (lambda output, target: output.sum(), "must return a value for each sample"),
     "a pair": (lambda output, target: (output.sum(), 4), "must weigh the samples itself"),
     "a scalar in spite of the argument": (
         lambda output, target, sample_weight: output.sum(),

@@ -152,9 +152,9 @@ def note_lone_sample(error: BaseException) -> None:
     if "Expected more than 1 value per channel" in str(error):
         add_note(
             error,
-            "In a pipeline BatchNorm takes the statistics of each microbatch, and one has a single "
-            "sample. Use fewer microbatches (microbatches=1 computes what one device does), or "
-            "larger batches, the last one included.",
+            "In a pipeline BatchNorm uses the statistics of each microbatch, and this one has a "
+            "single sample. Use fewer microbatches (microbatches=1 computes what one device does) "
+            "or larger batches, including the last one.",
         )
 
 
@@ -198,7 +198,7 @@ class LayerStatistics:
             raise LockstepError(
                 "BatchNorm layers must run in the same order for every share of a batch.",
                 received=" in one share, ".join(map(repr, names)) + " in another",
-                fix="Do not choose layers by the samples at hand before a BatchNorm.",
+                fix="Do not choose layers by the values of the samples before a BatchNorm.",
             )
         return rows[:, 1:]
 

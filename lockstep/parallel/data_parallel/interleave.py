@@ -92,8 +92,8 @@ class Interleaver:
         if self._left_behind(own):
             raise ModelError(
                 "BatchNorm layers must run equally often for every share of a batch.",
-                received="a share that passed through fewer of them than another",
-                fix="Do not choose layers by the samples at hand before a BatchNorm.",
+                received="two shares that ran different numbers of BatchNorm layers",
+                fix="Do not choose layers by the values of the samples before a BatchNorm.",
             )
 
     def _left_behind(self, own: int) -> bool:

@@ -282,7 +282,7 @@ class Passes(ABC):
         except LossError as error:
             if self._loss.failure:
                 add_note(
-                    error, f"On a share of the batch the loss had failed: {self._loss.failure}"
+                    error, f"The loss failed first on a share of the batch: {self._loss.failure}"
                 )
             raise
         self._loss.gathered_bytes = max(self._loss.gathered_bytes, whole.num_bytes)

@@ -153,21 +153,21 @@ def _told(board: StatusBoard | None, number: float) -> list[float]:
 
 def _changes_parameter(name: str, how: str = "") -> ModelError:
     return ModelError(
-        "A forward pass must not change parameters: each share of a batch would do it again, and "
-        "the optimizer updates them where they lie.",
+        "A forward pass must not change parameters: every share of a batch would repeat the "
+        "change, and the optimizer updates the parameters in place.",
         received=f"a change of {name!r}{how}",
-        fix="Keep what follows the weights, such as a teacher's average, in buffers, or change "
-        "it in a callback's on_train_batch_end; convert what a module is given, and not the "
-        "module; an embedding that several ranks have must have max_norm=None.",
+        fix="Keep values that follow the weights, such as a teacher's average, in buffers, or "
+        "change them in a callback's on_train_batch_end. Convert the inputs of a module, not the "
+        "module. Use max_norm=None for an embedding that several ranks hold.",
     )
 
 
 def _depends_on_samples(name: str) -> ModelError:
     return ModelError(
-        "What a layer keeps in a buffer must not depend on the samples: it would see a part of "
-        "each batch. Only the statistics of torch's BatchNorm are those of all samples.",
-        received=f"buffer {name!r}, which shares of one batch leave different",
-        fix="Train on one device, or keep no such buffer (for InstanceNorm: "
-        "track_running_stats=False), or make it no part of the state: register_buffer(..., "
-        "persistent=False) leaves to each device its own.",
+        "A layer's buffer must not depend on the samples: the layer sees only a part of each "
+        "batch. Only torch's BatchNorm collects statistics over all samples.",
+        received=f"buffer {name!r}, which differs between shares of one batch",
+        fix="Train on one device, remove the buffer (for InstanceNorm: "
+        "track_running_stats=False), or give each device its own with register_buffer(..., "
+        "persistent=False).",
     )

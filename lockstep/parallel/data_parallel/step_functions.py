@@ -46,10 +46,10 @@ class StepFunction:
         is_scalar = getattr(returned, "dim", lambda: -1)() == 0
         if batch.sample_weight is not None and is_scalar:
             raise LossError(
-                "With sample_weight a train_step must say what its loss weighs.",
+                "With sample_weight, train_step must return the weight of its loss.",
                 received="a scalar",
                 fix="Return (sum of weight times loss, sum of weight). If the third part of the "
-                "data is no weight, put it beside the inputs: ((inputs, others), targets).",
+                "data is not a weight, put it beside the inputs: ((inputs, others), targets).",
             )
         return self.reader.read(returned, returned, batch.num_samples, batch_size)
 

@@ -175,11 +175,11 @@ def _check(residue: _Residue, *, is_low: bool) -> None:
     wrong = _differing(residue, is_low=is_low)
     if wrong:
         raise ModelError(
-            "The gradient of a batch must be the sum of what its samples add: shares of it go "
-            "backward apart.",
+            "The gradient of a batch must be the sum of its samples' gradients: shares of the "
+            "batch run backward separately.",
             received=f"gradients of {first_few([*wrong])} that differ by {max(wrong.values()):.1%} "
             "from the sum over parts of the samples",
-            fix="Leave out scale_grad_by_freq, and hooks or autograd functions that mix samples in "
+            fix="Remove scale_grad_by_freq, and hooks or autograd functions that mix samples in "
             "backward (by a norm or a mean of their gradients), or train on one device.",
         )
 

@@ -132,23 +132,23 @@ def difference(
 
 def _no_mean(received: str) -> LossError:
     return LossError(
-        "A loss that is computed in the model, or in train_step, must be a weighted mean: "
-        "shares of the batch compute it apart.",
+        "A loss that the model or train_step computes must be a weighted mean: each share of "
+        "the batch computes its own.",
         received=received,
-        fix="Say what it is a mean over: OwnLoss(weight=...), or return (total, weight) or "
-        "values of shape (n,). If it compares samples with each other, pass it as a loss "
-        "function, loss=..., which is taken on the whole batch.",
+        fix="Give its denominator: OwnLoss(weight=...), or return (total, weight) or values of "
+        "shape (n,). If it compares samples with each other, pass it as a loss function, "
+        "loss=..., which is computed on the whole batch.",
     )
 
 
 def _no_addition(received: str) -> LossError:
     return LossError(
-        "What layers add to the loss must be means or sums over samples, as it was when training "
+        "Losses that layers add must be means or sums over samples, the same as when training "
         "began.",
         received=received,
-        fix="Add ops.mean(...) or ops.sum(...) of values that each come from one sample, which "
-        "are not 0 for all of the first samples; or give the model a compute_loss of its own, "
-        "which is taken on the whole batch.",
+        fix="Add ops.mean(...) or ops.sum(...) of values that each depend on one sample and are "
+        "not 0 for all of the first samples; or give the model its own compute_loss, which is "
+        "computed on the whole batch.",
     )
 
 

@@ -234,8 +234,8 @@ def _distance(
 
 def _sees_others(num_samples: int, distance: float, *, training: bool) -> ModelError:
     return ModelError(
-        "What a model makes of a sample must not depend on the others of its batch: shares of "
-        "it are worked on apart.",
+        "A model's output for a sample must not depend on the other samples of its batch: "
+        "shares of the batch are computed separately.",
         received=f"outputs for {num_samples} samples in {'training' if training else 'evaluation'} "
         + (
             "with a value for each pair"
@@ -243,16 +243,16 @@ def _sees_others(num_samples: int, distance: float, *, training: bool) -> ModelE
             else f"that differ by {distance:.1%}"
         )
         + " from those for parts of them",
-        fix="Use nn.BatchNorm for statistics of the batch, compute in the loss what compares "
-        "samples, or train on one device.",
+        fix="Use nn.BatchNorm for statistics of the batch, compare samples in the loss, or train "
+        "on one device.",
     )
 
 
 def _remembers(distance: float) -> ModelError:
     return ModelError(
-        "What a model makes of a batch must not depend on the samples of those before: each "
-        "share sees others.",
-        received=f"outputs that differ by {distance:.1%} after other samples, which attributes "
-        "of modules have kept",
-        fix="Pass on as an input what is to be remembered, or train on one device.",
+        "A model's output for a batch must not depend on the samples of earlier batches: each "
+        "share sees different ones.",
+        received=f"outputs that differ by {distance:.1%} after other samples, stored in "
+        "attributes of modules",
+        fix="Pass the stored values as an input, or train on one device.",
     )

@@ -297,8 +297,8 @@ def _part_of(value: torch.Tensor | None, part: float) -> torch.Tensor | None:
 
 def _reshaped(spec: TensorSpec, value: torch.Tensor) -> ModelError:
     return ModelError(
-        "What replicas average must keep its shape and dtype.",
+        "A tensor that replicas average must keep its shape and dtype.",
         received=f"a buffer {spec.name!r} of shape {tuple(value.shape)}, {value.dtype}, "
         f"which was of shape {spec.shape}, {spec.dtype}",
-        fix="Write into the buffer, or use MirroredStrategy.",
+        fix="Change the buffer in place, or use MirroredStrategy.",
     )

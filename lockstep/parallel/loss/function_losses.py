@@ -232,7 +232,7 @@ def _misfit(received: str) -> str:
 
 def _needs_per_sample_values() -> LossError:
     return LossError(
-        "With sample_weight the loss must say what each sample contributes.",
+        "With sample_weight the loss must return a value for each sample.",
         received="a scalar",
         fix='Return values of shape (n,), for torch losses with reduction="none".',
     )
@@ -250,7 +250,7 @@ def missing_targets() -> DataError:
     """For data that a loss cannot work with."""
     return DataError(
         "A loss that compares outputs with targets needs targets.",
-        received="data without any",
+        received="data without targets",
         fix="Pass (inputs, targets), which lockstep.data.columns makes of dicts with named "
         "columns; or loss=lockstep.OwnLoss() where the model computes its own loss.",
     )

@@ -46,7 +46,7 @@ def _nonfinite_loss(
     return NonFiniteLossError(
         f"The loss of step {step} is not finite.",
         received=f"{total} from share {share} (samples {start} to {stop - 1} of the batch){where}",
-        fix="Lower the learning rate, or look at these samples, or leave such steps out with "
+        fix="Lower the learning rate, check these samples, or skip such steps with "
         'on_nonfinite="skip". The weights are those before this step.',
     )
 
@@ -68,10 +68,9 @@ def check_used(step: int, is_any_used: bool) -> None:
 def unequal_scale(step: int) -> ModelError:
     """For gradients that must be multiplied after backward, and cannot."""
     return ModelError(
-        "Where a loss is no mean over the samples, gradients are divided by its weight after "
-        "backward, when the weights of all shares are known: hooks must do to a multiple of a "
-        "gradient what they do to the gradient.",
-        received=f"a hook, or an autograd function, that does not (one that clips), in step {step}",
+        "Hooks must be linear where the loss is not a mean over the samples: gradients are then "
+        "divided by its weight after backward, when the weights of all shares are known.",
+        received=f"a hook or an autograd function that is not linear (it clips) in step {step}",
         fix="Clip gradients of parameters (clip_norm, clip_value), return a mean over the samples, "
         "or train on one device.",
     )

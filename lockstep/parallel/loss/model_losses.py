@@ -78,10 +78,10 @@ class InnerLoss:
         known = seen_mean(found)
         if self._is_seen.setdefault(torch.is_grad_enabled(), known is not None) is (known is None):
             raise LossError(
-                "The loss is a mean over other things than before: what it weighs cannot be "
-                "seen any more, or could not before.",
-                received="a scalar that depends on the samples in another way",
-                fix="Say what it is a mean over: OwnLoss(weight=...), or return (total, weight).",
+                "The model's loss must have the same reduction in every step: its denominator was "
+                "recognised in one step and not in another.",
+                received="a scalar that the model computes by other operations than before",
+                fix="Give its denominator: OwnLoss(weight=...), or return (total, weight).",
             )
         if known is None:
             return mean_over(found, float(num_samples))
@@ -119,8 +119,8 @@ def _find(output: Tree) -> Any:
             "With OwnLoss the model must return its loss: as output.loss, as output['loss'], "
             "as the first part of a tuple, or as its whole output.",
             received=_describe(output),
-            fix="Give the model what it computes the loss from, such as labels; say where the "
-            "loss is with OwnLoss(output=...); or pass a loss function.",
+            fix="Pass the model the inputs of its loss, such as labels; give the place of the "
+            "loss, OwnLoss(output=...); or pass a loss function.",
         )
     return found
 
@@ -143,7 +143,7 @@ def _mean_over(loss: torch.Tensor, weight: float, output: Tree) -> ShareLoss:
     others = [tensor for tensor in tensors_of(output) if tensor is not loss]
     if loss.requires_grad and not any(tensor.requires_grad for tensor in others):
         raise LossError(
-            "A model whose loss is NaN where nothing counts must return more than its loss.",
+            "A model whose loss is NaN for a batch of weight 0 must return more than its loss.",
             received="a share of weight 0",
             fix="Return the logits as well, or 0 for a mean over nothing.",
         )

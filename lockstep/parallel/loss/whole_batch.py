@@ -210,10 +210,9 @@ def _gradients(loss: ShareLoss, sources: Sequence[torch.Tensor]) -> dict[int, to
 
 def _unlike(received: str) -> LossError:
     return LossError(
-        "The loss is taken on the outputs of the whole batch: every tensor of outputs and "
-        "targets must have a row for each sample, or be the same for all of them.",
+        "The loss is computed on the outputs of the whole batch: every tensor of outputs and "
+        "targets must have a row for each sample, or be the same for all samples.",
         received=received,
         fix="Return tensors of shape (samples, ...), padded to one shape; or let the loss "
-        "return values of shape (n,) or a pair (total, weight), for which nothing is put "
-        "together.",
+        "return values of shape (n,) or a pair (total, weight), which need no other outputs.",
     )

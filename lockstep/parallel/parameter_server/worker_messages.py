@@ -138,7 +138,7 @@ class Inbox:
         self._mail.acknowledge(self._box, self._number, self._sender)
         if not isinstance(message, kinds):
             raise HostError(
-                "What another host sends must be what was asked for.",
+                "Another host sent an unexpected message.",
                 received=f"a {type(message).__name__}",
                 fix="Run the same version of Lockstep on every host.",
             )

@@ -20,9 +20,9 @@ def noting_shortage(device: torch.device) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         add_note(
             error,
-            f"There was no memory left on {device} for what a rank has there all the time: the "
-            "model, its gradients and the slots of the optimizer. See who else uses the device, "
-            "or divide the model: lockstep.PipelineStrategy.",
+            f"{device} ran out of memory for the tensors that a rank keeps there: the model, its "
+            "gradients and the slots of the optimizer. Check which other processes use the "
+            "device, or divide the model: lockstep.PipelineStrategy.",
         )
         raise
 

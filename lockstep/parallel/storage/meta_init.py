@@ -67,9 +67,9 @@ def check_on_meta(model: nn.Module) -> None:
     unknown += [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     if unknown:
         raise ModelError(
-            "Of a model on the meta device all parameters must be there, and no buffers, whose "
-            "values nobody would know.",
-            received=f"otherwise: {first_few(unknown)}",
+            "A model on the meta device must have all its parameters there and no buffers, whose "
+            "values would be unknown.",
+            received=f"parameters elsewhere, or buffers on meta: {first_few(unknown)}",
             fix="Pass the function that makes the model: Trainer(lambda: Net(), ...).",
         )
     _check_resets(model)
@@ -84,9 +84,9 @@ def _check_resets(model: nn.Module) -> None:
     ]
     if helpless:
         raise ModelError(
-            "A model that is made on the meta device gets its first values from its modules' "
-            "reset_parameters, or from _init_weights(module) of a model around them.",
-            received=f"modules with parameters and without it: {first_few(helpless)}",
+            "Modules of a model on the meta device need reset_parameters, or _init_weights(module) "
+            "of a model around them, to initialise their parameters.",
+            received=f"modules with parameters and without either: {first_few(helpless)}",
             fix="Give them a method reset_parameters(self), or pass the model itself.",
         )
 
@@ -174,7 +174,7 @@ def initialize(model: nn.Module, names: Iterable[str], seed: int) -> None:
         untouched = [named[key] for key in given if own[key].isnan().any()]
         if untouched:
             raise ModelError(
-                "Whatever gives a module its first values must do so for all its parameters.",
+                "A module's initialisation must set all its parameters.",
                 received=f"no values for {first_few(untouched)}",
                 fix="Give the module a method reset_parameters(self), or pass the model itself.",
             )

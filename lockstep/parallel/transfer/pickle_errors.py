@@ -41,8 +41,8 @@ def pack_named(
         raise ShippingError(
             f"{culprit} cannot be sent to a helper process.",
             received=f"{type(reason).__name__}: {reason}",
-            fix="Make it where it is used (in forward, __getitem__, ...), or keep it out of "
-            "what is trained.",
+            fix="Create it where it is used (in forward, __getitem__, ...), or remove it from the "
+            "objects that training needs.",
         ) from error
 
 

@@ -375,10 +375,10 @@ def _begin(parent: int, worker: int) -> None:
 
 def _drawing() -> DataError:
     return DataError(
-        "A dataset that draws random numbers cannot be read ahead in a thread: it would draw "
-        "from the model's random streams.",
-        received="prefetch(dataset, workers=0), whose first read has moved them",
-        fix="Read it in processes, which have streams of their own: "
+        "A dataset that draws random numbers cannot be read ahead in a thread: a thread shares "
+        "the model's random streams.",
+        received="prefetch(dataset, workers=0), whose first read drew random numbers",
+        fix="Read it in processes, which have their own streams: "
         "lockstep.data.prefetch(dataset, workers=1).",
     )
 
@@ -387,6 +387,6 @@ def _ended(error: Exception) -> WorkerError:
     return WorkerError(
         "A process that reads ahead (lockstep.data.prefetch) has ended.",
         received=f"{type(error).__name__}: {error}",
-        fix="Look for what kills it: memory that runs out, or a library that does not "
-        "stand a fork. prefetch(dataset, workers=0) reads in a thread.",
+        fix="Check for exhausted memory, or for a library that does not support fork. "
+        "prefetch(dataset, workers=0) reads in a thread.",
     )
