@@ -4,16 +4,20 @@ BIN := .venv/bin
 # Hundreds of interpreters are started: all but the first read what was compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check fuzz lint format api-docs bench bench-architectures bench-checkpoints bench-compression bench-hosts bench-input bench-keras-tests bench-overhead bench-pipelines bench-small-calls bench-starting gpu soak wheel clean
+.PHONY: demo test test-all test-exhaustive check fuzz lint format api-docs bench bench-architectures bench-checkpoints bench-compression bench-hosts bench-input bench-keras-tests bench-overhead bench-pipelines bench-small-calls bench-starting gpu soak wheel clean
 demo: .venv/.installed-demo
 	$(BIN)/lockstep demo
 
-# The core of the tests; `test-all` also runs what is marked `thorough`.
+# The core of the tests; `test-all` also runs what is marked `thorough`, and `test-exhaustive` whole
+# products of strategies, models and options.
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest --numprocesses 2 -m "not thorough"
 
 test-all: .venv/.installed-dev
 	$(BIN)/python -m pytest --numprocesses 2
+
+test-exhaustive: .venv/.installed-dev
+	$(BIN)/python -m pytest --numprocesses 2 --exhaustive
 
 # Random trainings against plain loops on one device; prints what became of them, and how to repeat it.
 fuzz: MINUTES = 10

@@ -17,7 +17,7 @@ from lockstep.launch.workers.pool import keep_teams
 from lockstep.train.runtime import session
 from tests import preloading, warm
 from tests.netns import Hosts, NoHostsError, connected_hosts
-from tests.thorough import CORE
+from tests.thorough import CORE, covering
 
 faulthandler.enable()
 # Whoever runs the tests in the background (nohup, a job of a shell) may have them ignore these, and
@@ -35,6 +35,11 @@ _WAITING = ("faults", "parallel")
 _COMPUTING = ("parity", "fuzz", "devices", "unit", "property", "golden")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--exhaustive``: whole products of strategies, models and options."""
+    parser.addoption("--exhaustive", action="store_true", help="run whole products of arguments")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Of a law, the core tries fewer examples."""
     settings.load_profile("core" if config.option.markexpr == CORE else "all")
@@ -47,8 +52,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return LoadFileScheduling(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Bring files into the order in which they are run: some compute while others wait."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose cases, and order files so that some compute while others wait."""
+    if not (config.option.exhaustive or any("::" in argument for argument in config.args)):
+        chosen = covering(items)
+        config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
+        items[:] = chosen
     files = list(dict.fromkeys(item.path for item in items))
     turns: dict[Path, float] = {}
     for folders in (_WAITING, _COMPUTING):

@@ -1,10 +1,11 @@
-"""Which cases of a matrix ``make test`` runs; ``make test-all`` runs them all.
+"""Which cases of a matrix are run by ``make test``, ``test-all`` and ``test-exhaustive``.
 
 A test of its own that is as dear is left to ``make test-all`` with ``@pytest.mark.thorough``.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -53,3 +54,48 @@ def wanted(request: pytest.FixtureRequest, argument: str) -> list[Any]:
 
 def _values(case: Any) -> tuple[Any, ...]:
     return case if isinstance(case, tuple) else (case,)
+
+
+def covering(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Tests of which every value of an argument meets two values of each other argument.
+
+    The whole product of strategies x models x options says little more, and takes a multiple of the
+    time: the fuzzer crosses them at random, and ``--exhaustive`` runs them all. Tests of the core
+    always run. The choice is the same every day: it depends on the tests' names only.
+    """
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen = {item for own in functions.values() for item in _cover(own)}
+    return [item for item in items if item in chosen]
+
+
+def _cover(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of the cases of one test."""
+    rows = {item: _arguments(item) for item in items}
+    numbers = {name: len({row[name] for row in rows.values()}) for name in rows[items[0]]}
+    names = [name for name, number in numbers.items() if 1 < number < len(items)]
+    partners: dict[tuple[str, Hashable, str], set[Hashable]] = {}
+    chosen = []
+    for item in sorted(items, key=lambda item: (_is_thorough(item), crc32(item.nodeid.encode()))):
+        row = rows[item]
+        met = {
+            (one, row[one], other): row[other] for one in names for other in names if one != other
+        }
+        news = [key for key, value in met.items() if value not in partners.setdefault(key, set())]
+        if not (met and _is_thorough(item)) or any(len(partners[key]) < 2 for key in news):
+            chosen.append(item)
+            for key in news:
+                partners[key].add(met[key])
+    return chosen
+
+
+def _arguments(item: pytest.Item) -> dict[str, Hashable]:
+    """By name; what cannot be compared by its value is compared by its identity."""
+    values = item.callspec.params if hasattr(item, "callspec") else {}
+    plain = (str, int, float, bool, type(None))
+    return {name: one if isinstance(one, plain) else id(one) for name, one in values.items()}
+
+
+def _is_thorough(item: pytest.Item) -> bool:
+    return item.get_closest_marker("thorough") is not None

@@ -1,28 +1,36 @@
-"""``make test`` leaves out what is marked ``thorough`` and nothing else; CI leaves out nothing."""
+"""``make test`` leaves out what is marked ``thorough``; CI only cases of products of arguments."""
 
 import re
 import tomllib
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from tests.thorough import core_of
+from tests.thorough import core_of, covering
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_all_tests_are_all() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    recipes = dict(re.findall(r"^(test|test-all):.*\n\t(.*)", makefile, flags=re.MULTILINE))
+    recipes = dict(re.findall(r"^(test\S*):.*\n\t(.*)", makefile, flags=re.MULTILINE))
     assert recipes["test-all"] == "$(BIN)/python -m pytest --numprocesses 2"
     assert recipes["test"] == f'{recipes["test-all"]} -m "not thorough"'
+    assert recipes["test-exhaustive"] == f"{recipes['test-all']} --exhaustive"
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     assert options["testpaths"] == ["tests"]
     assert set(options["addopts"].split()) == {"-q", "--strict-markers", "--strict-config"}
 
 
 def test_ci_runs_them() -> None:
-    assert (ROOT / ".ci" / "run").read_text().endswith("\nmake lint\nmake test-all\n")
+    commands = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert "set -euo pipefail" in commands
+    assert "make lint > lint.log 2>&1 &" in commands
+    assert commands[-2:] == ["make test-all", 'wait "$checks"']
 
 
 def test_what_is_not_of_the_core_is_marked() -> None:
@@ -36,3 +44,43 @@ def test_what_is_not_of_the_core_is_marked() -> None:
 def test_a_core_that_is_not_there_is_an_error(core: object) -> None:
     with pytest.raises(AssertionError):
         core_of("abc", core)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What ``covering`` looks at of a test."""
+
+    nodeid: str
+    arguments: tuple[Any, ...]
+    core: bool
+
+    @property
+    def callspec(self) -> SimpleNamespace:
+        return SimpleNamespace(params=dict(zip("xyz", self.arguments, strict=False)))
+
+    def get_closest_marker(self, name: str) -> str | None:
+        assert name == "thorough"
+        return None if self.core else name
+
+
+def chosen(*arguments: tuple[Any, ...], core: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    cases = [Case(f"test.py::test[{one}]", one, one in core) for one in arguments]
+    return [case.arguments for case in cast(list[Case], covering(cast(Any, cases)))]
+
+
+def test_each_value_meets_two_of_each_other_argument() -> None:
+    every = [*product(range(6), "abcde", [True, False])]
+    kept = chosen(*every)
+    assert len(kept) < len(every) / 2
+    assert kept == [one for one in every if one in kept], "in their order"
+    for own, other in ((0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)):
+        for value in {one[own] for one in every}:
+            assert len({one[other] for one in kept if one[own] == value}) >= 2
+
+
+def test_the_core_and_lists_are_not_thinned() -> None:
+    every = [*product(range(6), "abcde")]
+    assert set(every[:12]) <= set(chosen(*every, core=tuple(every[:12])))
+    assert len(chosen(*((one,) for one in range(9)))) == 9
+    names = [(number, f"case {number}") for number in range(9)]
+    assert chosen(*names) == names
