@@ -3,9 +3,9 @@
     python tools/api_reference.py            # write it
     python tools/api_reference.py --check    # exit status 1 if it is out of date
 
-Public names are those in ``__all__`` of the packages. griffe reads signatures and docstrings from the
-sources, not from loaded objects, so the page depends neither on the version of Python nor on the
-installed extras.
+Public names are those in ``__all__`` of the packages. griffe reads signatures and docstrings from
+the sources, not from loaded objects, so the page depends neither on the version of Python nor on
+the installed extras.
 """
 
 import argparse
