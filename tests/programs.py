@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence, Set
 
 from lockstep.errors import PlanError, Problems
-from lockstep.plan.pipeline.schedules import StageGraph
 from lockstep.plan.pipeline.simulation import StageCosts, _check_counts, run_programs
+from lockstep.plan.pipeline.stage_graph import StageGraph
 from lockstep.plan.program.rank_program import (
     Backward,
     BackwardInput,

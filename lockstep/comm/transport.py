@@ -1,9 +1,9 @@
 """How tensors move between ranks that share no memory: one interface.
 
 - ``TensorChannels`` (``comm.transports.tensor_channels``): Lockstep's own connections between
-hosts.
-- ``ProcessGroupTransport`` (``comm.transports.process_group``): torch.distributed, with any of its
-backends.
+  hosts.
+- ``ProcessGroupTransport`` (``comm.transports.process_group_transport``): torch.distributed, with
+  any of its backends.
 """
 
 from abc import ABC, abstractmethod

@@ -23,7 +23,8 @@ from lockstep.channel.sealed_channel import Channel
 from lockstep.cluster.environment import find_devices, find_place
 from lockstep.cluster.place import Place
 from lockstep.comm.codec.message_codec import decode, encode
-from lockstep.comm.exchange import Exchange, ExchangeSpec
+from lockstep.comm.exchange import Exchange
+from lockstep.comm.exchange_spec import ExchangeSpec
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.comm.transports.memfd_store import Meeting
 from lockstep.custom_loops.watchdog import LoopWatchdog

@@ -17,7 +17,7 @@ from torch import nn
 
 from lockstep.comm.collectives.gradient_spec import GradientSpec
 from lockstep.comm.collectives.gradients import Gradients, TensorSpec
-from lockstep.comm.exchange import ExchangeSpec, GroupSpec
+from lockstep.comm.exchange_spec import ExchangeSpec, GroupSpec
 from lockstep.custom_loops.job import Job, Shared
 from lockstep.errors import DeviceError, ModelError, OptionError
 from lockstep.parallel.build import divided_pieces, owned_groups

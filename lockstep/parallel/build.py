@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from lockstep.comm.collectives.reduce_scatter import members_by_domain
-from lockstep.comm.exchange import Exchange, ExchangeSpec, GroupSpec
+from lockstep.comm.exchange import Exchange
+from lockstep.comm.exchange_spec import ExchangeSpec, GroupSpec
 from lockstep.comm.p2p.interface import MailCarrier, SharedMail
 from lockstep.comm.p2p.process_group_p2p import GroupMail
 from lockstep.comm.p2p.tcp_p2p import MailChannels

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.comm.collectives.gradients import cut_piece
-from lockstep.comm.exchange import GroupSpec
+from lockstep.comm.exchange_spec import GroupSpec
 from lockstep.parallel.update import BoundPiece
 from lockstep.plan.layout import Piece
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lockstep.comm.collectives.gradient_spec import GradientSpec
 from lockstep.comm.collectives.gradients import Gradients, TensorSpec
-from lockstep.comm.exchange import Exchange, ExchangeSpec, GroupSpec
+from lockstep.comm.exchange import Exchange
+from lockstep.comm.exchange_spec import ExchangeSpec, GroupSpec
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.comm.shared_memory.status_board import LINE_BYTES, StatusBoard
 from lockstep.launch.workers.helper import HelperContext

@@ -20,7 +20,8 @@ from lockstep.comm.collectives.shm_gradient_buffer import SharedGradientBuffer
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.comm.transport import Buffers, Transport
 from lockstep.comm.transports.memfd_store import MeetingPoint
-from lockstep.comm.transports.process_group import ProcessGroups, ProcessGroupTransport
+from lockstep.comm.transports.process_group import ProcessGroups
+from lockstep.comm.transports.process_group_transport import ProcessGroupTransport
 from lockstep.comm.transports.tensor_channels import TensorChannels
 from lockstep.errors import HostError
 from lockstep.plan.layout import elementwise_slices

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.comm.exchange import ExchangeSpec
+from lockstep.comm.exchange_spec import ExchangeSpec
 from lockstep.comm.p2p.interface import MailKey
 from lockstep.comm.p2p.process_group_p2p import GroupMail, Pair, channel_name
 from lockstep.comm.p2p.shm_p2p import MailboxSpec

@@ -24,7 +24,7 @@ from lockstep import accelerators
 from lockstep.comm.collectives.late_losses import LateLosses, LateTotal
 from lockstep.comm.collectives.overlapped_reduce import OverlappedReduce
 from lockstep.comm.collectives.shm_gradient_buffer import SharedGradientBuffer
-from lockstep.comm.transports.process_group import ProcessGroupTransport
+from lockstep.comm.transports.process_group_transport import ProcessGroupTransport
 from lockstep.parallel.loss.share_losses import ShareLoss
 from lockstep.parallel.worker import Worker
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.comm.transports.process_group import ProcessGroupTransport
+from lockstep.comm.transports.process_group_transport import ProcessGroupTransport
 from lockstep.errors import OptionError
 from tests.thorough import core_of
 from tests.zoo import case, cases

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.plan.pipeline.schedules import SCHEDULES, StageGraph, forward_schedule, make_schedule
+from lockstep.plan.pipeline.schedules import SCHEDULES, forward_schedule, make_schedule
 from lockstep.plan.pipeline.simulation import StageCosts, Timeline, run_programs
+from lockstep.plan.pipeline.stage_graph import StageGraph
 from lockstep.plan.program.rank_program import (
     Backward,
     BackwardInput,

@@ -100,9 +100,9 @@ def test_factors_take_no_memory_for_gradients() -> None:
         rows.put_product(share, 0, *factors(share, 4, torch.float32))
         rows.put(share, [None, None])
     reduce_all(rows, 1)
-    touched = set(rows._reserved)
-    assert not touched & {offsets[0] for offsets in rows._row_offsets}
-    assert sum(rows._reserved.values()) == NUM_SHARES * 4 * (INS + OUTS) * 4
+    touched = set(rows._memory._reserved)
+    assert not touched & {offsets[0] for offsets in rows._memory._row_offsets}
+    assert sum(rows._memory._reserved.values()) == NUM_SHARES * 4 * (INS + OUTS) * 4
 
 
 def test_bfloat16_factors_give_a_float32_gradient() -> None:

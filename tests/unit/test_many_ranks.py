@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.parallel.exchange.exchange_layout import _slots_in_training
 from lockstep.plan.decision import Axis, Pipeline, Stage, StagedUpdate
-from lockstep.plan.pipeline.schedules import StageGraph
+from lockstep.plan.pipeline.stage_graph import StageGraph
 from lockstep.plan.program.lowering import lower_stages, stage_graph
 from lockstep.plan.program.rank_program import (
     BackwardWeight,

@@ -4,13 +4,14 @@ import pytest
 
 from lockstep.errors import PlanError
 from lockstep.plan import simulate
-from lockstep.plan.pipeline.schedules import SCHEDULES, StageGraph, forward_schedule, make_schedule
+from lockstep.plan.pipeline.schedules import SCHEDULES, forward_schedule, make_schedule
 from lockstep.plan.pipeline.simulation import (
     StageCosts,
     Timeline,
     format_grid,
     run_programs,
 )
+from lockstep.plan.pipeline.stage_graph import StageGraph
 from lockstep.plan.program.rank_program import RankProgram, parse_program
 from tests.programs import check_programs
 

@@ -2,5 +2,5 @@
 
 Entry points: ``gradients`` (the interface), ``shm_gradient_buffer`` (one host),
 ``reduce_scatter`` (ranks that share no memory) and ``overlapped_reduce`` (the same, during
-backward). Whatever moves the bytes is a ``comm.transport``.
+backward). The bytes are moved by a ``comm.transport``.
 """

@@ -14,7 +14,8 @@ import torch
 
 from lockstep.comm.collectives.cross_host_barrier import MultiHostBoard
 from lockstep.comm.collectives.reduce_scatter import members_by_domain
-from lockstep.comm.exchange import Exchange, ExchangeSpec
+from lockstep.comm.exchange import Exchange
+from lockstep.comm.exchange_spec import ExchangeSpec
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 
 # Part of what ranks share, and the lines of it that a host's ranks write.

@@ -20,7 +20,7 @@ import torch
 from lockstep.comm.collectives.gradients import Gradients
 from lockstep.comm.collectives.reduce_scatter import ReduceScatter
 from lockstep.comm.transport import Buffers
-from lockstep.comm.transports.process_group import Message, ProcessGroupTransport
+from lockstep.comm.transports.process_group_transport import Message, ProcessGroupTransport
 from lockstep.plan.layout import ALIGNMENT_BYTES, Piece
 from lockstep.plan.program.sum_tree import subtrees
 

@@ -34,6 +34,7 @@ from lockstep.comm.collectives.gradients import (
     views_in,
 )
 from lockstep.comm.collectives.products import multiply
+from lockstep.comm.collectives.shm_gradient_memory import GradientMemory
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.errors import ModelError
 from lockstep.plan.layout import Piece, row_blocks
@@ -72,35 +73,23 @@ class SharedGradientBuffer(GroupGradients):
         device: torch.device | None = None,
     ) -> None:
         self._spec = spec
-        self._region = region
-        self._offset = offset_bytes
+        self._memory = GradientMemory(spec, region, offset_bytes)
         self._here = range(spec.num_shares) if here is None else here
-        self._row_offsets, self._factor_offsets, _ = spec.offsets()
-        _, count, _ = spec.table_shape
-        self.table = region.tensor(
-            offset_bytes, torch.int64, spec.table_shape, (count * 2, 2, 1)
-        ).numpy()
+        self.table = self._memory.table
         self._blocks = [
             row_blocks(extent, spec.num_shares) if extent.row_elements else []
             for extent in spec.extents
         ]
         self._cuts: dict[tuple[int, Piece], torch.Tensor] = {}
         self._rows = [
-            self._rows_in_region(row)
+            self._memory.row(share)
             if device is None or share not in self._here
             else self._rows_on(device)
-            for share, row in enumerate(self._row_offsets)
+            for share in range(spec.num_shares)
         ]
         self._own: dict[tuple[int, int], _Own] = {}
         self._found: list[list[tuple[int, int, int]]] = []
-        self._reserved: dict[int, int] = {}
         self._factors_of_rows: Sequence[float] | None = None
-
-    def _rows_in_region(self, offsets: Sequence[int]) -> list[torch.Tensor]:
-        return [
-            self._region.tensor(self._offset + at, tensor.dtype, tensor.shape, tensor.stride)
-            for at, tensor in zip(offsets, self._spec.tensors, strict=True)
-        ]
 
     def _rows_on(self, device: torch.device) -> list[torch.Tensor]:
         buffer = torch.empty(self._spec.row_bytes, dtype=torch.uint8, device=device)
@@ -119,7 +108,7 @@ class SharedGradientBuffer(GroupGradients):
         start, stop = own.num_rows, own.num_rows + len(inputs)
         if own.kind in (_NOTHING, kind) and stop <= self._spec.capacity(parameter):
             own.kind, own.num_rows = kind, stop
-            self._reserve_factors(row, parameter, stop)
+            self._memory.reserve_factors(row, parameter, stop)
             kept_inputs, kept_gradients = self._factors(row, parameter, kind, stop)
             kept_inputs[start:].copy_(inputs)
             kept_gradients[start:].copy_(output_gradients)
@@ -162,9 +151,8 @@ class SharedGradientBuffer(GroupGradients):
         gradient = gradient.coalesce()
         own.kind, own.num_rows = _ROWS, gradient._nnz()
         values, numbers = gradient.values(), gradient.indices()[0]
-        self._reserve(self._row_offsets[row][parameter], values.nbytes)
-        self._reserve(self._factor_offsets[row][parameter], numbers.nbytes)
-        kept_numbers, kept_values = self._touched(row, parameter, own.num_rows)
+        self._memory.reserve_touched(row, parameter, own.num_rows)
+        kept_numbers, kept_values = self._memory.touched(row, parameter, own.num_rows)
         kept_numbers.copy_(numbers)
         kept_values.copy_(values)
 
@@ -178,12 +166,19 @@ class SharedGradientBuffer(GroupGradients):
         """Where a share's whole gradient goes; factors that it has published become one first."""
         row = self._rows[share][parameter]
         if share != self._here.start and self._spec.row_limits[parameter]:
-            self._reserve(self._row_offsets[share][parameter], row.nbytes)
+            self._memory.reserve_row(share, parameter)
         if own.kind in _PRODUCTS:
             inputs, gradients = self._factors(share, parameter, own.kind, own.num_rows)
             multiply(row, gradients, inputs, adds=False)
             own.kind = _GRADIENT
         return row
+
+    def _factors(
+        self, share: int, parameter: int, kind: int, num_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A share's inputs (num_rows, ins) and output gradients (num_rows, outs)."""
+        dtype = torch.bfloat16 if kind == _BFLOAT16_FACTORS else None
+        return self._memory.factors(share, parameter, num_rows, dtype)
 
     # --- summing ---------------------------------------------------------------------------------
 
@@ -326,7 +321,7 @@ class SharedGradientBuffer(GroupGradients):
         for parameter, found in enumerate(self._found):
             for row, kind, num_rows in found:
                 if row in rows and kind in _PRODUCTS:
-                    self._reserve_factors(row, parameter, num_rows)
+                    self._memory.reserve_factors(row, parameter, num_rows)
 
     def summed(self, parameter: int) -> torch.Tensor | None:
         return self._rows[self._target(parameter)][parameter] if self._found[parameter] else None
@@ -394,7 +389,7 @@ class SharedGradientBuffer(GroupGradients):
     ) -> torch.Tensor:
         """The rows of a piece that a share has published, as a sparse tensor of its own."""
         height, width = self._spec.tensors[parameter].shape
-        numbers, values = self._touched(share, parameter, num_rows)
+        numbers, values = self._memory.touched(share, parameter, num_rows)
         first, last = (0, height) if piece is None else (piece.start // width, piece.stop // width)
         low, high = torch.searchsorted(numbers, torch.tensor([first, last])).tolist()
         return torch.sparse_coo_tensor(
@@ -403,18 +398,6 @@ class SharedGradientBuffer(GroupGradients):
             (last - first, width),
             is_coalesced=True,
             check_invariants=False,
-        )
-
-    def _touched(
-        self, share: int, parameter: int, num_rows: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The numbers of the rows that a share has published, ascending, and the rows."""
-        width, dtype = self._spec.tensors[parameter].shape[1], self._spec.tensors[parameter].dtype
-        numbers = self._offset + self._factor_offsets[share][parameter]
-        values = self._offset + self._row_offsets[share][parameter]
-        return (
-            self._region.tensor(numbers, torch.int64, (num_rows,), (1,)),
-            self._region.tensor(values, dtype, (num_rows, width), (width, 1)),
         )
 
     def gather(self, pieces: Sequence[Piece], sums: Sequence[torch.Tensor | None]) -> None:
@@ -427,43 +410,7 @@ class SharedGradientBuffer(GroupGradients):
 
     def reserve_base(self, parameter: int) -> None:
         """Take memory for the whole gradient of a sparse parameter."""
-        start = self._row_offsets[self._here.start][parameter]
-        self._reserve(start, self.base(parameter).nbytes)
-
-    # --- memory ----------------------------------------------------------------------------------
-
-    def _factors(
-        self, share: int, parameter: int, kind: int, num_rows: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A share's inputs (num_rows, ins) and output gradients (num_rows, outs)."""
-        tensor = self._spec.tensors[parameter]
-        dtype = tensor.dtype if kind == _FACTORS else torch.bfloat16
-        outs, ins = tensor.shape
-        start, middle = self._factor_starts(share, parameter)
-        return (
-            self._region.tensor(self._offset + start, dtype, (num_rows, ins), (ins, 1)),
-            self._region.tensor(self._offset + middle, dtype, (num_rows, outs), (outs, 1)),
-        )
-
-    def _factor_starts(self, share: int, parameter: int) -> tuple[int, int]:
-        """Where a share's inputs and its output gradients begin."""
-        tensor = self._spec.tensors[parameter]
-        start = self._factor_offsets[share][parameter]
-        size = self._spec.capacity(parameter) * tensor.shape[1] * tensor.dtype.itemsize
-        return start, start + size
-
-    def _reserve_factors(self, share: int, parameter: int, num_rows: int) -> None:
-        tensor = self._spec.tensors[parameter]
-        outs, ins = tensor.shape
-        start, middle = self._factor_starts(share, parameter)
-        self._reserve(start, num_rows * ins * tensor.dtype.itemsize)
-        self._reserve(middle, num_rows * outs * tensor.dtype.itemsize)
-
-    def _reserve(self, start: int, num_bytes: int) -> None:
-        """Take memory for a part of a hole, once."""
-        if self._reserved.get(start, 0) < num_bytes:
-            self._region.reserve(self._offset + start, num_bytes)
-            self._reserved[start] = num_bytes
+        self._memory.reserve_row(self._here.start, parameter)
 
 
 def sum_of_rows(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

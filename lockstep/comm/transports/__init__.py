@@ -1,5 +1,5 @@
-"""What moves tensors between ranks that share no memory.
+"""Transports of tensors between ranks that share no memory.
 
 Implementations of ``comm.transport``: sealed sockets (``tensor_channels``) and torch.distributed
-(``process_group``).
+(``process_group_transport``, over the groups that ``process_group`` makes).
 """

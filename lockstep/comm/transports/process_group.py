@@ -16,7 +16,7 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,7 +30,6 @@ from lockstep.accelerators import await_device, pinned, use
 from lockstep.channel.sealed_channel import late
 from lockstep.comm.codec.message_codec import decode, encode
 from lockstep.comm.collectives.cross_host_barrier import Crossing
-from lockstep.comm.transport import Buffers, Transport
 from lockstep.comm.transports.memfd_store import Meeting, SharedStore
 from lockstep.errors import LockstepError, WorkerError
 
@@ -50,8 +49,6 @@ CPU = torch.device("cpu")
 _DONE = "done"
 _BETWEEN_EXCHANGES_SECONDS = 0.002
 
-# An operation under way, and the memory that it works on.
-Message = tuple[Any, torch.Tensor]
 
 # Makes a group of a store, the place of this rank in the group, and the number of its ranks.
 _MakeGroup = Callable[[Any, int, int], Any]
@@ -298,97 +295,6 @@ class _Addresses:
         return all(done for _, done in told)
 
 
-class ProcessGroupTransport(Transport):
-    """All-to-all within one group, and messages between two of its ranks.
-
-    A transfer is packed into one buffer for all peers and unpacked at the other end, so many small
-    tensors cost as much as a large one. A message goes from where a tensor lies to where it
-    belongs, without a copy, and may be on its way while this rank computes; those of one tag
-    between two ranks come in the order in which they were sent.
-
-    Args:
-        ranks: those that take part, as they are ordered in the group.
-        name: of the group.
-        groups: this rank's.
-    """
-
-    def __init__(self, ranks: Sequence[int], name: str, groups: ProcessGroups) -> None:
-        self._ranks = ranks
-        self._name = name
-        self._groups = groups
-        self._buffers: dict[tuple[str, torch.device], torch.Tensor] = {}
-
-    def transfer(self, sends: Buffers, receives: Buffers) -> None:
-        going = [_bytes_of(sends.get(peer, ())) for peer in self._ranks]
-        coming = [_bytes_of(receives.get(peer, ())) for peer in self._ranks]
-        device = self._groups.own_device
-        out = self._buffer("out", going, device)
-        into = self._buffer("in", coming, device)
-        if any(going):
-            torch.cat([part for parts in going for part in parts], out=out)
-        sizes = [_size(parts) for parts in coming], [*map(_size, going)]
-        if self._groups.stages:
-            staged = self._buffer("in", coming, self._groups.device)
-            sent = self._buffer("out", going, self._groups.device).copy_(out)
-            self._all_to_all(staged, sizes[0], sent, sizes[1])
-            into.copy_(staged)  # done when it returns: the next transfer overwrites what was staged
-        else:
-            self._all_to_all(into, sizes[0], out, sizes[1])
-        targets = [part for parts in coming for part in parts]
-        if targets:
-            sources = into.split([len(target) for target in targets])
-            torch._foreach_copy_(targets, list(sources))
-
-    def _buffer(
-        self, use: str, parts: Sequence[Sequence[torch.Tensor]], device: torch.device
-    ) -> torch.Tensor:
-        """Memory for all parts, kept from one transfer to the next."""
-        size = sum(map(_size, parts))
-        kept = self._buffers.get((use, device))
-        if kept is None or len(kept) < size:
-            kept = self._buffers[use, device] = self._groups.buffer(size, device)
-        return kept[:size]
-
-    def _all_to_all(
-        self,
-        into: torch.Tensor,
-        into_sizes: Sequence[int],
-        out: torch.Tensor,
-        out_sizes: Sequence[int],
-    ) -> None:
-        options = _dist.distributed_c10d.AllToAllOptions()
-        with self._groups.naming_the_lost():
-            work = self._group.alltoall_base(into, out, list(into_sizes), list(out_sizes), options)
-        self._groups.wait(work)
-
-    # --- one by one ------------------------------------------------------------------------------
-
-    def send(self, peer: int, tensors: Sequence[torch.Tensor], tag: int) -> list[Message]:
-        """Begin to send dense tensors, which must stay as they are until that is finished."""
-        place = self._ranks.index(peer)
-        with self._groups.naming_the_lost():
-            return [(self._group.send([one], place, tag), one) for one in _bytes_of(tensors)]
-
-    def receive(self, peer: int, tensors: Sequence[torch.Tensor], tag: int) -> list[Message]:
-        """Begin to fill dense tensors."""
-        place = self._ranks.index(peer)
-        with self._groups.naming_the_lost():
-            return [(self._group.recv([one], place, tag), one) for one in _bytes_of(tensors)]
-
-    def finish(self, messages: Iterable[Message]) -> None:
-        """Wait until they have gone or come.
-
-        Raises:
-            WorkerError: another rank is gone, or hangs.
-        """
-        for work, _ in messages:
-            self._groups.finish(work)
-
-    @property
-    def _group(self) -> Any:
-        return self._groups[self._name]
-
-
 def _gloo(address: str, device: torch.device) -> _MakeGroup:
     """Groups over TCP, at an address of this host, with one thread for all connections."""
     kind = _dist.ProcessGroupGloo
@@ -491,13 +397,3 @@ def _is_done(work: Any) -> bool:
             return False
         work.wait()
     return True
-
-
-def _bytes_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Dense tensors as bytes, those without any left out."""
-    flat = (tensor.detach().as_strided((tensor.numel(),), (1,)) for tensor in tensors)
-    return [tensor.view(torch.uint8) for tensor in flat if tensor.numel()]
-
-
-def _size(parts: Sequence[torch.Tensor]) -> int:
-    return sum(map(len, parts))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.exchange import GroupSpec
+from lockstep.comm.exchange_spec import GroupSpec
 from lockstep.data.map_style.sources import Batch
 from lockstep.data.order import StreamStates, restore_streams, stream_states
 from lockstep.data.trees import Tree

@@ -12,14 +12,16 @@ from lockstep.comm.collectives.cross_host_barrier import Crossing, MultiHostBoar
 from lockstep.comm.collectives.host_exchange import HostExchange
 from lockstep.comm.collectives.reduce_scatter import members_by_domain, pairs
 from lockstep.comm.compression.compressed_sums import Residual
-from lockstep.comm.exchange import Exchange, ExchangeSpec
+from lockstep.comm.exchange import Exchange
+from lockstep.comm.exchange_spec import ExchangeSpec
 from lockstep.comm.p2p.process_group_p2p import Pair, channel_name
 from lockstep.comm.p2p.tcp_p2p import MailChannels
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.comm.shared_memory.status_board import StatusBoard
 from lockstep.comm.transport import Transport
 from lockstep.comm.transports.memfd_store import Meeting, MeetingPoint
-from lockstep.comm.transports.process_group import CPU, ProcessGroups, ProcessGroupTransport
+from lockstep.comm.transports.process_group import CPU, ProcessGroups
+from lockstep.comm.transports.process_group_transport import ProcessGroupTransport
 from lockstep.comm.transports.tensor_channels import TensorChannels
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.plan.decision import ProcessGroup

@@ -9,7 +9,7 @@ from torch import nn
 
 from lockstep.comm.collectives.gradient_spec import GradientSpec
 from lockstep.comm.collectives.gradients import TensorSpec
-from lockstep.comm.exchange import ExchangeSpec, GroupSpec
+from lockstep.comm.exchange_spec import ExchangeSpec, GroupSpec
 from lockstep.comm.shared_memory import work_queue
 from lockstep.comm.sparse import row_versions
 from lockstep.parallel.data_parallel.batch_norm import BatchNorms

@@ -14,7 +14,8 @@ from torch import nn
 
 from lockstep.comm.collectives.gradient_spec import GradientSpec
 from lockstep.comm.collectives.gradients import TensorSpec
-from lockstep.comm.exchange import Exchange, GroupSpec
+from lockstep.comm.exchange import Exchange
+from lockstep.comm.exchange_spec import GroupSpec
 from lockstep.errors import ModelError
 from lockstep.parallel.exchange.compressed_tensors import compressions
 from lockstep.parallel.storage.store import tensor_spec

@@ -18,7 +18,7 @@ from lockstep.comm.p2p.process_group_p2p import Pair
 from lockstep.comm.p2p.shm_p2p import MailboxSpec
 from lockstep.data.order import set_torch_streams, torch_streams
 from lockstep.parallel.pipeline.partition import Partition
-from lockstep.plan.pipeline.schedules import StageGraph
+from lockstep.plan.pipeline.stage_graph import StageGraph
 
 _VALUE, _GRADIENT, _STREAM = "value", "gradient", "stream"
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from lockstep.cluster.topology import Cluster, num_devices
-from lockstep.errors import DeviceError, OptionError, PlanError
-from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph
+from lockstep.errors import DeviceError, OptionError
+from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.decision import (
     Axis,
     Pipeline,
@@ -23,18 +23,21 @@ from lockstep.plan.decision import (
 from lockstep.plan.devices import device_names, is_cpu, threads_for
 from lockstep.plan.host_ranks import ranks_per_host
 from lockstep.plan.makers.data_parallel import Maker, placements, ties
-from lockstep.plan.pipeline.cut_places import runs_whole, stages_from_names, stages_from_scopes
-from lockstep.plan.pipeline.cuts import Cut, CutProblem, LayerCost, best_cut, counted, describe_cut
+from lockstep.plan.pipeline.cut_places import stages_from_names, stages_from_scopes
+from lockstep.plan.pipeline.cut_units import (
+    SECONDS_PER_BYTE,
+    costs_of,
+    cut_problem,
+    in_units,
+    undivided,
+    units_of,
+    why_fewer,
+)
+from lockstep.plan.pipeline.cuts import Cut, CutProblem, best_cut, describe_cut
 from lockstep.plan.pipeline.stage_counts import choose_num_stages
 from lockstep.plan.program.lowering import predict
 from lockstep.plan.spec import Plan
 from lockstep.units import format_time
-
-# Copying a tensor to memory that all processes of a host see; measured at 5 to 6 GB/s.
-SECONDS_PER_BYTE = 1 / 5e9
-
-# A parameter, its gradient, and two slots of an optimizer such as Adam.
-_TENSORS_PER_PARAMETER = 4
 
 # With m microbatches, p stages idle (p - 1) / (m + p - 1) of the time: a fifth for m = 4 p.
 _MICROBATCHES_PER_STAGE = 4
@@ -101,8 +104,8 @@ class Pipelined(Maker):
             PlanError: no way to cut the model fits.
         """
         num_shares = self._num_shares(cluster, batch_size)
-        units = _units_of(graph)
-        costs = _cut_problem(graph, units, self._in_flight(cluster, num_shares), self.memory_bytes)
+        units = units_of(graph)
+        costs = cut_problem(graph, units, self._in_flight(cluster, num_shares), self.memory_bytes)
         cut, reason = self._cut(graph, units, costs, cluster, num_shares)
         starts = [units[start][0] for start in cut.starts]
         size = 1.0  # of a microbatch, in those that were measured
@@ -208,25 +211,25 @@ class Pipelined(Maker):
         """The cutting, in units, and why it has as many stages."""
         names = [layer.name for layer in graph.layers]
         if self.cuts is not None:
-            starts = stages_from_names(names, self.cuts, _undivided(graph))
+            starts = stages_from_names(names, self.cuts, undivided(graph))
             self._check_num_stages(len(starts), "cuts")
-            return describe_cut(costs, _in_units(graph, units, starts)), ""
+            return describe_cut(costs, in_units(graph, units, starts)), ""
         if any(layer.device is not None for layer in graph.layers):
             starts = stages_from_scopes(
                 names,
                 [layer.device for layer in graph.layers],
                 [bool(layer.parameters) for layer in graph.layers],
-                _undivided(graph),
+                undivided(graph),
             )
             self._check_num_stages(len(starts), "scopes")
-            return describe_cut(costs, _in_units(graph, units, starts)), ""
+            return describe_cut(costs, in_units(graph, units, starts)), ""
         if self.stages is None and not isinstance(self.replicas, tuple):
             microbatches = -(-num_shares // self.most_replicas)
             count, reason = choose_num_stages(costs, self._num_devices(cluster), microbatches)
             return best_cut(costs, min(count * self._chunks, len(units))), reason
         wanted = self._num_devices(cluster)
         found = min(wanted, len(units))
-        reason = "" if found == wanted else _why_fewer(graph, units, wanted)
+        reason = "" if found == wanted else why_fewer(graph, units, wanted)
         if isinstance(self.replicas, tuple):
             self._check_num_stages(found, "layers", reason)
         return best_cut(costs, min(wanted * self._chunks, len(units))), reason
@@ -312,126 +315,7 @@ class PipelinesOnHosts(Maker):
         return maker(graph, cluster, batch_size)
 
 
-# --- layers as cuts see them ----------------------------------------------------------------------
-
-
-def _units_of(graph: LayerGraph) -> list[tuple[int, int]]:
-    """Runs ``[first, stop)`` of layers that no cut may part."""
-    parted = set(range(1, len(graph.layers)))
-    for first, last in graph.inseparable:
-        parted -= set(range(first + 1, last + 1))
-    return list(pairwise([0, *sorted(parted), len(graph.layers)]))
-
-
-def _in_units(
-    graph: LayerGraph, units: Sequence[tuple[int, int]], starts: Sequence[int]
-) -> tuple[int, ...]:
-    """Starts as units instead of layers.
-
-    Raises:
-        OptionError: one is within a unit.
-    """
-    by_first = {first: unit for unit, (first, _) in enumerate(units)}
-    for start in starts:
-        if start not in by_first:
-            _raise_inseparable(graph, start)
-    return tuple(by_first[start] for start in starts)
-
-
-def _raise_inseparable(graph: LayerGraph, start: int) -> None:
-    """Say which layers a cut at ``start`` would part."""
-    first, last = next((first, last) for first, last in graph.inseparable if first < start <= last)
-    names = [layer.name for layer in graph.layers]
-    elsewhere = f"Cut at {names[last + 1]!r}" if last + 1 < len(names) else "Cut elsewhere"
-    shared = set(graph.layers[first].buffers) & set(graph.layers[last].buffers)
-    if shared:
-        raise OptionError(
-            "All layers that change a buffer must be in one stage.",
-            received=f"a cut at {names[start]!r}: {names[first]!r} and {names[last]!r} change "
-            f"{min(shared)!r}",
-            fix=f"{elsewhere}, or use a data parallel strategy.",
-        )
-    raise OptionError(
-        "No tensor that crosses a cut may be changed in place on the other side.",
-        received=f"a cut at {names[start]!r}: {names[last]!r} changes what "
-        f"{names[first]!r} has made",
-        fix=f"{elsewhere}, or let {names[last]!r} make a new tensor (inplace=False).",
-    )
-
-
-def _cut_problem(
-    graph: LayerGraph,
-    units: Sequence[tuple[int, int]],
-    in_flight: int,
-    memory_bytes: int | None,
-) -> CutProblem:
-    unit_of = [unit for unit, (first, stop) in enumerate(units) for _ in range(first, stop)]
-    flows = []
-    for flow in graph.flows:
-        users = {unit_of[user] for user in flow.users} - {unit_of[flow.source]}
-        if users:
-            flows.append(
-                Flow(
-                    source=unit_of[flow.source],
-                    num_bytes=flow.num_bytes,
-                    users=tuple(sorted(users)),
-                )
-            )
-    return CutProblem(
-        layers=tuple(_cost_of(graph.layers[first:stop], in_flight) for first, stop in units),
-        flows=tuple(flows),
-        seconds_per_byte=SECONDS_PER_BYTE,
-        memory_limit_bytes=memory_bytes,
-    )
-
-
-def _cost_of(layers: Sequence[Layer], in_flight: int) -> LayerCost:
-    sizes = {
-        parameter.name: (parameter.size, parameter.num_bytes)
-        for layer in layers
-        for parameter in layer.parameters
-    }
-    costs = [_costs(layer) for layer in layers]
-    return LayerCost(
-        seconds=math.fsum(one.forward_seconds + one.backward_seconds for one in costs),
-        memory_bytes=_TENSORS_PER_PARAMETER * sum(num_bytes for _, num_bytes in sizes.values())
-        + in_flight * sum(one.activation_bytes for one in costs),
-        parameters=sum(size for size, _ in sizes.values()),
-    )
-
-
-def _costs(layer: Layer) -> LayerCosts:
-    if layer.costs is None:
-        raise PlanError(
-            "A pipeline is planned from what each layer costs.",
-            received=f"no costs of {layer.name!r}",
-            fix="Capture the model with a sample of its data.",
-        )
-    return layer.costs
-
-
-def _undivided(graph: LayerGraph) -> dict[str, str]:
-    """Layers that run as one piece although they are made of others, with the reason."""
-    return {layer.name: layer.atomic_reason for layer in graph.layers if layer.atomic_reason}
-
-
-def _why_fewer(graph: LayerGraph, units: Sequence[tuple[int, int]], wanted: int) -> str:
-    """Why a model does not come in as many stages as were asked for.
-
-    What it computes is the same in any number of them, so it runs, with devices to spare.
-    """
-    reasons = [runs_whole(*one) for one in _undivided(graph).items()][:3]
-    if len(units) < len(graph.layers):
-        reasons += [
-            f"no cut may part {graph.layers[first].name!r} from {graph.layers[last].name!r}"
-            for first, last in graph.inseparable[:3]
-        ]
-    found = f"{counted(len(units), 'stage')} instead of {wanted}, on as many devices"
-    layers = f"the model has {counted(len(units), 'layer')}"
-    return f"{found}: {'; '.join([layers, *reasons])}. A data parallel strategy takes more devices."
-
-
-# --- what comes of a cut --------------------------------------------------------------------------
+# --- stages after the cut -------------------------------------------------------------------------
 
 
 def _needs(graph: LayerGraph, of_layer: Sequence[int], stage: int) -> set[int]:
@@ -453,7 +337,7 @@ def _prediction(
     graph: LayerGraph, of_layer: Sequence[int], stage: int, cut: Cut, size: float
 ) -> StagePrediction:
     costs = [
-        _costs(layer)
+        costs_of(layer)
         for layer, its_stage in zip(graph.layers, of_layer, strict=True)
         if its_stage == stage
     ]
@@ -489,7 +373,7 @@ def _notes(
         )
     notes += [
         f"{name or 'The model'} runs as one piece: {reason}"
-        for name, reason in _undivided(graph).items()
+        for name, reason in undivided(graph).items()
     ]
     norms = [layer.name for layer in graph.layers if layer.uses_batch_statistics]
     if norms and num_shares > 1:

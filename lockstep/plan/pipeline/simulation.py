@@ -15,7 +15,8 @@ from dataclasses import astuple, dataclass
 from functools import cached_property
 
 from lockstep.errors import PlanError, Problems
-from lockstep.plan.pipeline.schedules import StageGraph, make_schedule, needs_of, result_of
+from lockstep.plan.pipeline.schedules import make_schedule
+from lockstep.plan.pipeline.stage_graph import StageGraph, needs_of, result_of
 from lockstep.plan.program.rank_program import (
     Backward,
     BackwardInput,

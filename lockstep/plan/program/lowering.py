@@ -6,8 +6,9 @@ The same programs, run in simulated time, say what a step of a pipeline is expec
 from lockstep.plan.decision import LocalUpdate, Pipeline, Stage
 from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.plan.makers.replicas import part_of_replica, plan_of_replica
-from lockstep.plan.pipeline.schedules import StageGraph, forward_schedule, make_schedule
+from lockstep.plan.pipeline.schedules import forward_schedule, make_schedule
 from lockstep.plan.pipeline.simulation import StageCosts, Timeline, run_programs
+from lockstep.plan.pipeline.stage_graph import StageGraph
 from lockstep.plan.program.rank_program import (
     Action,
     Backward,

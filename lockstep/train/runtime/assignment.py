@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lockstep.accelerators import rank_device
-from lockstep.comm.exchange import ExchangeSpec
+from lockstep.comm.exchange_spec import ExchangeSpec
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.comm.transports.memfd_store import Meeting
 from lockstep.data.order import kept_streams

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.exchange import ExchangeSpec
+from lockstep.comm.exchange_spec import ExchangeSpec
 from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.worker import Worker
 from lockstep.train.runtime.assignment import Assignment

@@ -15,7 +15,7 @@ from lockstep.channel.keys import Keys
 from lockstep.channel.sealed_channel import Channel
 from lockstep.comm.collectives.cross_host_barrier import Crossing
 from lockstep.comm.collectives.gradients import TensorSpec
-from lockstep.comm.exchange import ExchangeSpec
+from lockstep.comm.exchange_spec import ExchangeSpec
 from lockstep.comm.transports.memfd_store import Meeting
 from lockstep.launch.health.failure import noting_on
 from lockstep.launch.workers.helper import HelperContext

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.comm.exchange import ExchangeSpec
+from lockstep.comm.exchange_spec import ExchangeSpec
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.comm.transports.memfd_store import MeetingPoint
 from lockstep.data.map_style.sources import ArraySource
