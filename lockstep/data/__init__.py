@@ -1,4 +1,4 @@
-"""Global batches and their shares: where samples come from and in which order."""
+"""Global batches and their shares: the sources of samples, and their order."""
 
 from lockstep.data.iterable.read_ahead import prefetch
 from lockstep.data.map_style.named_columns import columns

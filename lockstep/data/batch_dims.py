@@ -1,11 +1,11 @@
-"""Where samples lie in tensors that do not have them first, as in data with time first.
+"""Tensors with samples along another dim than the first, such as data with time first.
 
-Lockstep itself keeps samples along the first dim, always. What the user has with another order is
-turned when it is taken in, and turned back for everything of the user's: the model, the loss, the
-metrics, a ``train_step``, and what ``predict`` returns. Turning makes a view, no copy.
+Lockstep keeps samples along the first dim. The dim of the user's data is moved there when the data
+is adapted, and moved back for the user's code: the model, the loss, the metrics, a ``train_step``,
+and the results of ``predict``. Moving a dim makes a view, no copy.
 
-An input that belongs to no sample (the edges of a graph, a mask over time) is a ``Constant``: it
-goes along with every batch as it is.
+An input without samples (the edges of a graph, a mask over time) is a ``Constant``: every batch
+gets it unchanged.
 """
 
 import inspect
@@ -23,7 +23,7 @@ from lockstep.data.model_loss import OwnLoss
 from lockstep.data.trees import Tree, map_leaves, map_tensors, tensors_of
 from lockstep.errors import DataError, ModelError, OptionError
 
-# A dim; None for a constant; or these by position or by name.
+# A dim; None for a constant; or several of these by position or by name.
 Dims = Any
 
 _PARTS = ("inputs", "targets", "outputs")
@@ -36,7 +36,7 @@ class BatchDims:
     Attributes:
         inputs: in the model's inputs.
         targets: in the targets.
-        outputs: in what the model returns.
+        outputs: in the model's outputs.
     """
 
     inputs: Dims = 0
@@ -45,10 +45,10 @@ class BatchDims:
 
     @classmethod
     def of(cls, batch_dim: Any) -> "BatchDims":
-        """From what a user says: see ``Trainer``.
+        """From a user's ``batch_dim``: see ``Trainer``.
 
         Raises:
-            OptionError: it cannot be.
+            OptionError: it is invalid.
         """
         if isinstance(batch_dim, BatchDims):
             return batch_dim
@@ -64,13 +64,13 @@ class BatchDims:
         return cls(**parts)
 
     def __bool__(self) -> bool:
-        """Whether anything is to be turned."""
+        """Whether any dim must be moved."""
         return self != SAMPLES_FIRST
 
-    # --- what is taken in ------------------------------------------------------------------------
+    # --- data ------------------------------------------------------------------------------------
 
     def data(self, data: Any, *, with_targets: bool) -> Any:
-        """A user's data, or a batch of a stream, with samples first; Datasets have single ones."""
+        """A user's data, or a batch of a stream, with samples first; Datasets are unchanged."""
         if isinstance(data, Source | Constant) or not self:
             return data
         if isinstance(data, tuple | list) and with_targets:
@@ -83,14 +83,14 @@ class BatchDims:
         return _turned(data, self.inputs, _to_rows)
 
     def stream(self, stream: Stream) -> Any:
-        """How a stream begins a pass, with samples first."""
+        """A function that begins a pass of a stream, with samples first."""
         turn = partial(self.data, with_targets=True)
         return lambda: map(_without_constants, map(turn, stream.begin()))
 
-    # --- what the user's own code gets ------------------------------------------------------------
+    # --- the user's code --------------------------------------------------------------------------
 
     def given_inputs(self, inputs: Tree, dtype: torch.dtype | None = None) -> Tree:
-        """As the model takes them; floating constants in ``dtype``, or in that of the others."""
+        """Inputs as the model takes them; floating constants in ``dtype``, or in the others'."""
         if not self:
             return inputs
         tensors = list(tensors_of(inputs))
@@ -106,22 +106,22 @@ class BatchDims:
         return map_leaves(Constant, constant, turned)
 
     def given_targets(self, targets: Tree) -> Tree:
-        """As the loss takes them."""
+        """Targets as the loss takes them."""
         return _turned(targets, self.targets, _from_rows) if self else targets
 
     def given_outputs(self, outputs: Tree) -> Tree:
-        """As the loss takes them, and as ``predict`` returns them."""
+        """Outputs as the loss takes them, and as ``predict`` returns them."""
         return _turned(outputs, self.outputs, _from_rows) if self else outputs
 
     def output_rows(self, outputs: Tree, inputs: Tree) -> Tree:
-        """What the model has returned, with samples first.
+        """The model's outputs with samples first.
 
         Args:
             outputs: as the model has returned them.
             inputs: of the model, with samples first.
 
         Raises:
-            ModelError: they are not where they were said to be.
+            ModelError: samples are not where ``batch_dim`` says.
         """
         if not self:
             return outputs
@@ -143,7 +143,7 @@ class BatchDims:
         return _turned(outputs, self.outputs, check)
 
     def loss(self, loss: Any) -> Any:
-        """A loss, or several, called as the user's is."""
+        """A loss, or several, that get outputs and targets in the user's layout."""
         if not self or loss is None:
             return loss
         if isinstance(loss, Mapping):
@@ -161,7 +161,7 @@ class BatchDims:
         return TurnedLoss(loss, self)
 
     def steps(self, functions: Any) -> Any:
-        """Training steps of the user's own, given batches as theirs are."""
+        """Training steps that get batches in the user's layout."""
         if not self or functions is None:
             return functions
         if isinstance(functions, Mapping):
@@ -174,32 +174,32 @@ SAMPLES_FIRST = BatchDims()
 
 @dataclass(frozen=True)
 class TurnedLoss:
-    """A loss function that is given what the user's model returns, and the user's targets."""
+    """A loss function that gets outputs and targets in the user's layout."""
 
     loss: Any
     dims: BatchDims
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """What the function takes."""
+        """The function's signature."""
         loss = self.loss
         return inspect.signature(loss.forward if isinstance(loss, torch.nn.Module) else loss)
 
     def __call__(self, output: Tree, target: Tree, **options: Any) -> Any:
-        """What the function returns."""
+        """The function's result."""
         given = self.dims.given_outputs(output), self.dims.given_targets(target)
         return self.loss(*given, **options)
 
 
 @dataclass(frozen=True)
 class TurnedStep:
-    """A training step that is given batches as the user's data has them."""
+    """A training step that gets batches in the user's layout."""
 
     function: Any
     dims: BatchDims
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        """What the function returns."""
+        """The function's result."""
         dims = self.dims
         if not isinstance(batch, tuple):
             return self.function(model, dims.given_inputs(batch))
@@ -209,7 +209,7 @@ class TurnedStep:
 
 
 def _turned(tree: Tree, dims: Dims, turn: Callable[[Any, Any], Any]) -> Tree:
-    """Every tensor or array of a tree, turned as its dim says."""
+    """A tree with the dim of every tensor or array moved by ``turn``."""
     if isinstance(dims, Mapping) and isinstance(tree, Mapping):
         return {key: _turned(value, dims.get(key, 0), turn) for key, value in tree.items()}
     if isinstance(dims, tuple | list) and isinstance(tree, tuple | list):
@@ -235,14 +235,14 @@ def _to_rows(tensor: torch.Tensor, dim: int | None) -> Any:
 
 
 def _from_rows(tensor: Any, dim: int | None) -> Any:
-    if not dim or tensor.dim() < 2:  # samples are first as it is, or belong to nothing
+    if not dim or tensor.dim() < 2:  # samples are first already, or there are none
         return tensor
-    # Contiguous, as what users slice and models return is: losses make views of it.
+    # Contiguous, as user's data and models' outputs are: losses make views of them.
     return tensor.movedim(0, _own_dim(tensor, dim)).contiguous()
 
 
 def _own_dim(tensor: torch.Tensor, dim: int) -> int:
-    """Of a tensor with fewer dims (one number per sample), the last."""
+    """The dim, or the last of a tensor with fewer dims (one number per sample)."""
     return min(dim, tensor.dim() - 1)
 
 

@@ -1,11 +1,11 @@
-"""Data that holds back what is for other processes, as torch's DistributedSampler does.
+"""Refuses data that gives one process only its part, as torch's DistributedSampler does.
 
 Here a loader's batch is the global one, and is divided among the devices after it was read. A
-loader left over from a script with a process per device would give each of them a part of a part,
-and most of the data to nobody.
+loader from a script with a process per device would give each device a part of a part, and most of
+the data would not be used.
 
-Found by the attributes that such samplers and datasets have (torch's, Accelerate's, Hugging Face's,
-those of most libraries, and most that people write). A function that closes over one is not.
+Such samplers and datasets are recognised by their attributes (torch's, Accelerate's, Hugging
+Face's, and those of most libraries and scripts). A function that closes over one is not recognised.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lockstep.errors import DataError
 
-# Among how many it divides, and which one's part it gives.
+# Attributes: the number of processes, and this process's number.
 _COUNTS_AND_NUMBERS = (
     ("num_replicas", "rank"),
     ("world_size", "rank"),
@@ -26,20 +26,20 @@ _FEW = 64
 
 
 def check_whole(data: Any, name: str) -> None:
-    """Refuse data of which others are to have the rest.
+    """Refuse data that is one process's part.
 
     Args:
         data: as a user gives it.
         name: the argument's name, for messages.
 
     Raises:
-        DataError: with what divides it.
+        DataError: with the object that divides it.
     """
     for part in _parts_of(data):
         for count, number in _COUNTS_AND_NUMBERS:
             among = _attribute(part, count)
-            is_told = count == "num_replicas" or _attribute(part, number) is not None
-            if isinstance(among, int) and among > 1 and is_told:
+            is_divided = count == "num_replicas" or _attribute(part, number) is not None
+            if isinstance(among, int) and among > 1 and is_divided:
                 raise DataError(
                     f"`{name}` must give all samples: each batch is divided among the devices "
                     "after it was read.",
@@ -51,7 +51,7 @@ def check_whole(data: Any, name: str) -> None:
 
 
 def _parts_of(data: Any) -> Iterator[Any]:
-    """The data, and the samplers, loaders and datasets that it is made of."""
+    """The data, and the samplers, loaders and datasets within it."""
     found, seen = [data], set()
     while found:
         one = found.pop()
@@ -67,7 +67,7 @@ def _parts_of(data: Any) -> Iterator[Any]:
 
 
 def _few_in(value: Any) -> list[Any]:
-    """What a container holds, if it can be one of parts; else the value."""
+    """The items of a small container; the value itself if it is none."""
     if not isinstance(value, list | tuple | Mapping):
         return [value]
     if len(value) > _FEW:
@@ -76,6 +76,6 @@ def _few_in(value: Any) -> list[Any]:
 
 
 def _attribute(part: Any, name: str) -> Any:
-    """One that was set, and is no property that would do something when it is looked at."""
+    """An attribute of the instance; no property, because reading it might have effects."""
     own = getattr(part, "__dict__", {})
     return own.get(name, own.get(f"_{name}"))

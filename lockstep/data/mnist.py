@@ -1,10 +1,8 @@
 """MNIST from a local folder, for examples, the demo and benchmarks.
 
-It reads the two forms in which people already have the set on disk: the four idx files of its
-authors (plain or gzip, as torchvision keeps them too) and Keras's ``mnist.npz``. It never
-downloads: an example that needs the network fails where it is needed most, and a file that was
-half fetched is the usual cause of trouble, so every size a header promises is checked against the
-bytes that are there.
+It reads the two usual forms: the four idx files of its authors (plain or gzip, as in torchvision)
+and Keras's ``mnist.npz``. It never downloads, so that examples run without a network. Incomplete
+downloads are common, so every size in a header is checked against the bytes of the file.
 
 Not covered: EMNIST and other sets with images that are not 28x28 or labels outside 0 to 9.
 
@@ -62,15 +60,15 @@ def load_mnist(folder: str | os.PathLike[str]) -> Mnist:
 
     The folder holds ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``,
     ``t10k-images-idx3-ubyte`` and ``t10k-labels-idx1-ubyte``, each plain or with ``.gz`` (the plain
-    one is read where both are there), or ``mnist.npz`` with the arrays ``x_train``, ``y_train``,
-    ``x_test`` and ``y_test``. The idx files win over the archive.
+    one is read if both exist), or ``mnist.npz`` with the arrays ``x_train``, ``y_train``,
+    ``x_test`` and ``y_test``. The idx files have priority over the archive.
 
-    Where only one of the two splits is there, the training or the test (``t10k``) one, it is
-    cut in file order: its first 90 % become ``train`` and the rest ``test``. Scores on such a
-    ``test`` are not comparable with published ones.
+    If only one of the two splits exists, the training or the test (``t10k``) one, it is cut in file
+    order: its first 90 % become ``train`` and the rest ``test``. Scores on such a ``test`` are not
+    comparable with published ones.
 
     Raises:
-        DataError: nothing of MNIST is there, one file of a pair is missing, or a file is damaged.
+        DataError: there is no MNIST, one file of a pair is missing, or a file is damaged.
     """
     path = Path(folder).expanduser()
     if path.is_dir():
@@ -85,7 +83,7 @@ def load_mnist(folder: str | os.PathLike[str]) -> Mnist:
 
 
 def _complete(splits: dict[str, Split], path: Path) -> Mnist:
-    """Make the missing split, if there is one, from the tail of the other."""
+    """Make a missing split from the end of the other."""
     if len(splits) == 2:
         return Mnist(**splits)
     (name, (images, labels)), *_ = splits.items()
@@ -118,7 +116,7 @@ def _read_folder(folder: Path) -> dict[str, Split]:
 
 
 def _find_pairs(folder: Path) -> dict[str, tuple[Path, Path]]:
-    """Find each split's files: both or neither, as one alone means that a copy went wrong."""
+    """Find each split's files: both or neither, because one alone is an incomplete copy."""
     pairs, missing = {}, []
     for split, names in _IDX_NAMES.items():
         images, labels = (_find(folder, name) for name in names)
@@ -162,9 +160,9 @@ def _read_idx(file: Path, ndim: int) -> NDArray[np.uint8]:
 
 
 def _read_bytes(file: Path) -> bytes:
-    """Read a file whole, unpacked if its content, whatever its name, is gzip.
+    """Read a whole file, unpacked if its content is gzip.
 
-    Browsers unpack downloads and leave ``.gz`` in the name.
+    The name does not decide: browsers unpack downloads and leave ``.gz`` in it.
     """
     content = file.read_bytes()
     if not content.startswith(_GZIP_MAGIC):
@@ -191,7 +189,7 @@ def _read_npz(file: Path) -> dict[str, Split]:
 
 
 def _load_arrays(file: Path, keys: list[str]) -> dict[str, NDArray[Any]]:
-    """Read those of the keys that are there. Pickled arrays are refused: loading would run code."""
+    """Read the keys that exist. Pickled arrays are refused, because loading would run code."""
     wanted = "an .npz archive of plain arrays"
     with file.open("rb") as stream:  # np.load leaks the file it opens when that is damaged
         try:

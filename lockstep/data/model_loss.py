@@ -1,9 +1,8 @@
-"""``OwnLoss``: says that the model returns its own loss, and over what that is a mean.
+"""``OwnLoss`` declares that the model returns its own loss, and the loss's denominator.
 
-Models in the manner of Hugging Face take their labels among their inputs and return a loss beside
-their logits. All that has to be known of such a loss is its denominator, and that depends on the
-inputs alone. This is a declaration, which the engine and the reference of a proof each read in
-their own way.
+Models like those of Hugging Face take labels as an input and return a loss beside their logits.
+Only the denominator of such a loss must be known, and it depends only on the inputs. Training and
+the reference of a proof each implement this declaration.
 """
 
 from collections.abc import Callable
@@ -15,22 +14,22 @@ from lockstep.errors import LossError, OptionError
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """The loss is computed by the model, from its inputs.
+    """The model computes the loss, from its inputs.
 
     The model returns it as ``output.loss``, as ``output["loss"]``, as the first part of a tuple, as
-    its whole output, or where ``output`` says: a scalar; without ``weight`` also values of shape
-    (n,) or a pair (total, weight).
+    its whole output, or where ``output`` says. It is a scalar; without ``weight`` it may also be
+    values of shape (n,) or a pair (total, weight).
 
-    What a scalar is a mean over is seen where it is one of torch's own losses, ``mean()``,
-    ``sum()``, or a sum over a sum of what counts. Else it must be the mean over the samples, or
-    over what ``weight`` counts: some shares are compared with their halves, and a difference is an
-    error.
+    The denominator of a scalar is inferred if the scalar is one of torch's own losses, a ``mean()``
+    or ``sum()``, or a sum divided by a count. Otherwise it must be the mean over the samples, or
+    over the terms that ``weight`` counts: some shares are compared with their halves, and a
+    difference is an error.
 
     Args:
-        weight: ``weight(inputs)`` returns over how many terms the mean for these inputs is, such as
-            ``lambda inputs: (inputs["labels"][:, 1:] != -100).sum()``; None for what is seen.
-        output: the position of the loss in what the model returns, or its key or attribute: 1 for
-            a model that returns (logits, loss).
+        weight: ``weight(inputs)`` returns the number of terms of the mean for these inputs, such as
+            ``lambda inputs: (inputs["labels"][:, 1:] != -100).sum()``; None to infer it.
+        output: the position of the loss in the model's output, or its key or attribute: 1 for a
+            model that returns (logits, loss).
 
     Raises:
         OptionError: ``weight`` cannot be called, or ``output`` is no position or key.
@@ -64,13 +63,13 @@ class OwnLoss:
         shift: bool = True,
         output: int | str | None = None,
     ) -> "OwnLoss":
-        """A mean over the labels that count, as language models have it.
+        """A mean over the labels that count, as in language models.
 
         Args:
-            labels: the input that holds the labels, shape (n, tokens): a name, or a position.
+            labels: the input with the labels, shape (n, tokens): a name or a position.
             ignore_index: the label that does not count.
-            shift: labels are shifted within the model, as for next tokens, so that the first one of
-                every sample is not predicted.
+            shift: True if the model shifts labels to predict next tokens, so that the first label
+                of every sample is not predicted.
             output: see the class.
         """
         return cls(_LabelCount(labels=labels, ignore_index=ignore_index, shift=shift), output)

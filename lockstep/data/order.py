@@ -35,9 +35,9 @@ def stream_seed(*keys: int | str) -> int:
 
 
 def share_seed(seed: int, step: int, share: int, turn: int = 0) -> int:
-    """The seed of the random stream that one share of one training step draws from.
+    """The seed of the random stream of one share in one training step.
 
-    Where several functions train on each batch, ``turn`` is whose turn it is.
+    If several functions train on each batch, ``turn`` is the number of the function.
     """
     return stream_seed(seed, "share", step, share, *([turn] if turn else []))
 
@@ -45,7 +45,7 @@ def share_seed(seed: int, step: int, share: int, turn: int = 0) -> int:
 def evaluation_seed(seed: int, first: int) -> int:
     """The seed, in evaluation and prediction, of the share whose first sample is number ``first``.
 
-    What is drawn for a sample (by a dataset that augments) depends on data and shares alone.
+    Random numbers of a sample (in a dataset that augments) depend only on data and shares.
     """
     return stream_seed(seed, "evaluation", first)
 
@@ -69,7 +69,7 @@ def stream_states() -> StreamStates:
 
 
 def restore_streams(states: StreamStates) -> None:
-    """Put the global random streams back to where ``stream_states`` found them."""
+    """Restore the global random streams to states of ``stream_states``."""
     torch.set_rng_state(states.cpu)
     accelerators.set_random_state(states.device)
     np.random.set_state(states.numpy)
@@ -77,13 +77,13 @@ def restore_streams(states: StreamStates) -> None:
 
 
 def torch_streams() -> torch.Tensor:
-    """Where torch's stream stands, and behind it its device's where one is in use; uint8."""
+    """The state of torch's stream, followed by its device's if one is in use; uint8."""
     own, device = torch.get_rng_state(), accelerators.random_state()
     return own if device is None else torch.cat([own, device])
 
 
 def set_torch_streams(state: torch.Tensor) -> None:
-    """Put torch's streams back to where ``torch_streams`` found them, here or on another rank."""
+    """Restore torch's streams to a state of ``torch_streams``, of this or another rank."""
     length = torch.get_rng_state().numel()
     torch.set_rng_state(state[:length].clone())
     if len(state) > length:
@@ -101,7 +101,7 @@ def kept_streams() -> Iterator[None]:
 
 
 def same_streams(one: StreamStates, other: StreamStates) -> bool:
-    """Whether nothing was drawn from one to the other."""
+    """Whether nothing was drawn between two states."""
     return (
         torch.equal(one.cpu, other.cpu)
         and _same_state(one.device, other.device)
@@ -141,9 +141,9 @@ def epoch_batches(
         epoch: its number.
         num_samples: of a pass over the data.
         batch_size: of a global batch; the last of a pass may be short.
-        shuffle: every pass has an order of its own.
-        steps: batches of an epoch, which then begins in the midst of a pass, where the one before
-            ended; None is a pass.
+        shuffle: True to give every pass an order of its own.
+        steps: batches of an epoch, which then begins where the one before ended, within a pass;
+            None is a pass.
     """
     in_pass = -(-num_samples // batch_size)
     steps = in_pass if steps is None else steps

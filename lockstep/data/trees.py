@@ -1,6 +1,6 @@
 """Nested inputs and outputs: a tensor, or tuples, lists, dicts and dataclasses of trees.
 
-Structures may also hold what is no tensor (None, a flag): it passes through.
+Structures may also hold other values (None, a flag), which pass through.
 """
 
 import copy
@@ -24,7 +24,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
 
 
 def map_leaves(kind: type[_T], function: Callable[[_T], Any], tree: Tree) -> Tree:
-    """The same structure with ``function`` applied to whatever is of a kind."""
+    """The same structure with ``function`` applied to every instance of a class."""
     if isinstance(tree, kind):
         return function(tree)
     return rebuilt(partial(map_leaves, kind, function), tree)
@@ -42,7 +42,7 @@ def rebuilt(change: Callable[[Any], Any], tree: Tree) -> Tree:
 
 
 def like(original: dict[Any, Any], mapped: dict[Any, Any]) -> dict[Any, Any]:
-    """Keep the kind of dict: ordered, default, or one whose keys are attributes (Hugging Face)."""
+    """A dict of the original's class: ordered, default, or with attributes (Hugging Face)."""
     if type(original) is dict:
         return mapped
     result = copy.copy(original)
@@ -67,7 +67,7 @@ def tensors_of(tree: Tree) -> Iterator[torch.Tensor]:
 
 
 def named_tensors(tree: Tree, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the tree, in order, with where it is: ``name['key'][0]``."""
+    """Every tensor of the tree, in order, with its place: ``name['key'][0]``."""
     if isinstance(tree, torch.Tensor):
         yield name, tree
     elif isinstance(tree, dict):
@@ -87,13 +87,13 @@ def is_record(tree: Tree) -> bool:
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    """What a record holds, by the field's name."""
+    """The values of a record, by the field's name."""
     names = [field.name for field in dataclasses.fields(record)]
     return {name: getattr(record, name) for name in names if hasattr(record, name)}
 
 
 def with_fields(record: Any, values: dict[str, Any]) -> Any:
-    """A copy with other values, whatever ``__init__`` would make of them, frozen or not."""
+    """A copy with other values, without ``__init__``; the record may be frozen."""
     result = copy.copy(record)
     for name, value in values.items():
         object.__setattr__(result, name, value)
@@ -101,7 +101,7 @@ def with_fields(record: Any, values: dict[str, Any]) -> Any:
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes, which tell NaN from other NaN, and 0 from -0."""
+    """A tensor's bytes, in which different NaN, and 0 and -0, differ."""
     return (
         tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     )
@@ -112,12 +112,11 @@ def concatenate(trees: list[Tree], join: Callable[[list[Any]], Any] | None = Non
 
     Args:
         trees: with a sample in each row.
-        join: makes one leaf of those in one place; by default tensors are joined, and others must
-            be the same.
+        join: makes one leaf of those in one place; by default tensors are joined, and other leaves
+            must be equal.
 
     Raises:
-        ModelError: they are of different structure, hold tensors that cannot be joined, or
-            something that is no tensor and not the same in all of them.
+        ModelError: structures differ, tensors cannot be joined, or other leaves differ.
     """
     first = trees[0]
     if isinstance(first, torch.Tensor):
@@ -160,7 +159,7 @@ def _joined(parts: list[Tree]) -> torch.Tensor:
 
 
 def _common(leaves: list[Any]) -> Any:
-    """What is no tensor must be the same for all samples."""
+    """The common value of leaves that are no tensors."""
     if all(_is_equal(leaf, leaves[0]) for leaf in leaves[1:]):
         return leaves[0]
     raise ModelError(

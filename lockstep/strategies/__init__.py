@@ -1,1 +1,1 @@
-"""The strategies that users name. Each is a way to get a Plan, nothing more."""
+"""The strategies that users name. Each only makes Plans."""

@@ -21,12 +21,12 @@ _T = TypeVar("_T")
 
 @public_methods
 class Strategy(ABC):
-    """A way to get a Plan.
+    """Makes Plans.
 
     Attributes:
-        timeout_seconds: longest wait of rank 0 for a helper; what hangs longer is reported with
-            all ranks' stacks.
-        reach: how far its Plans go, where a launcher has started several processes.
+        timeout_seconds: longest wait of rank 0 for a helper; a longer one is an error with all
+            ranks' stacks.
+        reach: the processes that its Plans use, if a launcher has started several.
     """
 
     timeout_seconds: float = 600.0
@@ -34,7 +34,7 @@ class Strategy(ABC):
     _arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Keep the arguments as they were given, for ``repr``."""
+        """Keep the given arguments for ``repr``."""
         if not kwargs.keys() <= inspect.signature(cls).parameters.keys():
             raise unknown_argument(cls, kwargs)
         made = super().__new__(cls)
@@ -62,17 +62,17 @@ class Strategy(ABC):
         """The Plan for a model on this host, without training anything.
 
         Args:
-            model: the model, of PyTorch or of Keras.
+            model: the PyTorch or Keras model.
             batch_size: of the global batch.
-            precision: see ``Trainer``; a model of Keras has its own.
-            sample: data as ``fit`` or ``predict`` of the Trainer, or of the Keras model, take it, a
-                microbatch of it at least. Needed by strategies that cut the model, which run and
-                time its layers.
+            precision: see ``Trainer``; a Keras model has its own.
+            sample: data as ``fit`` or ``predict`` of the Trainer, or of the Keras model, take it,
+                at least a microbatch. Needed by strategies that cut the model, which run and time
+                its layers.
             batch_dim: where the samples are, as the Trainer takes it.
 
         Raises:
-            OptionError: no sample where one is needed, or options that cannot be.
-            ModelError: a model of Keras is not built, or has a step of its own.
+            OptionError: a missing sample, or invalid options.
+            ModelError: a Keras model is not built, or has a step of its own.
         """
         from lockstep.data.batch_dims import BatchDims
         from lockstep.frontends.plan_inputs import plan_inputs
@@ -95,7 +95,7 @@ class Strategy(ABC):
 
         from lockstep.train.runtime.planning import Planning
 
-        with torch.inference_mode(False):  # to be trained, it is traced with gradients
+        with torch.inference_mode(False):  # tracing needs gradients
             return Planning(module, dims).plan(maker, precision, samples, batch_size)[0]
 
     @property
@@ -105,39 +105,39 @@ class Strategy(ABC):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is the one process of all hosts that is to print and to write files.
+        """Whether this process is the one of all hosts that should print and write files.
 
-        It is the first process of host 0, and the only one where nothing was launched. Asking
-        meets nobody, so one host may ask alone.
+        It is the first process of host 0, or the only process without a launcher. This does not
+        communicate, so one host may ask alone.
         """
         place = None if self.reach == "one process" else find_place(os.environ)
         return place is None or (place.host == 0 and place.leads)
 
     def experimental_distribute_dataset(self, dataset: _T, options: object = None) -> _T:
-        """A dataset of global batches, as it is: ``fit`` divides every batch among the replicas.
+        """Return a dataset of global batches unchanged: ``fit`` divides them among the replicas.
 
-        Here for scripts that come from tf.distribute, whose options of that have no meaning here.
+        For scripts from tf.distribute; its options have no meaning here.
         """
         return dataset
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Of other names that tf.distribute has, say what to write in their place."""
+        """Raise an error that says, for other names of tf.distribute, what to write instead."""
         raise missing(type(self).__name__, name)
 
     def scope(self, batch_dim: Any = 0) -> AbstractContextManager["Strategy"]:
         """Within ``with strategy.scope():`` a Trainer without a strategy uses this one.
 
-        And Keras models made or compiled within train under it.
+        Keras models that are made or compiled within train under it, too.
 
         Args:
-            batch_dim: where the samples are in the data of Keras models, and in what these take and
-                return: 1 with time first. A dict says it of ``"inputs"``, ``"targets"`` and
-                ``"outputs"``, each by name or position where they differ. Losses, metrics and
-                weights of samples have samples first in any case. A Trainer has its own option.
+            batch_dim: where the samples are in the data, inputs and outputs of Keras models: 1 with
+                time first. A dict gives it for ``"inputs"``, ``"targets"`` and ``"outputs"``, each
+                by name or position if they differ. Losses, metrics and sample weights always have
+                samples first. A Trainer has its own option.
 
         Raises:
-            OptionError: Keras was imported with another backend than PyTorch; a ``batch_dim`` that
-                cannot be.
+            OptionError: Keras was imported with another backend than PyTorch; an invalid
+                ``batch_dim``.
         """
         from lockstep.data.batch_dims import BatchDims
         from lockstep.frontends.keras.scope import scope_of

@@ -1,6 +1,6 @@
-"""Names of tf.distribute that strategies here do not have, and what to write in their place.
+"""Names of tf.distribute that strategies here do not have, and what to write instead.
 
-A script that comes from there finds out at the first such name, and not by an AttributeError.
+A script from tf.distribute gets this advice at the first such name instead of an AttributeError.
 """
 
 from lockstep.errors import OptionError
@@ -41,11 +41,11 @@ _INSTEAD = {
 
 
 class NotThereError(OptionError, AttributeError):
-    """A name of tf.distribute: ``hasattr`` is to say that it is not there."""
+    """A name of tf.distribute; an AttributeError, so that ``hasattr`` returns False."""
 
 
 def missing(kind: str, name: str) -> AttributeError:
-    """The error of a name that a strategy has not."""
+    """The error for a name that a strategy lacks."""
     if name not in _INSTEAD:
         return AttributeError(f"{kind!r} object has no attribute {name!r}")
     return NotThereError(

@@ -1,4 +1,4 @@
-"""Products of the other strategies: so far replicas of a pipeline."""
+"""Combinations of the other strategies: so far replicas of a pipeline."""
 
 from collections.abc import Sequence
 
@@ -13,26 +13,26 @@ from lockstep.tracebacks import public_methods
 class HybridStrategy(StagedStrategy):
     """Data parallelism times layer-wise partition.
 
-    Every stage of the pipeline has replicas, which take turns with the microbatches and add up
-    their gradients. ``data`` may differ from stage to stage: ``data=(3, 1)`` has three replicas of
-    the first stage (convolutions, say) and one of the second (the dense layers).
+    Every stage of the pipeline has replicas, which take turns with the microbatches and sum their
+    gradients. ``data`` may differ from stage to stage: ``data=(3, 1)`` has three replicas of the
+    first stage (convolutions, for example) and one of the second (dense layers).
 
     Args:
-        data: replicas of every stage, or of each stage.
-        pipe: stages; None is as many as scopes, cuts or ``data`` say.
+        data: the number of replicas of every stage, or of each stage.
+        pipe: the number of stages; None takes it from scopes, cuts or ``data``.
         cuts: as in ``PipelineStrategy``.
         microbatches: of a batch, for each replica.
         schedule: as in ``PipelineStrategy``.
         recompute: as in ``PipelineStrategy``.
         memory_bytes: as in ``PipelineStrategy``.
-        compression: as in ``MultiWorkerMirroredStrategy``, of gradients that replicas of a stage on
-            several hosts send each other; what stages send stays as it is.
+        compression: as in ``MultiWorkerMirroredStrategy``, of gradients between the replicas of a
+            stage on several hosts; messages between stages are not compressed.
         devices: as in ``PipelineStrategy``.
         engine: as in ``PipelineStrategy``.
-        timeout_seconds: longest wait for a device; what hangs longer is reported.
+        timeout_seconds: longest wait for a device; a longer one is an error.
 
     Raises:
-        OptionError: an argument that cannot be.
+        OptionError: an invalid argument.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Data parallelism without waiting: replicas step on their own and average now and then."""
+"""Local SGD: replicas step independently and average their weights now and then."""
 
 import os
 from collections.abc import Sequence
@@ -29,38 +29,38 @@ from lockstep.tracebacks import public_methods
 class LocalSGDStrategy(Strategy):
     """Every device trains a model of its own, and now and then they average their weights.
 
-    Each trains on its share of every batch, and between averages none waits for another. Weights
-    count by what their replica has trained on since the last average. The result is not that of one
-    device, but for ``every=1`` and plain SGD. Stich, Local SGD Converges Fast and Communicates
-    Little (2018).
+    Each trains on its share of every batch, and between averages none waits for another. In an
+    average, replicas count by how much they have trained on since the last one. The result differs
+    from that of one device, except with ``every=1`` and plain SGD. Stich, Local SGD Converges Fast
+    and Communicates Little (2018).
 
-    With ``stages`` a replica is not one device but a pipeline of as many, as ``PipelineStrategy``
-    makes them.
+    With ``stages`` a replica is a pipeline of as many devices, as in ``PipelineStrategy``.
 
-    On several hosts each runs the same script, as under ``MultiWorkerMirroredStrategy``; they send
-    each other nothing but averages.
+    On several hosts each runs the same script, as under ``MultiWorkerMirroredStrategy``; they
+    exchange only averages.
 
     Args:
         every: steps from one average to the next, or ``"epoch"``. The end of an epoch always
             averages.
-        devices: number of CPU replicas, on each host; None is what the launcher says, or else one
-            per usable core, at most 8. With ``stages`` it is that of all their ranks.
+        devices: number of CPU replicas on each host; None is the launcher's number, or else one per
+            usable core, at most 8. With ``stages`` it is the number of all ranks of pipelines.
         stages: ranks of a pipeline; None is replicas of one device.
         cuts: as in ``PipelineStrategy``.
         microbatches: likewise, of each replica's part of a batch.
         schedule: likewise.
-        outer: what is done with the average; None takes it as it is, ``Nesterov()`` is DiLoCo.
-        average_optimizer: average the optimizer's slots, too. If not, each replica keeps its own
-            for as long as ``fit`` runs; afterwards the optimizer has those of the first.
-        compression: of what hosts tell each other of their changes: see
+        outer: the optimizer that steps on the average; None takes the average itself,
+            ``Nesterov()`` is DiLoCo.
+        average_optimizer: True to average the optimizer's slots, too. Otherwise each replica keeps
+            its own during ``fit``; afterwards the optimizer has those of the first.
+        compression: of the changes that hosts send each other: see
             ``MultiWorkerMirroredStrategy``.
         channels_last: see ``MirroredStrategy``.
-        timeout_seconds: longest wait for a replica; what hangs longer is reported. With few
-            averages it is the longest time by which one replica may be behind.
+        timeout_seconds: longest wait for a replica; a longer one is an error. With few averages it
+            limits by how long one replica may be behind.
 
     Raises:
         DeviceError: fewer than one device, or more than this host can hold.
-        OptionError: another argument that cannot be.
+        OptionError: another invalid argument.
     """
 
     reach: Reach = "all hosts"
@@ -144,7 +144,7 @@ def _pipelines(replicas: int, cuts: Sequence[str] | None, **options: Any) -> Pip
 
 
 def _check_stages(problems: Problems, stages: int | None, **options: Any) -> None:
-    """Note what says nothing of pipelines, and what says it where there are none."""
+    """Note invalid options of pipelines, and such options without pipelines."""
     if stages is None:
         given = {name: one for name, one in options.items() if one not in (None, "1f1b")}
         if given:
@@ -162,7 +162,7 @@ def _check_stages(problems: Problems, stages: int | None, **options: Any) -> Non
 def _check_whole(
     problems: Problems, stages: object, average_optimizer: object, channels_last: object
 ) -> None:
-    """Note options of replicas that have all of the model on one device."""
+    """Note options that need replicas with the whole model on one device."""
     given = {"average_optimizer": average_optimizer or None, "channels_last": channels_last}
     named = [f"{name}={one!r}" for name, one in given.items() if one is not None]
     if stages is not None and named:
@@ -174,10 +174,10 @@ def _check_whole(
 
 
 def _check_multiple(count: int, devices: int | None, stages: int) -> None:
-    """See that devices make whole pipelines.
+    """Check that devices form complete pipelines.
 
     Raises:
-        DeviceError: some would be left over.
+        DeviceError: the number of devices is no multiple of ``stages``.
     """
     if count % stages:
         raise DeviceError(

@@ -23,25 +23,25 @@ class MirroredStrategy(Strategy):
 
     Args:
         devices: how many, or their names, such as ``["cuda:0", "cuda:1"]``, one for each replica. A
-            number is one of accelerators where there are any, else of CPU replicas. None is what
-            ``lockstep run --devices`` says, or else all accelerators, or else one CPU replica per
-            usable core, at most 8. The model is moved to the first device, and stays there.
+            number counts accelerators if there are any, else CPU replicas. None is the number of
+            ``lockstep run --devices``, or else all accelerators, or else one CPU replica per usable
+            core, at most 8. The model is moved to the first device, and stays there.
         num_shares: parts into which each global batch is divided; None is one per replica. Runs
             with the same ``num_shares`` give the same bits on any number of devices.
-        channels_last: whether images run through the model with their channels together in memory,
-            which is faster on CPUs; None is for models with convolutions, unless in float64. A
-            forward pass that such strides make fail is run again in torch's own format; ``False``
-            is for what fails in backward.
-        engine: what moves tensors between replicas. None is what fits the devices: on cores shared
-            memory, with one copy of the parameters; on accelerators their own backend of
-            torch.distributed (``"nccl"``, ``"xccl"``), with a copy for each replica. ``"gloo"``
-            works for all, and brings what is on accelerators by way of host memory. Who names an
-            engine may name an accelerator twice, for tests.
-        timeout_seconds: longest wait for a replica; what hangs longer is reported.
+        channels_last: True for images with their channels together in memory, which is faster on
+            CPUs; None is True for models with convolutions, unless in float64. A forward pass that
+            fails with such strides is run again in torch's own format; pass ``False`` if backward
+            fails.
+        engine: moves tensors between replicas. None fits the devices: on cores shared memory, with
+            one copy of the parameters; on accelerators their own backend of torch.distributed
+            (``"nccl"``, ``"xccl"``), with a copy for each replica. ``"gloo"`` works for all, and
+            copies tensors of accelerators through host memory. With a named engine, ``devices`` may
+            name an accelerator twice, for tests.
+        timeout_seconds: longest wait for a replica; a longer one is an error.
 
     Raises:
-        DeviceError: devices that are not there, of two kinds, or taken twice.
-        OptionError: another argument that cannot be.
+        DeviceError: devices that do not exist, of two kinds, or named twice.
+        OptionError: another invalid argument.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class MirroredStrategy(Strategy):
 
 
 def check_shares(problems: Problems, num_shares: object) -> None:
-    """Note what is neither None nor an integer of at least 1."""
+    """Note a number that is neither None nor an integer of at least 1."""
     fix = "Leave it out for one share per device."
     check_count("num_shares", num_shares, problems, optional=True, fix=fix)
 
 
 def check_format(problems: Problems, channels_last: object) -> None:
-    """Note what is no flag."""
+    """Note a value that is neither None nor a bool."""
     if channels_last not in (None, True, False):
         problems.add(
             "`channels_last` must be True, False or None.",

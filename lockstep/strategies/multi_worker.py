@@ -20,27 +20,29 @@ class MultiWorkerMirroredStrategy(Strategy):
     """Every device of every host holds the whole model and computes its shares of each batch.
 
     Each host runs the same script, started by ``TF_CONFIG``, torchrun, srun or ``lockstep run``.
-    Within a host all is as under ``MirroredStrategy``; between hosts each device exchanges its
-    slice. In a script that nobody has launched as one of many there is one host.
+    Within a host it works as ``MirroredStrategy``; between hosts each device exchanges its slice. A
+    script without a launcher has one host.
 
     Args:
-        devices_per_host: how many of each host; None is as many as the launcher gives a host, else
-            all its accelerators, else one CPU replica per usable core, at most 8.
+        devices_per_host: how many on each host; None is the launcher's number, else all
+            accelerators, else one CPU replica per usable core, at most 8.
         num_shares: parts into which each global batch is divided; None is one per replica.
         channels_last: see ``MirroredStrategy``.
         network_gbit_per_second: how fast a host sends to another (``lockstep doctor`` measures
-            it). Over a slow network large dense layers exchange activations in place of gradients.
+            it). Over a slow network large dense layers exchange activations instead of gradients.
         compression: of the gradients that hosts send each other, for slow networks: ``"bf16"``,
-            ``"int8"``, a ``PowerSGD`` or a ``TopK``. What is not sent is added to what is sent at
-            the next step. The result is no longer that of one device, but the same on all hosts.
-        engine: what moves tensors between replicas. None is shared memory within a host, and
-            between hosts Lockstep's own channels; ``"gloo"`` is torch.distributed, with a copy of
-            the parameters for each replica. On accelerators see ``MirroredStrategy``.
-        timeout_seconds: longest wait for another host or a replica; who hangs longer is named.
+            ``"int8"``, a ``PowerSGD`` or a ``TopK``. The compression error of a step is added to
+            the gradients of the next. The result is no longer that of one device, but the same on
+            all hosts.
+        engine: moves tensors between replicas. None is shared memory within a host, and Lockstep's
+            own channels between hosts; ``"gloo"`` is torch.distributed, with a copy of the
+            parameters for each replica. On accelerators see ``MirroredStrategy``.
+        timeout_seconds: longest wait for another host or a replica; a longer one is an error that
+            names it.
 
     Raises:
         DeviceError: fewer than one device.
-        OptionError: another argument that cannot be.
+        OptionError: another invalid argument.
     """
 
     reach: Reach = "all hosts"
@@ -83,16 +85,16 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Replicas of all hosts. Meets the other hosts, so all must ask.
+        """Replicas of all hosts. This communicates with the other hosts, so all must ask.
 
         Raises:
-            OptionError: only the first process of the host can tell.
+            OptionError: this is not the first process of the host.
         """
         return num_replicas(self._maker, self.timeout_seconds)
 
 
 def check_number(name: str, devices: object) -> None:
-    """See that it is a number of each host's devices, or None.
+    """Check a number of devices of each host, or None.
 
     Raises:
         DeviceError: it is neither.

@@ -1,4 +1,4 @@
-"""Data parallelism with parameter servers, and a dial from synchronous to asynchronous."""
+"""Data parallelism with parameter servers, synchronous to asynchronous by ``staleness``."""
 
 import os
 
@@ -23,27 +23,27 @@ class ParameterServerStrategy(Strategy):
     """Servers own the parameters and update them; workers compute gradients.
 
     With ``staleness=0`` all workers train on shares of one batch and wait for its update: the
-    result is that of one device. Else a worker that is done takes the next part at once, of
-    this batch or the next, so that none waits for a slow one; every batch is still one update, of
+    result is that of one device. Otherwise a worker that is done takes the next part at once, of
+    this batch or the next, so that none waits for a slow one; every batch is still one update, with
     the gradients of all its samples. Ho et al., More Effective Distributed ML via a Stale
     Synchronous Parallel Parameter Server (2013).
 
     Args:
-        servers: processes that update, each its part of the parameters; None is what ``lockstep
-            run --servers`` says, or 1. Of several hosts they are on the last, and under a
-            ``TF_CONFIG`` where its tasks are.
-        workers: processes of each host that compute, the script's own among them; None is what
-            the launcher says, or else one per usable core, at most 8. Under a ``TF_CONFIG`` with
+        servers: processes that each update a part of the parameters; None is the number of
+            ``lockstep run --servers``, or 1. With several hosts they are on the last; under a
+            ``TF_CONFIG`` they are its tasks "ps".
+        workers: processes of each host that compute, including the script's own; None is the
+            launcher's number, or else one per usable core, at most 8. Under a ``TF_CONFIG`` with
             "ps" both are the numbers of its tasks: the script is started for each.
         staleness: by how many steps a worker may be ahead of the oldest batch that is not in the
-            weights yet. 0 is synchronous; None sets no bound.
-        replicas: copies of what a server updates, 1 or 2. With 2 training outlives the death of a
-            server, whatever ``fit(restarts=)`` says.
+            weights yet. 0 is synchronous; None is unbounded.
+        replicas: copies of a server's parameters and slots, 1 or 2. With 2 training survives the
+            death of a server, for any ``fit(restarts=)``.
         channels_last: see ``MirroredStrategy``.
-        timeout_seconds: longest wait for another process; what hangs longer is reported.
+        timeout_seconds: longest wait for another process; a longer one is an error.
 
     Raises:
-        OptionError: an argument that cannot be.
+        OptionError: an invalid argument.
         DeviceError: more workers than this host can hold.
     """
 
@@ -93,10 +93,10 @@ class ParameterServerStrategy(Strategy):
 
 
 def _numbers(workers: int | None, servers: int | None) -> tuple[int | None, int]:
-    """Of workers and servers, as asked for or as the launcher says.
+    """The numbers of workers and servers, from arguments or the launcher.
 
     Raises:
-        OptionError: these contradict each other.
+        OptionError: arguments and launcher contradict each other.
     """
     place = find_place(os.environ)
     if place is None or place.num_ranks is None or not place.num_servers:

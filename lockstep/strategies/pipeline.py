@@ -1,4 +1,4 @@
-"""Layer-wise partition: the model in stages, one after the other, on several devices."""
+"""Pipeline parallelism: the model is cut into consecutive stages on several devices."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ from lockstep.tracebacks import public_methods
 
 @public_methods
 class StagedStrategy(Strategy):
-    """What strategies with stages have in common: options, and the maker that these come to."""
+    """The common part of strategies with stages: their options, and the maker."""
 
     reach: Reach = "all hosts"
     _maker: Pipelined
@@ -29,10 +29,10 @@ class StagedStrategy(Strategy):
     def _set_up(
         self, problems: Problems, *, engine: str | None, timeout_seconds: float, **options: Any
     ) -> None:
-        """Check options, which ``PipelineStrategy`` explains, and keep what they say.
+        """Check options, which ``PipelineStrategy`` explains, and make the maker.
 
         Raises:
-            OptionError: an option that cannot be, or what has been noted before.
+            OptionError: an invalid option, or a problem that was noted before.
         """
         devices = options["devices"]
         check_counts(problems, **{name: options[name] for name in ("microbatches", "memory_bytes")})
@@ -63,29 +63,29 @@ class StagedStrategy(Strategy):
 class PipelineStrategy(StagedStrategy):
     """The model's layers are divided among devices; microbatches pass through them in turn.
 
-    The model stays as it is written. It is cut where its ``lockstep.device`` scopes say, or at
-    ``cuts``, or so that the slowest stage is as fast as can be.
+    The model's code is not changed. It is cut at its ``lockstep.device`` scopes, or at ``cuts``, or
+    so that the slowest stage is as fast as possible.
 
     Args:
-        stages: number of devices; None is as many as scopes or cuts say, else as many as pay. A
-            model with fewer layers has fewer stages, which the plan's notes say.
+        stages: number of devices; None takes it from scopes or cuts, or else uses as many as make
+            training faster. A model with fewer layers has fewer stages, which the plan's notes say.
         cuts: names of modules, such as ``"decoder.0"``, at which the second and later stages begin.
-        microbatches: parts of each batch that are on their way at once; None is four per stage, and
-            one where the model has one stage.
-        schedule: ``"1f1b"``; ``"gpipe"``; ``"interleaved"``, where every device has several stages;
-            ``"zb-h1"`` and ``"zb-h2"``, which form the gradients of weights when there is time.
-        recompute: compute activations again in backward instead of keeping them; a list of stages
-            does so in these only.
-        memory_bytes: that a device may hold; cuts keep to it.
+        microbatches: parts of each batch that are in the pipeline at once; None is four per stage,
+            or one if the model has one stage.
+        schedule: ``"1f1b"``; ``"gpipe"``; ``"interleaved"``, in which every device has several
+            stages; ``"zb-h1"`` and ``"zb-h2"``, which delay the gradients of weights to idle times.
+        recompute: True to compute activations again in backward instead of keeping them; a list of
+            stages does so only in these.
+        memory_bytes: memory of a device, which cuts respect.
         devices: names of each host's, such as ``["cuda:0", "cuda:1"]``, one for each rank; None is
-            accelerators where there are any, else cores.
-        engine: what moves tensors between devices. None is shared memory, and between hosts
-            Lockstep's own channels; ``"gloo"`` is torch.distributed. On accelerators see
+            accelerators if there are any, else cores.
+        engine: moves tensors between devices. None is shared memory, and Lockstep's own channels
+            between hosts; ``"gloo"`` is torch.distributed. On accelerators see
             ``MirroredStrategy``.
-        timeout_seconds: longest wait for a device; what hangs longer is reported.
+        timeout_seconds: longest wait for a device; a longer one is an error.
 
     Raises:
-        OptionError: an argument that cannot be.
+        OptionError: an invalid argument.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class PipelineStrategy(StagedStrategy):
 
 
 def check_counts(problems: Problems, **counts: int | None) -> None:
-    """Note what is neither None nor an integer of at least 1."""
+    """Note numbers that are neither None nor an integer of at least 1."""
     for name, value in counts.items():
         fix = "Leave it out to have it chosen."
         check_count(name, value, problems, optional=True, fix=fix)
@@ -137,7 +137,7 @@ def check_cuts(problems: Problems, cuts: object) -> None:
 
 
 def _check_recompute(problems: Problems, recompute: object) -> None:
-    """Note what is neither a flag nor a list of stages."""
+    """Note a value that is neither a bool nor a list of stages."""
     are_stages = _is_list(recompute) and all(type(one) is int for one in recompute)
     if not (are_stages or isinstance(recompute, bool)):
         problems.add(

@@ -1,4 +1,4 @@
-"""One device: the reference all other strategies are held to."""
+"""One device: the reference for all other strategies."""
 
 from lockstep.cluster.place import Reach
 from lockstep.plan.devices import check_devices
@@ -16,7 +16,7 @@ class SingleDeviceStrategy(Strategy):
             stays.
 
     Raises:
-        DeviceError: not the name of a device.
+        DeviceError: ``device`` is no name of a device.
     """
 
     reach: Reach = "one process"

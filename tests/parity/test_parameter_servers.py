@@ -507,7 +507,7 @@ SERVED = tf_config(worker=["localhost:1", "localhost:2"], ps=["localhost:3"])
         (
             tf_config(worker=["localhost:1", "localhost:2"]),
             lockstep.ParameterServerStrategy,
-            r"must know which are servers.*none of the role 'ps'",
+            r"cannot tell which processes.*none of the role 'ps'",
         ),
         (SERVED, lockstep.MultiWorkerMirroredStrategy, "Only ParameterServerStrategy"),
         (SERVED, lockstep.MirroredStrategy, "trains on one host with one script"),

@@ -1,4 +1,4 @@
-"""Data that can only be iterated, and how far it has been read.
+"""Data that can only be iterated, and its reading position.
 
 Entry points: ``streams`` and ``stream_reader``.
 """

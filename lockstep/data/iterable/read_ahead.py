@@ -1,8 +1,7 @@
-"""Reading ahead: what a dataset says of it, and what a reader is told.
+"""Options of reading ahead, and requests to readers.
 
-``prefetch`` only notes on a dataset how it is to be read. Who knows what each rank will read next
-is its worker, so the readers themselves are made where the workers are
-(``parallel.transfer.readers``).
+``prefetch`` only attaches the options to a dataset. Only a rank's worker knows what the rank reads
+next, so the workers make the readers (``parallel.transfer.readers``).
 """
 
 import threading
@@ -24,7 +23,7 @@ class ReadAhead:
 
     Attributes:
         workers: processes per rank that read; 0 is a thread of the rank.
-        depth: steps whose samples are held ready.
+        depth: how many steps ahead.
     """
 
     workers: int
@@ -33,7 +32,7 @@ class ReadAhead:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Read:
-    """Something that a rank is going to read.
+    """A read that a rank will make.
 
     Attributes:
         indices: of the samples, int64, shape (n,).
@@ -46,25 +45,25 @@ class Read:
     seed: int
 
     def is_for(self, indices: torch.Tensor, dtype: torch.dtype | None) -> bool:
-        """Whether it is what a rank reads now, in a stream that it has just seeded."""
+        """Whether it is what a rank reads now, with random streams that it has just seeded."""
         is_due = self.seed == torch.initial_seed() and self.dtype == dtype
         return is_due and torch.equal(self.indices, indices)
 
 
 def prefetch(dataset: Any, workers: int = 0, depth: int = 2) -> "Prefetch":
-    """A dataset that is read ahead: the next batches of each rank while the present one trains.
+    """A dataset that is read ahead: each rank's next batches while it trains on the current one.
 
-    Training gives the same bits as without, random augmentation included.
+    Training gives the same bits as without, with random augmentation, too.
 
     Args:
         dataset: a map-style dataset.
-        workers: 0 reads in a thread of each rank, which is enough where reading is waiting, for a
-            disk or a network, and is refused where it draws random numbers; else the number of
-            processes per rank that read, for work such as decoding and augmenting.
-        depth: steps whose samples are held ready, in memory.
+        workers: processes per rank that read, for work such as decoding and augmenting. 0 reads in
+            a thread of each rank, which is enough to wait for a disk or a network, and is refused
+            if reading draws random numbers.
+        depth: how many steps ahead samples are read, into memory.
 
     Raises:
-        OptionError: an argument cannot be what it is.
+        OptionError: an argument is invalid.
     """
     problems = Problems()
     check_map_style(dataset, "prefetch", problems)
@@ -92,7 +91,7 @@ class Prefetch(Dataset[Any]):
     def __init__(self, dataset: Any, ahead: ReadAhead) -> None:
         self.dataset = dataset
         self.ahead = ahead
-        # Datasets need not stand two threads at once, and a callback may evaluate on this one.
+        # Datasets need not be thread-safe, and a callback may evaluate on this one.
         self._turn = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,11 +1,10 @@
-"""A reading whose last batches are kept, so that they can be had again.
+"""A reader that keeps its last batches, to replay them.
 
-What a stream has given nobody can ask it for again. So after a mark, batches are copied as they are
-read; ``rewind`` goes back to the mark, and then they come once more, in their epochs, before any
-other is read.
+A stream cannot be read twice. So batches since a mark are copied as they are read; ``rewind`` goes
+back to the mark, and then ``read`` gives them again, in their epochs, before any new ones.
 
-Batches are read in one thread, ahead of their use. ``mark`` and ``use`` are for the thread that
-uses them; ``rewind``, as all reading, for the one that reads.
+One thread reads batches ahead of their use. ``mark`` and ``use`` are for the thread that uses them;
+``rewind``, like all reading, is for the one that reads.
 """
 
 from collections import deque
@@ -20,13 +19,13 @@ from lockstep.data.trees import map_tensors, tensors_of
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """What a read has given.
+    """The result of a read.
 
     Attributes:
-        epoch: in which.
-        batch: None for the epoch's end.
-        number: of batches read until then, and
-        total: their checksum; None where these are not summed.
+        epoch: of the read.
+        batch: the batch; None for the epoch's end.
+        number: of batches read until then.
+        total: their checksum; None without checksums.
     """
 
     epoch: int
@@ -36,7 +35,7 @@ class _Kept:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """The batch's memory."""
         batch = self.batch
         if batch is None:
             return 0
@@ -45,16 +44,16 @@ class _Kept:
 
 
 class KeptReading(Reading):
-    """Gives what a reading gives, and on demand once more.
+    """Reads as another ``Reading``, and replays batches on demand.
 
     Args:
-        reading: of which nothing but a sample has been read.
+        reading: the other, of which at most a sample has been read.
     """
 
     def __init__(self, reading: Reading) -> None:
         self.__dict__.update(vars(reading))
         self._given: deque[_Kept] = deque()  # since the mark
-        self._waiting: deque[_Kept] = deque()  # to be given once more
+        self._waiting: deque[_Kept] = deque()  # to be replayed
         self._wanted = self._epoch  # the epoch in use
         self._num_used = 0  # batches of it, since the mark
         self.kept_bytes = 0
@@ -63,7 +62,7 @@ class KeptReading(Reading):
         self._wanted, self._num_used = epoch, 0
         while self._waiting and self._waiting[0].epoch < epoch:
             self._given.append(self._waiting.popleft())
-        if epoch > self._epoch:  # else it has begun before
+        if epoch > self._epoch:  # otherwise it has begun before
             super().begin_epoch(epoch)
 
     def read(self) -> ArraySource | None:
@@ -79,7 +78,7 @@ class KeptReading(Reading):
 
     def read_aside(self) -> ArraySource | None:
         found = super().read_aside()
-        return None if found is None else self._keep(found)  # at a pass's end ``read`` goes on
+        return None if found is None else self._keep(found)  # at a pass's end, ``read`` continues
 
     def _keep(self, batch: ArraySource | None) -> ArraySource | None:
         copied = None
@@ -100,11 +99,11 @@ class KeptReading(Reading):
         return super().checksum(num_batches)
 
     def use(self) -> None:
-        """The next batch of the epoch is used."""
+        """Note that the epoch's next batch is used."""
         self._num_used += 1
 
     def mark(self) -> None:
-        """What was used until now need not be had again."""
+        """Forget the batches that were used until now."""
         given = self._given
         while given and (given[0].epoch < self._wanted or self._num_used):
             gone = given.popleft()
@@ -112,7 +111,7 @@ class KeptReading(Reading):
             self._num_used -= gone.epoch == self._wanted and gone.batch is not None
 
     def rewind(self) -> None:
-        """From now on give again what was given since the mark."""
+        """Replay the batches since the mark, beginning with the next read."""
         self._waiting = self._given + self._waiting
         self._given = deque()
         self._num_used = 0

@@ -1,15 +1,15 @@
-"""Reading: how far a stream has been read, and the random numbers that this draws.
+"""Reading of streams: the position in a stream, and the random numbers that reading draws.
 
 Streams may draw from torch's, NumPy's and Python's global random streams: a shuffling sampler, an
-augmentation. The model draws from the same ones. So that neither disturbs the other, whatever the
-number of devices, reading has states of its own, a function of the seed and the epoch, that are put
-in place for each read and taken away after it.
+augmentation. The model draws from the same ones. Neither may disturb the other, on any number of
+devices. So reading has random states of its own, functions of the seed and the epoch, which are set
+before each read and reset after it.
 
-That works only while nothing else computes. ``read_aside`` leaves the streams alone, so that the
-next batch can be read while a model trains on this one. It is for streams that draw nothing:
-``can_read_aside`` says so once the first batches of the data were seen to draw nothing, but for
-the very first of a pass, with which a sampler makes its order. A stream whose later batches draw,
-though the first do not, cannot be told from one that never draws.
+That works only while nothing else computes. ``read_aside`` does not touch the random streams, so
+that the next batch can be read while a model trains on this one. It is for streams that draw
+nothing: ``can_read_aside`` is True after the first batches have drawn nothing, without the first of
+a pass, for which a sampler makes its order. A stream whose later batches draw, though the first do
+not, is not recognised.
 
 Nothing here starts a thread or a process.
 """
@@ -33,10 +33,10 @@ from lockstep.data.order import (
 from lockstep.data.trees import bits_of
 from lockstep.errors import DataError, LockstepError
 
-_QUIET_READS = 2  # that must have drawn nothing
+_QUIET_READS = 2  # reads that must have drawn nothing
 _END = object()
 
-# Of so many counts of batches the checksums are known: reading is that far ahead at most.
+# Checksums are kept for so many numbers of batches: reading is at most that far ahead.
 _NUM_SUMS = 8
 
 
@@ -46,12 +46,11 @@ class Reading:
     Args:
         stream: what to read.
         seed: of the random streams of the reading.
-        purpose: another stream of random numbers for each.
+        purpose: each has random numbers of its own.
         first_epoch: epochs trained before.
-        steps: batches of an epoch, which then goes on where the one before has ended; None is a
-            pass over the data.
-        is_summed: what is read goes into a checksum, so that reading it again can be told from
-            reading something else.
+        steps: batches of an epoch, which then begins where the one before ended; None is a pass
+            over the data.
+        is_summed: True to keep a checksum, which shows whether the same is read again.
 
     Attributes:
         stream: what is read.
@@ -90,7 +89,7 @@ class Reading:
         self._is_left = False
 
     def peek(self, epoch: int) -> ArraySource:
-        """The first batch of all, which is still to be read."""
+        """The first batch, which the next ``read`` returns again."""
         if self._sample is None:
             self.begin_epoch(epoch)
             self._next = self._sample = self.read()
@@ -109,7 +108,7 @@ class Reading:
         """The next batch of the epoch; None at its end. Nothing else may draw meanwhile.
 
         Raises:
-            DataError: the stream has failed, has ended too early, or has given what is no batch.
+            DataError: the stream fails, ends too early, or gives something that is no batch.
         """
         if self._next is not None:
             peeked, self._next = self._next, None
@@ -128,19 +127,19 @@ class Reading:
 
     @property
     def can_read_aside(self) -> bool:
-        """Whether there may be a next batch, and reading it draws nothing, as far as was seen."""
+        """Whether there may be a next batch, and the reads so far have drawn nothing."""
         is_quiet = self._num_quiet >= _QUIET_READS and not self._draws
         return is_quiet and self._iterator is not None and self._index != self._steps
 
     def read_aside(self) -> ArraySource | None:
-        """The next batch of the pass; None at its end, where ``read`` knows how to go on.
+        """The next batch of the pass; None at its end, where ``read`` continues.
 
         For a stream that draws nothing, while others draw.
         """
         return self._take()
 
     def skip(self, epoch: int, num_batches: int | None = None) -> int:
-        """Read batches of an epoch, or all, that were used before, and drop them; how many.
+        """Read and drop batches of an epoch, or all, that were used before; returns their number.
 
         Raises:
             DataError: there are fewer.
@@ -154,7 +153,7 @@ class Reading:
         return passed
 
     def checksum(self, num_batches: int) -> int | None:
-        """Of the first batches of all that are read; None where these are not summed."""
+        """The checksum of the first batches of all; None without checksums."""
         if self._sums is None:
             return None
         number, found = self._sums[num_batches % _NUM_SUMS]
@@ -162,7 +161,7 @@ class Reading:
         return found
 
     def changed(self, received: str) -> DataError:
-        """For data that is not what it was before."""
+        """The error for data that differs from before."""
         return DataError(
             f"To resume, `{self.stream.name}` must give the same batches as before.",
             received=f"{self.stream.kind} with {received}",
@@ -171,14 +170,14 @@ class Reading:
         )
 
     def leave(self) -> None:
-        """From any thread: nobody waits any more. A read under way leaves the random streams alone.
+        """From any thread: abandon a running read, which then leaves the random streams alone.
 
-        They are somebody else's by the time that it ends.
+        When it ends, others use them.
         """
         self._is_left = True
 
     def close(self) -> None:
-        """Let go of the pass under way, in the thread that has read it."""
+        """Release the current pass, in the thread that has read it."""
         self._iterator = None
 
     def _read(self) -> ArraySource | None:
@@ -237,7 +236,7 @@ class Reading:
 
     @contextmanager
     def _locating_errors(self) -> Iterator[None]:
-        """What fails within the block tells where in the data that was."""
+        """Errors within the block say where in the data they occurred."""
         place = f"batch {self._index} of epoch {self._epoch} of `{self.stream.name}` (from 0)"
         try:
             yield
@@ -272,7 +271,7 @@ class Reading:
 
 
 def _checksum(batch: ArraySource, before: int) -> int:
-    """CRC-32 of the bytes of all that was read before and of a batch."""
+    """The CRC-32 of a batch's bytes, continuing that of the batches before."""
     for _, tensor in named_parts(batch):
         if tensor.numel():
             before = zlib.crc32(bits_of(tensor).numpy(), before)  # type: ignore[arg-type]

@@ -1,13 +1,13 @@
-"""Streams: global batches that can only be read one after the other, where they live.
+"""Streams: global batches that can only be read one after the other, in one process.
 
 A DataLoader with an order of its own, a generator, a ``tf.data.Dataset``: none of them can be read
 by index, and few can be sent to another process. So one process reads them, and each batch becomes
 an ``ArraySource`` whose rows all ranks find in shared memory (``train.input.stream_broadcast``).
-Here is what counts as a stream, and what its elements must be. How far one has been read, and with
-which random numbers, is kept by ``data.iterable.stream_reader``.
+This module recognises streams and checks their elements. ``data.iterable.stream_reader`` keeps the
+position and the random states.
 
-Not covered: elements that hold anything but numbers (texts, None), for there is no telling which
-part of them is a sample's.
+Not covered: elements with anything but numbers (texts, None), because their division into samples
+is unknown.
 """
 
 import sys
@@ -34,14 +34,14 @@ class Stream:
     """Global batches in an order of their own.
 
     Attributes:
-        name: the argument it came as, for messages.
-        kind: what it is, for messages.
+        name: of the user's argument, for messages.
+        kind: the kind of data, for messages.
         begin: begins a pass over the data.
-        restarts: every pass begins anew; else it goes on where the one before has ended.
-        has_batches: its batches are its own, and not made of samples here.
-        num_batches: of a pass, where it says so.
-        is_endless: it says that a pass never ends.
-        with_targets: elements are (inputs, targets) or (inputs, targets, sample_weight).
+        restarts: True if every pass begins again; False if it continues the one before.
+        has_batches: True if its batches are its own, and not made of samples here.
+        num_batches: of a pass; None if it does not say.
+        is_endless: True if it says that a pass never ends.
+        with_targets: True if elements are (inputs, targets) or (inputs, targets, sample_weight).
     """
 
     name: str
@@ -57,7 +57,7 @@ class Stream:
         """An element as a global batch.
 
         Raises:
-            DataError: it is none.
+            DataError: it is no batch.
         """
         parts = self._parts(element)
         source = array_source(*map(_arguments, parts), name=self.name)
@@ -85,10 +85,10 @@ class Stream:
 
 
 def as_stream(data: Any, *, name: str, batch_size: int, with_targets: bool = True) -> Stream | None:
-    """Turn what can only be iterated into a stream; None for data that is read by index.
+    """A stream of data that can only be iterated; None for data that is read by index.
 
     Args:
-        data: what the user gave.
+        data: the user's.
         name: the argument's name, for messages.
         batch_size: of the batches that are made of an IterableDataset's samples.
         with_targets: see ``Stream``.
@@ -114,7 +114,7 @@ def as_stream(data: Any, *, name: str, batch_size: int, with_targets: bool = Tru
 
 
 def _is_of_tensorflow(data: Any) -> bool:
-    """Whether it is a ``tf.data.Dataset``: whoever has one has imported TensorFlow."""
+    """Whether it is a ``tf.data.Dataset``; the user has then imported TensorFlow."""
     tensorflow = sys.modules.get("tensorflow")
     return tensorflow is not None and isinstance(data, tensorflow.data.Dataset)
 
@@ -128,7 +128,7 @@ def _is_function(data: Any) -> bool:
 
 
 def _is_indexed(data: Any) -> bool:
-    """Arrays, containers of arrays, tables, map-style datasets: what is no stream."""
+    """Whether it is no stream: arrays, containers of arrays, tables, map-style datasets."""
     if isinstance(data, Source | Dataset | nn.Module | torch.Tensor | np.ndarray):
         return True
     if isinstance(data, dict | list | tuple | str | bytes) or hasattr(data, "__array__"):
@@ -137,22 +137,22 @@ def _is_indexed(data: Any) -> bool:
 
 
 def _length(data: Any) -> int | None:
-    """As many batches as it says a pass has."""
+    """The number of batches of a pass; None if it does not say."""
     try:
         return len(data)
-    except TypeError:  # it does not know, or there is no end
+    except TypeError:  # it is unknown, or endless
         return None
 
 
 def _holds_arrays(part: Any) -> bool:
-    """Whether a list is one of arrays (as ``default_collate`` makes), and not of numbers."""
+    """Whether a list has arrays (as ``default_collate`` makes), and not numbers."""
     return isinstance(part, list) and any(
         isinstance(one, dict | tuple) or hasattr(one, "__array__") for one in part
     )
 
 
 def _arguments(part: Any) -> Tree:
-    """DataLoaders give lists where a tuple means positional arguments."""
+    """A part with tuples, which mean positional arguments, for a DataLoader's lists."""
     if isinstance(part, dict):
         return {key: _arguments(value) for key, value in part.items()}
     if isinstance(part, tuple) or _holds_arrays(part):

@@ -1,4 +1,4 @@
-"""Data that every rank reads by index for itself: arrays, files, map-style datasets, columns.
+"""Data that every rank reads by index: arrays, files, map-style datasets, columns.
 
 Entry point: ``sources``.
 """

@@ -1,8 +1,8 @@
-"""Rows of Hugging Face datasets, as their own Trainer makes batches of them.
+"""Batches of rows of Hugging Face datasets, as their own Trainer makes them.
 
-A dataset with a format (``with_format("torch")``) has tensors. One without has Python's own values,
-and of a list of numbers torch's ``default_collate`` would make as many tensors. Hugging Face's
-``default_data_collator`` makes one; the first row says which columns there are, and their types.
+A dataset with a format (``with_format("torch")``) has tensors. One without has Python values, and
+torch's ``default_collate`` would make many tensors of a list of numbers. Hugging Face's
+``default_data_collator`` makes one; the first row determines columns and types.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,10 +32,10 @@ def has_plain_rows(dataset: Any) -> bool:
 
 
 def collate_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """A batch of rows: ``label`` becomes ``labels``; strings and what is None are left out.
+    """A batch of rows: ``label`` becomes ``labels``; strings and None are left out.
 
     Raises:
-        DataError: a column whose values have different lengths.
+        DataError: the values of a column have different lengths.
     """
     first = rows[0]
     label = next((name for name in _LABELS if first.get(name) is not None), None)

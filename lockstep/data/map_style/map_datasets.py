@@ -1,6 +1,6 @@
-"""Map-style datasets: what counts as one, and reading samples from it.
+"""Map-style datasets: their recognition, and reading samples from them.
 
-Whatever a dataset raises becomes one error that names the sample, wherever it is read: in the
+An exception of a dataset becomes an error that names the sample, wherever it is read: in the
 script, in a helper, in a thread or process that reads ahead.
 """
 
@@ -22,7 +22,7 @@ _NOT_MAP_STYLE = (
 
 
 def check_map_style(dataset: object, function: str, problems: Problems) -> None:
-    """Note what cannot be asked for a sample by its index, or is in memory as it is."""
+    """Note a problem with data that has no samples by index, or is in memory already."""
     has_both = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if has_both and not isinstance(dataset, _NOT_MAP_STYLE):
         return
@@ -42,7 +42,7 @@ def read_items(dataset: Any, indices: Sequence[int]) -> list[Any]:
     """The samples at these indices, all at once where the dataset has ``__getitems__``.
 
     Raises:
-        BadRecordError: the dataset has raised; its exception is the cause.
+        BadRecordError: the dataset raises an exception, which is the cause.
     """
     if hasattr(dataset, "__getitems__"):
         with _named(dataset, indices):
@@ -55,7 +55,7 @@ def read_items(dataset: Any, indices: Sequence[int]) -> list[Any]:
 
 
 def name_of(dataset: Any) -> str:
-    """The class of a dataset; of one of Lockstep's around it, of that within."""
+    """The name of a dataset's class; for a wrapper of Lockstep's, of the dataset within."""
     while type(dataset).__module__.startswith("lockstep.") and hasattr(dataset, "dataset"):
         dataset = dataset.dataset
     return type(dataset).__name__
@@ -65,11 +65,11 @@ def name_of(dataset: Any) -> str:
 def _named(dataset: Any, indices: Sequence[int]) -> Iterator[None]:
     try:
         yield
-    except LockstepError:  # from a dataset within the dataset: it names the sample already
+    except LockstepError:  # from an inner dataset: it names the sample already
         raise
     except Exception as error:
         for index in indices if len(indices) > 1 else ():
-            read_items(dataset, [index])  # the one that is to blame raises here, by itself
+            read_items(dataset, [index])  # the bad one raises here
         which = f"Sample {indices[0]}" if len(indices) == 1 else f"One of {first_few(indices)}"
         raise BadRecordError(
             f"{which} of the dataset ({name_of(dataset)}) cannot be read.",

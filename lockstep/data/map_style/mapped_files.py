@@ -1,11 +1,11 @@
-"""Arrays that lie in files (NumPy's memory maps): another process opens the file instead of a copy.
+"""Arrays that lie in files (NumPy's memory maps): other processes open the file without a copy.
 
-A data set that is larger than memory is mapped, and its pages come when they are read. A copy for
-the helpers would read it whole. So where such an array lies is noted, and whoever gets it maps the
-same part of the same file, to read only.
+A dataset that is larger than memory is mapped, and its pages are loaded when they are read. A copy
+for the helpers would read all of it. So the place of such an array is recorded, and helpers map the
+same part of the same file, read-only.
 
 Not covered: maps whose changes stay in this process (mode "c"), and files that are gone or have
-another size by now. These are arrays like any other.
+another size by now. These are treated as arrays in memory.
 """
 
 import mmap
@@ -20,7 +20,7 @@ import torch
 
 _Array = np.ndarray[Any, Any]
 
-# A tensor remembers the file that it is in under this name.
+# The attribute of a tensor with its file.
 _ATTRIBUTE = "lockstep_file"
 
 
@@ -43,13 +43,13 @@ class FilePart:
     strides: tuple[int, ...]
 
     def open(self) -> _Array:
-        """Map the file, to read only."""
+        """Map the file, read-only."""
         with Path(self.path).open("rb") as file:
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return np.ndarray(self.shape, self.dtype, mapping, self.offset, self.strides)
 
     def open_tensor(self) -> torch.Tensor:
-        """The same as a tensor, which must not be written to."""
+        """Map the file as a tensor, which must not be written to."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
             return torch.from_numpy(self.open())
@@ -64,7 +64,7 @@ def file_part(value: object) -> FilePart | None:
 
 
 def remember_file(tensor: torch.Tensor, array: _Array) -> torch.Tensor:
-    """Note where a tensor lies that shares an array's memory; returns the tensor."""
+    """Record the file of an array on a tensor that shares its memory; returns the tensor."""
     part = file_part(array)
     if part is not None:
         vars(tensor)[_ATTRIBUTE] = part
@@ -78,7 +78,7 @@ def _part_of(array: "np.memmap[Any, Any]") -> FilePart | None:
     path = os.path.abspath(array.filename)
     if not os.path.exists(path) or os.path.getsize(path) != mapping.size():
         return None
-    # A view has the offset of the map it was cut from, which begins at a page's beginning.
+    # A view has the offset of the map that it was cut from, which begins at a page.
     start = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
     within = array.ctypes.data - np.frombuffer(mapping, np.uint8).ctypes.data
     return FilePart(
@@ -91,7 +91,7 @@ def _part_of(array: "np.memmap[Any, Any]") -> FilePart | None:
 
 
 def _mapping_of(array: _Array) -> mmap.mmap | None:
-    """The map that an array lies in; None where it is a copy of such an array."""
+    """The map that an array lies in; None for a copy of such an array."""
     base: Any = array
     while isinstance(base, np.ndarray | memoryview):
         base = base.base if isinstance(base, np.ndarray) else base.obj

@@ -1,7 +1,7 @@
-"""Columns: data whose items are dicts, as Hugging Face datasets have them, as items to train on.
+"""Columns of data whose items are dicts, as in Hugging Face datasets, as items to train on.
 
-Values become tensors here, because a list of numbers, which is one tensor of an item, would be as
-many when items are put together to a batch.
+Values become tensors here: when items are collated, a list of numbers would otherwise become as
+many tensors as it has numbers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +22,8 @@ def columns(
 ) -> Any:
     """Make (input, target) items, or (input, target, weight), of items that are dicts.
 
-    One name is one tensor; several are a dict: of the model's keyword arguments for inputs, and for
-    targets what the loss gets.
+    One name gives one tensor; several give a dict: the model's keyword arguments for inputs, and
+    for targets the loss's argument.
 
     Args:
         dataset: a map-style dataset, an iterable one (of ``datasets`` or ``torch``), or a
@@ -36,14 +36,14 @@ def columns(
         Data of the same kind: read by index, sample by sample, or batch by batch.
 
     Raises:
-        OptionError: names that are none, or of columns that there are not.
+        OptionError: invalid names, or columns that do not exist.
     """
     choice = _Choice(inputs=inputs, targets=targets, weight=weight)
     choice.check(getattr(dataset, "column_names", None))
     if isinstance(dataset, DataLoader):
         return _Batches(dataset, choice)
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        if not isinstance(dataset, dict):  # of splits, one of which is to be chosen
+        if not isinstance(dataset, dict):  # a dict has splits: the user must choose one
             return _Items(dataset, choice)
     elif hasattr(dataset, "__iter__"):
         return _Samples(dataset, choice)
@@ -58,14 +58,14 @@ def columns(
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """Which columns are what."""
+    """The names of the columns."""
 
     inputs: Names
     targets: Names | None
     weight: str | None
 
     def check(self, known: object) -> None:
-        """Refuse names that are none, or, where the columns are known, none of theirs."""
+        """Refuse invalid names and, if the columns are known, names of other columns."""
         problems = Problems()
         for argument in ("inputs", "targets", "weight"):
             names = getattr(self, argument)

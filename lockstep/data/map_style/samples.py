@@ -1,4 +1,4 @@
-"""Excerpts: a few samples of a source, for who needs no more, or the same ones again and again."""
+"""A few samples of a source, or the same ones repeated."""
 
 import torch
 
@@ -7,7 +7,7 @@ from lockstep.data.trees import map_tensors, tensors_of
 
 
 class RepeatedSource(Source):
-    """The first samples of a source; of more than it has, over and over."""
+    """The first samples of a source, repeated if it has fewer."""
 
     def __init__(self, source: Source, num_samples: int) -> None:
         self._source = source
@@ -22,7 +22,7 @@ class RepeatedSource(Source):
 
 
 def first_samples(source: Source, num_samples: int) -> Source:
-    """No more of a source than is needed: what helpers get of arrays is copied to shared memory."""
+    """The first samples of a source: arrays for helpers are copied to shared memory."""
     if num_samples >= len(source):
         return source
     if not isinstance(source, ArraySource):

@@ -1,7 +1,7 @@
-"""Sources: data that every rank reads by index for itself.
+"""Sources: data that every rank reads by index.
 
-A source turns indices into a ``Batch``. Arrays and map-style datasets are sources; what can only
-be iterated is a stream (``data.iterable.streams``), and refused here with a reason.
+A source turns indices into a ``Batch``. Arrays and map-style datasets are sources. Data that can
+only be iterated is a stream (``data.iterable.streams``), and refused here with a reason.
 """
 
 import warnings
@@ -37,8 +37,8 @@ class Batch:
     Attributes:
         inputs: a tensor of shape (n, ...), a tuple of positional arguments of the model, or a
             dict of keyword arguments.
-        targets: what the loss compares with, shape (n, ...); None where there are none.
-        sample_weight: shape (n,), or None where every sample weighs the same.
+        targets: of the loss, shape (n, ...); None without.
+        sample_weight: shape (n,); None for equal weights.
         num_samples: n.
     """
 
@@ -52,14 +52,14 @@ class Source(ABC):
     """Samples that can be read by index.
 
     Attributes:
-        ahead: how to read ahead; None where samples are read when they are needed.
+        ahead: how to read ahead; None to read samples when they are needed.
     """
 
     ahead: ReadAhead | None = None
 
     @property
     def sample(self) -> "Source":
-        """Samples to see what the data is like."""
+        """Samples to find the shapes and types of the data."""
         return self
 
     @abstractmethod
@@ -70,19 +70,19 @@ class Source(ABC):
     def read(self, indices: torch.Tensor, dtype: torch.dtype | None) -> Batch:
         """Copy the samples at ``indices`` (int64, shape (n,)).
 
-        Floating numbers become ``dtype``; None leaves them what they are.
+        Floating numbers become ``dtype``; None leaves them unchanged.
         """
 
 
 class Constant:
-    """An input that belongs to no sample: a leaf of a tree that goes along as it is."""
+    """An input without samples: a leaf of a tree that every batch gets unchanged."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 class ArraySource(Source):
-    """Samples that lie along the first dim of arrays or tensors."""
+    """Samples along the first dim of arrays or tensors."""
 
     def __init__(self, inputs: Tree, targets: Tree, sample_weight: Any) -> None:
         self.inputs = inputs
@@ -94,7 +94,7 @@ class ArraySource(Source):
         return 0 if first is None else len(first)
 
     def between(self, first: int, last: int) -> "ArraySource":
-        """Some samples in a row, in the same memory."""
+        """Consecutive samples, in the same memory."""
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[first:last]
@@ -163,7 +163,7 @@ class DatasetSource(Source):
             shapes = [_shapes_of(item) for item in items]
             if len(set(shapes)) == 1:
                 raise
-            odd = min(shapes, key=shapes.count)  # the first of those that are fewest
+            odd = min(shapes, key=shapes.count)  # the first of the rarest
             index = int(indices[shapes.index(odd)])
             listed = " and of ".join(sorted(set(shapes)))
             raise BadRecordError(
@@ -194,7 +194,7 @@ class DatasetSource(Source):
 
 
 def _first_part(item: Any) -> Any:
-    """The input of an item that may have a target and a weight, too."""
+    """The input of an item, which may also have a target and a weight."""
     return item[0] if isinstance(item, tuple | list) and len(item) in (1, 2, 3) else item
 
 
@@ -220,7 +220,7 @@ def _holds_none(item: Any) -> bool:
 
 
 def _arguments(part: Any, collated: Any) -> Tree:
-    """default_collate gives lists where an item's tuple means positional arguments."""
+    """Inputs as a tuple for positional arguments, for which default_collate gives a list."""
     return tuple(collated) if isinstance(part, tuple | list) else collated
 
 
@@ -231,7 +231,7 @@ def _check_collated_weight(weight: Any) -> None:
 
 
 def as_source(data: Any, *, name: str = "data") -> Source:
-    """Turn what a user calls training data into a source.
+    """Make a source of a user's training data.
 
     Args:
         data: see ``SUPPORTED``.
@@ -252,7 +252,7 @@ def as_source(data: Any, *, name: str = "data") -> Source:
 
 
 def joined(data: Any, targets: Any, sample_weight: Any) -> Any:
-    """Data whose parts are given one by one, as one.
+    """Data, targets and weights as one argument.
 
     Raises:
         DataError: weights without targets.
@@ -269,10 +269,10 @@ def joined(data: Any, targets: Any, sample_weight: Any) -> Any:
 
 
 def as_input_source(inputs: Any, *, name: str = "x") -> Source:
-    """Turn what a user passes to ``predict`` into a source without targets.
+    """Make a source without targets of a user's data for ``predict``.
 
-    Arrays, or a tuple or dict of them, are the model's arguments; of a dataset's items that are
-    tuples of two or three, the first part is the input.
+    Arrays, or a tuple or dict of them, are the model's arguments. If a dataset's items are tuples
+    of two or three, the first part is the input.
 
     Raises:
         DataError: another kind of data, or parts of different length.
@@ -285,10 +285,10 @@ def as_input_source(inputs: Any, *, name: str = "x") -> Source:
 
 
 def array_source(inputs: Any, *others: Any, name: str) -> ArraySource:
-    """Arrays with a row per sample: inputs alone, with targets, or with targets and weights.
+    """A source of arrays with a row per sample: inputs alone, with targets, or also with weights.
 
     Raises:
-        DataError: something that is no array, or parts of different length.
+        DataError: a part is no array, or parts have different lengths.
     """
     targets = _as_tensors(others[0], name) if others else None
     weight = _as_tensors(others[1], name) if others[1:] and others[1] is not None else None
@@ -360,7 +360,7 @@ def _shared_with(array: np.ndarray[Any, Any]) -> torch.Tensor:
         return _shared_with(array.view(np.int16)).view(torch.bfloat16)
     if array.flags.writeable:
         return torch.from_numpy(array)
-    # It makes Python forget which warnings it has shown, so it is not used without need.
+    # Only if needed: catch_warnings makes Python forget which warnings it has shown.
     with warnings.catch_warnings():
         # Read-only arrays (memory maps) are only ever read here.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
@@ -371,7 +371,7 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
     usable = array.dtype.isnative and all(
         stride >= 0 and stride % array.itemsize == 0 for stride in array.strides
     )
-    if not usable:  # reversed, a field of records, from another machine: torch needs a copy
+    if not usable:  # reversed, a field of records, of another byte order: torch needs a copy
         array = array.astype(array.dtype.newbyteorder("="), order="C")
     try:
         return remember_file(_shared_with(array), array)
@@ -384,7 +384,7 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
 
 
 def check_lengths(source: ArraySource, name: str) -> None:
-    """Refuse parts that do not have a row for each sample.
+    """Refuse parts without a row for each sample.
 
     Raises:
         DataError: with their shapes.

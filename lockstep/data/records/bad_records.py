@@ -1,7 +1,7 @@
-"""Bad records: samples that cannot be read, or are not like the others, named and left out.
+"""Bad records: samples that cannot be read, or differ from the others in shape or type.
 
-What a record must be like is what the first one is that can be read: tensors, arrays and numbers of
-its shapes and types, in the same places.
+The first record that can be read is the model for all: tensors, arrays and numbers of its shapes
+and types, in the same places.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ _MOST_TRIED = 1000
 
 
 class CheckedSource(DatasetSource):
-    """A map-style dataset of which every record must be like the first that can be read.
+    """A map-style dataset whose records must have the form of the first that can be read.
 
     Args:
         dataset: see ``DatasetSource``.
 
     Raises:
-        DataError: none at its beginning can be read.
+        DataError: none of the first records can be read.
     """
 
     def __init__(self, dataset: Dataset[Any]) -> None:
@@ -54,10 +54,10 @@ class CheckedSource(DatasetSource):
         return found
 
     def read_one(self, index: int) -> Any:
-        """A record.
+        """The record at an index.
 
         Raises:
-            BadRecordError: it is one.
+            BadRecordError: it is bad.
         """
         return self._items([index])[0]
 
@@ -77,7 +77,7 @@ class CheckedSource(DatasetSource):
 
 
 class _Readable(Dataset[Any]):
-    """The good records of a source, as far as somebody asks for them."""
+    """The good records of a source, found as they are read."""
 
     def __init__(self, source: CheckedSource) -> None:
         self._source = source
@@ -107,7 +107,7 @@ class _Readable(Dataset[Any]):
 
 
 def form_of(item: Any) -> str:
-    """Types and shapes of all that a record holds."""
+    """The types and shapes of a record's parts."""
     if isinstance(item, dict):
         return "{" + ", ".join(f"{key!r}: {form_of(part)}" for key, part in item.items()) + "}"
     if isinstance(item, tuple | list):

@@ -1,19 +1,19 @@
 """A file of records that several processes fill together: in memory, or on disk.
 
     magic, length of the header, header (JSON)    up to a multiple of 4096 bytes
-    flags, one byte per record: 1 if it is there  up to a multiple of 4096 bytes
+    flags, one byte per record: 1 if it exists    up to a multiple of 4096 bytes
     records, all of one length
 
-A record's flag is set after its bytes are written, so a process that is killed leaves a record that
-is not there, and two that write the same record write the same bytes. The file is a hole where
-nothing was written: it takes the memory or the disk of what it holds. It is read and written by
-calls and never mapped: a full disk is an error then, and not the end of the process.
+A record's flag is set after its bytes are written, so a killed process leaves no half-written
+record, and two processes that write the same record write the same bytes. The file is sparse: it
+takes memory or disk only for records that were written. It is read and written by system calls and
+never mapped, so that a full disk is an error and does not kill the process.
 
-A file without a name (memfd) is opened by others through the descriptor of its maker in /proc,
-under Linux; elsewhere it is a temporary file that its maker removes.
+On Linux other processes open a file without a name (memfd) through the descriptor of its maker in
+/proc; elsewhere it is a temporary file that its maker removes.
 
-Not covered: a loss of power, after which a disk may hold a flag and not its record; hosts that
-share a disk over a network without locks of their own, which may read a sample twice.
+Not covered: a loss of power, after which a disk may have a flag without its record; hosts that
+share a network disk without locks, which may read a sample twice.
 """
 
 import fcntl
@@ -41,19 +41,19 @@ VERSION = 2
 _MAGIC = b"lockstep"
 _HEAD = struct.Struct("<8sq")  # magic, length of the header
 _PAGE_BYTES = 4096
-_DESCRIPTORS = "/proc/"  # begins the names of files that lie in memory
+_DESCRIPTORS = "/proc/"  # names of files in memory begin with it
 _LONGEST_HEADER = 1 << 24
-_ALWAYS_FREE_BYTES = 1 << 20  # not worth a look at what is free
+_ALWAYS_FREE_BYTES = 1 << 20  # for less, free memory is not checked
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file holds.
+    """The header of a file.
 
     Attributes:
         version: of the format.
-        num_records: how many there is room for.
-        layout: of each.
-        token: of this file alone.
+        num_records: the number of records that fit.
+        layout: of each record.
+        token: unique to this file.
     """
 
     version: int
@@ -66,9 +66,9 @@ class RecordFile:
     """An open file of records.
 
     Args:
-        descriptor: of the file, which is this object's from now on.
+        descriptor: of the file, which this object closes.
         name: by which other processes of the host can open it.
-        header: what it holds.
+        header: of the file.
     """
 
     def __init__(self, descriptor: int, name: str, header: Header) -> None:
@@ -82,10 +82,10 @@ class RecordFile:
 
     @classmethod
     def in_memory(cls, num_records: int, layout: Layout) -> "RecordFile":
-        """A new one, gone with the last process that has it open.
+        """A new file, which exists until the last process closes it.
 
         Raises:
-            DataError: there is not that much memory.
+            DataError: there is not enough memory.
         """
         header = _new_header(num_records, layout)
         _check_memory(num_records * num_bytes(layout))
@@ -103,10 +103,10 @@ class RecordFile:
 
     @classmethod
     def at(cls, path: str, num_records: int, layout: Layout) -> "RecordFile":
-        """The one at a path, made if there is none.
+        """The file at a path, made if it does not exist.
 
         Raises:
-            DataError: what is there is no such file, or of other samples; or the disk is too small.
+            DataError: it is another kind of file, or of other samples; or the disk is too small.
         """
         with _errors_of(path):
             if not os.path.exists(path):
@@ -119,10 +119,10 @@ class RecordFile:
 
     @classmethod
     def reopened(cls, name: str, header: Header) -> "RecordFile":
-        """One that another process of the host has open.
+        """A file that another process of the host has open.
 
         Raises:
-            DataError: it is there no more.
+            DataError: it no longer exists.
         """
         try:
             file = cls._opened(name)
@@ -143,21 +143,21 @@ class RecordFile:
 
     @property
     def num_stored(self) -> int:
-        """How many records are there."""
+        """How many records exist."""
         flags = os.pread(self._descriptor, self.header.num_records, self._flags)
         return flags.count(1)
 
     def has(self, index: int) -> bool:
-        """Whether a record is there."""
+        """Whether a record exists."""
         return os.pread(self._descriptor, 1, self._flags + index) == b"\x01"
 
     def load(self, index: int) -> bytearray | None:
-        """A copy of a record; None if it is not there."""
+        """A copy of a record; None if it does not exist."""
         if not self.has(index):
             return None
         record = bytearray(self._record_bytes)
         done = 0
-        while done < len(record):  # one call brings at most 2 GiB
+        while done < len(record):  # one call reads at most 2 GiB
             part = memoryview(record)[done:]
             count = os.preadv(self._descriptor, [part], self._place(index) + done)
             if count == 0:
@@ -169,7 +169,7 @@ class RecordFile:
         """Write a record.
 
         Raises:
-            DataError: it does not go in, most likely because the disk is full.
+            DataError: it cannot be written, most likely because the disk is full.
         """
         assert len(record) == self._record_bytes
         with _errors_of(self.name, len(record)):
@@ -177,16 +177,16 @@ class RecordFile:
             self._write(b"\x01", self._flags + index)
 
     def claim(self, index: int) -> bool:
-        """Whether this process may write a record, and no other is at it.
+        """Claim a record for writing; False if another process has claimed it.
 
-        The kernel releases what a process has claimed when it ends.
+        The kernel releases a process's claims when it ends.
         """
         try:
             mode = fcntl.LOCK_EX | fcntl.LOCK_NB
             fcntl.lockf(self._descriptor, mode, 1, self._flags + index)
         except (BlockingIOError, PermissionError):
             return False
-        except OSError:  # a disk without locks: two may read one sample
+        except OSError:  # a disk without locks: two processes may read one sample
             return True
         return True
 
@@ -215,7 +215,7 @@ def _new_header(num_records: int, layout: Layout) -> Header:
 
 
 def _make(path: str, header: Header) -> None:
-    """Make a file that is complete from the moment it has its name; the first process wins."""
+    """Make a file that is complete when it gets its name; the first process wins."""
     folder, name = os.path.split(path)
     descriptor, draft = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
     try:
@@ -281,7 +281,7 @@ def _check_disk(path: str, needed: int) -> None:
 
 @contextmanager
 def _errors_of(path: str, num_bytes: int | None = None) -> Iterator[None]:
-    """Within the block a cache is written, so many bytes of it."""
+    """Within the block ``num_bytes`` of a cache are written; OSErrors become DataErrors."""
     is_memory = path.startswith(_DESCRIPTORS)
     try:
         with nullcontext() if is_memory else writing(path, num_bytes):

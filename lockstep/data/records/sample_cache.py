@@ -1,12 +1,12 @@
-"""A cache of samples: each is read once, by the process that needs it first, and found by all.
+"""A cache of samples: the process that needs a sample first reads it, once for all processes.
 
-The copy in memory (or the one file on disk) belongs to the host, not to a process: helpers get the
-dataset by pickling, and what is pickled of the cache is where its memory is. What is handed out is
-always made anew from the record, also where the sample has just been read: a sample that is changed
-in place is changed for nobody else, and the first epoch sees what all later ones see.
+The copy in memory (or the file on disk) belongs to the host, not to a process: helpers get the
+dataset by pickling, which sends only the place of the cache. Samples are always made from the
+record, even just after reading, so that a change in place affects no other process, and all epochs
+get the same samples.
 
-A dataset that draws from the global random streams is refused: what it drew once would stay for
-good, and the streams would run differently once it is not asked any more.
+A dataset that draws from the global random streams is refused: its first draws would be cached, and
+the streams would advance differently afterwards.
 """
 
 import operator
@@ -24,28 +24,28 @@ from lockstep.data.records.record_file import Header, RecordFile
 from lockstep.data.records.sample_records import Layout, pack_item, unpack_item
 from lockstep.errors import BadRecordError, DataError, OptionError, Problems
 
-# For how long a process waits for another that is reading the sample; then it reads it, too.
+# How long a process waits for another that reads the sample; then it reads the sample, too.
 _PATIENCE_SECONDS = 5.0
-_LOOK_SECONDS = 0.001
-# Samples that are tried, where the first cannot be read.
+_POLL_SECONDS = 0.001
+# Samples that are tried if the first cannot be read.
 _MOST_TRIED = 100
 
 
 def cache(dataset: Any, path: str | os.PathLike[str] | None = None) -> "Cache":
-    """A dataset whose samples are read once, and kept for all replicas of the host.
+    """A dataset whose samples are read once, and cached for all replicas of the host.
 
-    The first sample is read at once: it tells how large all of them are. Samples must be tensors on
-    the CPU, arrays and numbers of one shape and type, in plain tuples, lists or dicts, and the same
-    whenever they are read: augment at random in a dataset on top of the cached one.
+    The first sample is read at once: it gives the size of all. Samples must be tensors on the CPU,
+    arrays and numbers of one shape and type, in plain tuples, lists or dicts, and the same at every
+    read: augment at random in a dataset on top of the cached one.
 
     Args:
         dataset: a map-style dataset.
-        path: a file, made if it is not there and found filled by later runs; None is memory, which
-            is taken sample by sample and gone with the processes that use it.
+        path: a file, made if it does not exist, which later runs use again; None is memory, which
+            grows sample by sample and is freed with the processes that use it.
 
     Raises:
-        OptionError: an argument cannot be what it is.
-        DataError: samples that cannot be kept, another dataset's file, or too little room.
+        OptionError: an argument is invalid.
+        DataError: samples that cannot be cached, another dataset's file, or too little room.
     """
     problems = Problems()
     check_map_style(dataset, "cache", problems)
@@ -70,11 +70,11 @@ class Cache(Dataset[Any]):
     """See ``cache``.
 
     Args:
-        dataset: what is cached.
+        dataset: the dataset to cache.
         path: of the file; None for memory.
 
     Attributes:
-        dataset: what is cached.
+        dataset: the dataset to cache.
     """
 
     def __init__(self, dataset: Any, path: str | None) -> None:
@@ -106,7 +106,7 @@ class Cache(Dataset[Any]):
 
     @property
     def num_cached(self) -> int:
-        """How many samples are there."""
+        """How many samples are cached."""
         return 0 if self._file is None else self._file.num_stored
 
     @property
@@ -126,10 +126,10 @@ class Cache(Dataset[Any]):
         return unpack_item(self._records.header.layout, record)
 
     def _fill(self, missing: Sequence[int]) -> None:
-        """Read what is missing; what another process is reading, wait for."""
+        """Read missing samples, or wait for other processes that are reading them."""
         claimed = [place for place in missing if self._records.claim(place)]
         try:
-            # Another may have stored a sample between the look and the claim.
+            # Another process may have stored a sample before the claim.
             self._read([place for place in claimed if not self._records.has(place)])
         finally:
             for place in claimed:
@@ -138,7 +138,7 @@ class Cache(Dataset[Any]):
             self._await(place)
 
     def _await(self, place: int) -> None:
-        """Until a sample is there; reads it if who is reading it fails, or takes too long."""
+        """Wait for a sample; read it if its reader fails, or takes too long."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while not self._records.has(place):
             is_mine = self._records.claim(place)
@@ -149,7 +149,7 @@ class Cache(Dataset[Any]):
                     if is_mine:
                         self._records.release(place)
                 return
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def _read(self, places: Sequence[int]) -> None:
         if not places:
@@ -184,7 +184,7 @@ def _file_of_first_sample(dataset: Any, path: str | None, length: int) -> Record
 
 
 def _first_item(dataset: Any, length: int) -> tuple[int, Any]:
-    """The first sample that can be read, and its number: the others are errors when it is time."""
+    """The number of the first sample that can be read, and the sample: bad ones raise later."""
     error: BadRecordError | None = None
     for place in range(min(length, _MOST_TRIED)):
         try:
@@ -196,10 +196,10 @@ def _first_item(dataset: Any, length: int) -> tuple[int, Any]:
 
 
 def _items(dataset: Any, indices: Sequence[int]) -> list[Any]:
-    """Samples that draw no random numbers.
+    """Read samples, which must draw no random numbers.
 
     Raises:
-        DataError: they do.
+        DataError: one draws some.
     """
     before = stream_states()
     items = read_items(dataset, indices)

@@ -1,9 +1,9 @@
 """Records: samples as bytes, all of one length.
 
-A layout says what the samples of a dataset are made of: tensors, arrays and numbers of fixed shape
-and type, in tuples, lists and dicts. With it the bytes become the very sample again, in types,
-shapes and bits. It is data, kept as JSON in the head of a file, so that nothing in a file is ever
-executed: for the same reason there is no room for objects that only pickle can describe.
+A layout describes the samples of a dataset: tensors, arrays and numbers of fixed shape and type, in
+tuples, lists and dicts. With it, bytes become a sample with the same types, shapes and bits. A
+layout is JSON in the header of a file, so that nothing in a file is ever executed. For the same
+reason, objects that only pickle can describe are refused.
 
 Not covered: samples of different shapes, and text.
 """
@@ -37,7 +37,7 @@ class Leaf(msgspec.Struct, frozen=True, kw_only=True, tag="leaf"):
 
     @property
     def num_bytes(self) -> int:
-        """Of its elements."""
+        """The size of its elements."""
         dtype = _torch_dtype(self.dtype) if self.kind == "tensor" else np.dtype(self.dtype)
         return math.prod(self.shape) * dtype.itemsize
 
@@ -50,7 +50,7 @@ class Leaf(msgspec.Struct, frozen=True, kw_only=True, tag="leaf"):
                 return flat.reshape(self.shape)
             return flat[0] if self.kind == "scalar" else flat[0].item()
         dtype = _torch_dtype(self.dtype)
-        if count == 0:  # of which frombuffer makes nothing
+        if count == 0:  # frombuffer refuses empty buffers
             return torch.empty(self.shape, dtype=dtype)
         return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).reshape(self.shape)
 
@@ -66,7 +66,7 @@ class Container(msgspec.Struct, frozen=True, kw_only=True, tag="container"):
 
     Attributes:
         kind: "tuple", "list" or "dict".
-        parts: what it holds, in order.
+        parts: its items, in order.
         keys: of a dict.
     """
 
@@ -102,7 +102,7 @@ def pack_item(item: Any) -> tuple[Layout, bytes]:
     """A sample's layout, and its record.
 
     Raises:
-        DataError: a part of it has no place in a record.
+        DataError: records cannot hold a part of it.
     """
     pieces: list[bytes] = []
     layout = _pack(item, pieces)
@@ -110,7 +110,7 @@ def pack_item(item: Any) -> tuple[Layout, bytes]:
 
 
 def unpack_item(layout: Layout, record: bytearray) -> Any:
-    """The sample. Its tensors and arrays lie in the record, which must be nobody else's."""
+    """The sample, whose tensors and arrays lie in the record: nothing else may use that."""
     return _unpack(layout, record, _offsets(layout))
 
 
