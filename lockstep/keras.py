@@ -1,4 +1,4 @@
-"""What Lockstep adds to Keras, beside ``strategy.scope()``: ``Checkpoint`` and ``Restarts``."""
+"""Callbacks that Lockstep adds to Keras: ``Checkpoint`` and ``Restarts``."""
 
 from lockstep.extras import import_extra
 

@@ -1,1 +1,1 @@
-"""Front ends: models of other libraries, trained through the same Plan and Worker."""
+"""Front ends: models of other libraries, trained with the same Plan and Worker."""

@@ -13,23 +13,23 @@ from lockstep.tracebacks import public_methods
 class CrossReplicaOptimizer(TorchReplicaOptimizer):
     """Wraps an optimizer of PyTorch or Keras: steps on the gradient of all replicas' samples.
 
-    Making it is a call of all replicas: the first one's parameters become everybody's. On one host
-    they lie in one place from then on, so only ``step`` may change them.
+    All replicas must make it together: they get the first one's parameters. On one host these then
+    lie in one place, so only ``step`` may change them.
 
-    Of a Keras optimizer it is one with Keras's methods, such as ``apply``, beside ``step`` and the
-    other methods here.
+    For a Keras optimizer it has Keras's methods, such as ``apply``, beside ``step`` and the other
+    methods here.
 
     Args:
         optimizer: over the model's parameters. Its options are those of the first replica at each
             step: schedulers may be made over either of the two.
-        model: whose other parameters and buffers are made equal, too, and whose names errors say.
-            A Keras optimizer needs it.
-        clip_norm: longest gradient, all parameters' together; None for any length.
+        model: its other parameters and buffers are made equal, too, and its names are used in
+            errors. A Keras optimizer needs it.
+        clip_norm: the largest norm of the gradient of all parameters; None for no limit.
         accumulate: how many calls of ``step`` make one update.
 
     Raises:
-        OptionError: an argument that cannot be; an optimizer that cannot step so; on all replicas,
-            models or optimizers that differ.
+        OptionError: an invalid argument; an optimizer that cannot step across replicas; on all
+            replicas, models or optimizers that differ.
         DeviceError: parameters that are not on the CPU.
         ModelError: parameters that share memory without being one Parameter; a Keras model that is
             not built.
@@ -37,7 +37,7 @@ class CrossReplicaOptimizer(TorchReplicaOptimizer):
     """
 
     def __new__(cls, optimizer: Any = None, model: nn.Module | None = None, **options: Any) -> Self:
-        """Of a Keras optimizer, what steps that; else one of these."""
+        """For a Keras optimizer, a ``KerasReplicaOptimizer``; else an instance of this class."""
         keras = sys.modules.get("keras")
         if keras is None or not isinstance(optimizer, keras.optimizers.Optimizer):
             return super().__new__(cls)

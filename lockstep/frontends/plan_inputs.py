@@ -1,4 +1,4 @@
-"""What a Plan is made of: of a model of any library a torch module, its precision, and samples."""
+"""The inputs of a Plan, for a model of any library: a torch module, its precision, and samples."""
 
 import sys
 from typing import Any
@@ -15,17 +15,17 @@ def plan_inputs(
     """A model as a torch module whose layers have the names that users know.
 
     Args:
-        model: of PyTorch or of Keras.
-        precision: of a model of PyTorch; one of Keras has its own.
+        model: of PyTorch or Keras.
+        precision: of a PyTorch model; a Keras model has its own.
         sample: data as the library's ``fit`` or ``predict`` takes it, or None.
         dims: where the samples are in it.
 
     Returns:
-        The module, the precision, and the samples, which are None where there are none.
+        The module, the precision, and the samples or None.
 
     Raises:
-        ModelError: a model of Keras is not built, or has a step of its own.
-        OptionError: a model of Keras, and constants among its inputs.
+        ModelError: a Keras model is not built, or has a step of its own.
+        OptionError: a Keras model has constants among its inputs.
     """
     keras = sys.modules.get("keras")
     if keras is not None and isinstance(model, keras.Model):

@@ -15,7 +15,7 @@ import lockstep
 import lockstep.keras
 from lockstep.errors import OptionError, WorkerError
 from lockstep.frontends.keras.fit.checkpoint_runner import CheckpointRunner
-from lockstep.frontends.keras.fit.checkpoints import Beginning
+from lockstep.frontends.keras.fit.checkpoints import FitSnapshot
 from lockstep.frontends.keras.fit_options import FitOptions
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.checkpointing.training_state import TrainingState
@@ -173,7 +173,7 @@ def test_a_fit_begins_once_more_with_what_it_began_with() -> None:
     seen, done = Accumulating(), Accumulating()
     done.losses.append(2.0)
     callbacks = [seen, done, lockstep.keras.Restarts(1)]
-    begun = Beginning(model, trainer, callbacks)
+    begun = FitSnapshot(model, trainer, callbacks)
     model.fit(X, X[:, :1], verbose=0, batch_size=BATCH, epochs=2, callbacks=callbacks)
     assert (int(model.optimizer.iterations), trainer._epochs_trained) == (12, 3), (
         trainer._epochs_trained
@@ -196,7 +196,9 @@ def test_what_cannot_be_asked() -> None:
     hosts = SimpleNamespace(is_one_process=False, has_followers=False, place=place)
     runner: Any = SimpleNamespace(_job_context=SimpleNamespace(hosts=hosts, reach="all hosts"))
     options = FitOptions(epochs=1, initial_epoch=0, shuffle=True, evaluates=(), restarts=1)
-    keep = partial(CheckpointRunner.kept, runner, None, partial(pytest.fail, "asked"), [], options)
+    keep = partial(
+        CheckpointRunner.checkpointed, runner, None, partial(pytest.fail, "asked"), [], options
+    )
     match = r"need a checkpoint.*a lockstep.keras.Checkpoint"
     with pytest.raises(OptionError, match=match), keep(MemoryCheckpoints(), 0):
         raise AssertionError("trained without a checkpoint")

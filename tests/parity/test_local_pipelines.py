@@ -136,7 +136,7 @@ def test_replicas_of_one_device_are_no_pipelines_to_a_checkpoint(tmp_path: Path)
         ({"devices": 3, "stages": 2}, "devices=2, for example"),
         ({"devices": 2, "stages": 0}, "stages=0"),
         ({"devices": 2, "microbatches": 4}, "microbatches=4"),
-        ({"devices": 2, "cuts": ["a"]}, "no stages"),
+        ({"devices": 2, "cuts": ["a"]}, "need `stages`"),
         ({"devices": 2, "stages": 2, "schedule": "x"}, "schedule='x'"),
         ({"devices": 2, "stages": 2, "cuts": "a"}, "cuts='a'"),
         ({"devices": 2, "stages": 2, "average_optimizer": True}, "average_optimizer=True"),

@@ -285,7 +285,7 @@ BAD_ITEMS: dict[str, tuple[Any, str]] = {
     "four parts": ((1.0, 2, 3, 4), "float, int, int, int"),
     "a weight with dims": (
         (1.0, 2, torch.ones(1)),
-        r"one number per sample.*\(4, 1\).*beside the inputs",
+        r"one number per sample.*\(4, 1\).*with the inputs",
     ),
     "a weight in a dict": ((1.0, 2, {"weight": 1.0}), "one number per sample.*dict"),
     "a negative weight": ((1.0, 2, -1.0), "not negative"),

@@ -1,21 +1,21 @@
-"""What ``fit`` of a Keras model was told, and where that begins."""
+"""Options of a Keras ``fit``, and its start."""
 
 from dataclasses import dataclass
 
-from lockstep.frontends.keras.fit.tasks import Telling
+from lockstep.frontends.keras.fit.tasks import ReportTimes
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions:
-    """What ``fit`` was told.
+    """Options of ``fit``.
 
     Attributes:
-        epochs: the number of the last, plus one.
+        epochs: the number of the last epoch, plus one.
         initial_epoch: the number of the first.
-        shuffle: take arrays in a new order every epoch.
+        shuffle: True to read arrays in a new order every epoch.
         evaluates: the epochs that end with an evaluation.
-        is_one_batch: this is ``train_on_batch``.
-        restarts: how often to go on after the loss of a process.
+        is_one_batch: True in ``train_on_batch``.
+        restarts: how often to resume after the loss of a process.
     """
 
     epochs: int
@@ -28,12 +28,12 @@ class FitOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class FitStart:
-    """Where a training begins, and what host 0's callbacks want of it; see ``KerasFitTask``."""
+    """Where a training begins, and what host 0's callbacks need; see ``KerasFitTask``."""
 
     epoch: int
     step: int
     before_steps: bool
-    tells: Telling
-    evaluation_tells: Telling
+    reports: ReportTimes
+    evaluation_reports: ReportTimes
     evaluation_may_stop: bool
     watches_validation: bool

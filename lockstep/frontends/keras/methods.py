@@ -1,6 +1,6 @@
-"""The methods of a Keras model made or compiled in a scope: ``fit`` and the others, as Keras's.
+"""The methods of a Keras model made or compiled in a scope: ``fit`` and others, as Keras's.
 
-They take what Keras's take, do what these do around the steps (splitting off validation data,
+They take Keras's arguments, do Keras's work around the steps (splitting off validation data,
 building the model, calling callbacks), and leave the steps to a Trainer.
 """
 
@@ -21,9 +21,9 @@ from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import ModelError, OptionError, level_of_user
 from lockstep.frontends.keras.bound_methods import METHODS
 from lockstep.frontends.keras.call_setup import CallSetup, first_length
-from lockstep.frontends.keras.fit.checkpoints import Beginning, checkpoint_in, restarts_in
+from lockstep.frontends.keras.fit.checkpoints import FitSnapshot, checkpoint_in, restarts_in
 from lockstep.frontends.keras.fit.data_adapter import warn_if_short
-from lockstep.frontends.keras.fit.fit_driver import telling
+from lockstep.frontends.keras.fit.fit_driver import report_times
 from lockstep.frontends.keras.fit.fit_facts import facts_of_fit
 from lockstep.frontends.keras.fit.layout import layout_of
 from lockstep.frontends.keras.fit.tasks import Evaluation
@@ -67,7 +67,7 @@ class Methods:
         """The Plan of the last call.
 
         Raises:
-            ModelError: nothing was called yet.
+            ModelError: no method was called yet.
         """
         if self.trainer is None:
             raise ModelError(
@@ -140,7 +140,7 @@ class Methods:
         options = FitOptions(
             epochs=epochs,
             initial_epoch=initial_epoch,
-            # "batch" is an order within each batch, on which no sum over it depends.
+            # "batch" changes the order within each batch, on which no sum over it depends.
             shuffle=bool(shuffle) and shuffle != "batch",
             evaluates=tuple(
                 epoch
@@ -150,7 +150,7 @@ class Methods:
             ),
             restarts=restarts_in(callbacks),
         )
-        beginning = Beginning(self._model, self.trainer, callbacks)
+        beginning = FitSnapshot(self._model, self.trainer, callbacks)
 
         def fit(memory: MemoryCheckpoints) -> None:
             if memory.goes_on:
@@ -171,15 +171,15 @@ class Methods:
         verbose: Any,
         memory: MemoryCheckpoints,
     ) -> None:
-        """Train on data that is taken in, and have the history tell of it."""
+        """Train on adapted data, and fill the history."""
         checkpoint = checkpoint_in(callbacks)
         listed = self._setup.callback_list(
             callbacks, verbose, epochs=options.epochs, steps=feed.num_steps, add_history=True
         )
         trainer = self._setup.trainer_for(feed)
-        facts = partial(facts_of_fit, trainer, feed, validation, **_lasting(options))
+        facts = partial(facts_of_fit, trainer, feed, validation, **_result_options(options))
         train = partial(self._fit_with_callbacks, trainer, feed, validation, options, listed)
-        with trainer.kept(checkpoint, facts, listed, options, memory, verbose) as ended:
+        with trainer.checkpointed(checkpoint, facts, listed, options, memory, verbose) as ended:
             history = trainer.on_all_processes(train if ended is None else lambda: vars(ended))
         if ended is not None or not self._job_context.is_chief:
             vars(self._model.history).update(history)
@@ -192,11 +192,11 @@ class Methods:
         options: FitOptions,
         callbacks: CallbackList,
     ) -> dict[str, Any]:
-        """Train, with callbacks before and after; what there is in the history."""
+        """Train, with callbacks before and after; returns the contents of the history."""
         model = self._model
         model.stop_training = False
         callbacks.on_train_begin()
-        trainer.begin_kept(options.restarts)
+        trainer.begin_checkpoints(options.restarts)
         options = replace(options, initial_epoch=model._initial_epoch or options.initial_epoch)
         warn_if_short(feed, options.epochs - options.initial_epoch)
         if validation is not None:
@@ -212,9 +212,9 @@ class Methods:
             model.optimizer.finalize_variable_values(model.trainable_weights)
         callbacks.on_train_end(logs)
         trainer.finish_fit()
-        history = getattr(model, "history", None)  # a list of callbacks may come without one
+        history = getattr(model, "history", None)  # a user's CallbackList may lack one
         found = {} if history is None else {"epoch": history.epoch, "history": history.history}
-        trainer.finish_kept(History(**found))
+        trainer.finish_checkpoints(History(**found))
         return self._job_context.from_chief(found)
 
     def evaluate(
@@ -331,7 +331,7 @@ class Methods:
         options: FitOptions,
         callbacks: CallbackList,
     ) -> Logs:
-        """Train without anything around."""
+        """Train on one batch, without Keras's callbacks around it."""
         self._model.stop_training = False
         return self._job_context.from_chief(trainer.fit(feed, None, options, callbacks))
 
@@ -353,12 +353,12 @@ class Methods:
         return self.predict(x, batch_size=self._setup.num_samples(x), verbose=0)
 
 
-for _name in METHODS:  # who passes a wrong argument has called a method of the model
+for _name in METHODS:  # TypeErrors of wrong arguments name the model's method
     unwrap(getattr(Methods, _name)).__qualname__ = f"Model.{_name}"
 
 
 def bind(model: Any, strategy: StrategyLike, dims: BatchDims) -> None:
-    """Have a model train under a strategy, from now on."""
+    """Make a model train under a strategy from now on."""
     bound = vars(model).get("_lockstep")
     if bound is None or bound.strategy is not strategy or bound.layout.dims != dims:
         bound = Methods(model, strategy, dims)
@@ -371,7 +371,7 @@ def _evaluation(feed: DataPipeline, callbacks: Any, *, shows_bar: bool = True) -
         source=feed.source,
         batch_size=feed.batch_size,
         steps=feed.steps_per_epoch,
-        tells=telling(callbacks, "on_test_batch_end", shows_bar=shows_bar),
+        reports=report_times(callbacks, "on_test_batch_end", shows_bar=shows_bar),
     )
 
 
@@ -386,8 +386,8 @@ def _evaluates_after(model: Any, epoch: int, validation_freq: Any) -> bool:
     return bool(model._should_eval(epoch, validation_freq))
 
 
-def _lasting(options: FitOptions) -> dict[str, Any]:
-    """What the result of a ``fit`` depends on of its options, for a checkpoint."""
+def _result_options(options: FitOptions) -> dict[str, Any]:
+    """The options on which the result of a ``fit`` depends, for a checkpoint."""
     return {
         "epochs": options.epochs,
         "initial_epoch": options.initial_epoch,
@@ -397,7 +397,7 @@ def _lasting(options: FitOptions) -> dict[str, Any]:
 
 
 def _limited(epochs: int) -> int:
-    """As many epochs as ``keras.config.set_max_epochs`` allows."""
+    """The number of epochs, limited by ``keras.config.set_max_epochs``."""
     most = keras.config.max_epochs()
     if not most or most >= epochs:
         return epochs

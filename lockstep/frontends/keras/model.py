@@ -1,11 +1,11 @@
-"""A Keras model as the Trainer sees it: a torch module whose layers hold the model's variables.
+"""A Keras model as a torch module whose layers hold the model's variables.
 
-The layers of a ``KerasModel`` are those of Keras that have variables, under the paths that Keras
-gives these. They hold the very Parameters of the variables: what can be trained is a parameter,
-what else a layer keeps (moving averages) is a buffer. What is called is the Keras model itself.
+The layers of a ``KerasModel`` are the Keras layers that have variables, under Keras's paths. They
+hold the Parameters of the variables themselves: trainable variables are parameters, other state of
+a layer (moving averages) is a buffer. A call calls the Keras model itself.
 
-Random numbers that layers draw come from torch's stream, which every share has for itself, instead
-of Keras's seed generators, from which all shares would get the same.
+Layers draw random numbers from torch's stream, which every share seeds for itself, instead of
+Keras's seed generators, which would give all shares the same numbers.
 
 Not covered: variables that a layer makes after the model was built.
 """
@@ -31,7 +31,7 @@ from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import ModelError
 from lockstep.frontends.keras.fit.images import channels_last_in_memory, only_keras_sees
 from lockstep.frontends.keras.fit.layout import Layout
-from lockstep.frontends.keras.layers.checks import check_model, has_own_loss, has_own_steps
+from lockstep.frontends.keras.layers.checks import check_model, has_custom_loss, has_custom_steps
 from lockstep.frontends.keras.layers.fast_forward import DirectCalls
 from lockstep.frontends.keras.layers.variable_modules import (
     add_layer_module,
@@ -48,47 +48,48 @@ _moments = Redirection("_moments", BatchNormalization)
 _generators = Redirection("torch_seed_generator", keras_random)
 _seeds = Redirection("draw_seed", keras_random)
 
-# Where the functions are that layers compute with.
+# Modules with the functions that layers use.
 _SPACES = (keras.ops, keras.src.ops, keras.activations)
 
-# Sizes in a trace are numbers, which Keras knows by their types.
+# Sizes in a trace are numbers, which Keras recognises by type.
 PYTHON_DTYPES_MAP.update({TracedInt: PYTHON_DTYPES_MAP[int], TracedFloat: PYTHON_DTYPES_MAP[float]})
 
 
 @dataclass
 class _Calls:
-    """The calls that run: several where shares take turns at batch normalisation.
+    """The running calls of a model: several if shares take turns at batch normalisation.
 
     Attributes:
-        overlap: another call ran at the same time as one that still does.
-        direct: how layers can be called without ceremony, where they can.
-        turns_images: images need not be copied.
-        has_penalties: there may be penalties on weights.
-        has_looked: all that is known.
+        num_running: how many run.
+        overlap: True if one of them has run at the same time as another.
+        direct: calls layers without Keras's work around them; None if the model needs that.
+        keeps_images: True if images need not be copied.
+        has_penalties: True if there may be penalties on weights.
+        is_analysed: True if the last three are known.
     """
 
     num_running: int = 0
     overlap: bool = False
     direct: DirectCalls | None = None
-    turns_images: bool = False
+    keeps_images: bool = False
     has_penalties: bool = True
-    has_looked: bool = False
+    is_analysed: bool = False
 
-    def look(self, model: Any) -> None:
-        """See how a model's layers can be called, if they may have changed since the last look."""
-        if not self.has_looked:
+    def analyse(self, model: Any) -> None:
+        """Find how to call a model's layers, if they may have changed."""
+        if not self.is_analysed:
             self.direct = DirectCalls.of(model)
-            self.turns_images = only_keras_sees(model._flatten_layers())
+            self.keeps_images = only_keras_sees(model._flatten_layers())
             self.has_penalties = any(one.regularizer is not None for one in model.weights)
-            self.has_looked = True
+            self.is_analysed = True
 
     def begin(self) -> None:
-        """A call begins."""
+        """Count a call that begins."""
         self.num_running += 1
         self.overlap |= self.num_running > 1
 
     def end(self) -> None:
-        """A call has ended."""
+        """Count a call that has ended."""
         self.num_running -= 1
         self.overlap &= self.num_running > 0
 
@@ -98,18 +99,18 @@ class KerasModel(FrontEndModel):
 
     Args:
         model: a built model.
-        layout: where samples are for it; within Lockstep they are first.
+        layout: where it has samples; within Lockstep they are first.
 
     Attributes:
         variables: those that can be trained, by the names of their Parameters.
-        with_losses: outputs come with the losses that layers have added, see ``forward``.
-        predicts: outputs are those of the model's own ``predict_step``.
+        with_losses: True if ``forward`` also returns the losses that layers add.
+        predicts: True if outputs are those of the model's own ``predict_step``.
     """
 
     def __init__(self, model: Any, layout: Layout = Layout()) -> None:  # noqa: B008  # it is frozen
         super().__init__()
         self.layout = layout
-        self._held = (model,)  # in a tuple, or it would be a layer of this one
+        self._model_tuple = (model,)  # in a tuple, so that torch does not register it
         self.with_losses = self.predicts = False
         self._calls = _Calls()
         self.variables: dict[str, Any] = {}
@@ -126,17 +127,17 @@ class KerasModel(FrontEndModel):
     @property
     def model(self) -> Any:
         """The Keras model."""
-        return self._held[0]
+        return self._model_tuple[0]
 
     def model_in_mode(self) -> Any:
-        """The Keras model, in training mode if this one is; in stages nobody calls this one."""
+        """The Keras model in this module's mode, which pipeline stages would not set."""
         if self.model.training != self.training:
             self.model.train(self.training)
         return self.model
 
     @property
     def precision(self) -> str:
-        """As the Trainer's options have it; Keras's policies say what layers compute in."""
+        """One of the Trainer's options; Keras's dtype policies decide what layers compute in."""
         sizes = {parameter.dtype.itemsize for parameter in self.parameters()}
         is_wide = sizes == {8} if sizes else keras.config.floatx() == "float64"
         return "fp64" if is_wide else "fp32"
@@ -149,8 +150,8 @@ class KerasModel(FrontEndModel):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def forget_direct_calls(self) -> None:
-        """Layers may have been changed: see anew how they can be called."""
-        self._calls.has_looked = False
+        """Analyse at the next call how to call layers: these may have changed."""
+        self._calls.is_analysed = False
 
     @property
     def has_low_precision(self) -> bool:
@@ -163,7 +164,7 @@ class KerasModel(FrontEndModel):
         return made["outputs"] if self.with_losses else made
 
     def held(self) -> Iterator[Any]:
-        """Layers and their metrics, and variables that hold what is no weight of the model."""
+        """Layers, their metrics, and variables that are no weights of the model."""
         for layer in self.model._flatten_layers():
             yield layer
             yield from layer._metrics
@@ -177,7 +178,7 @@ class KerasModel(FrontEndModel):
         layers = list(self.model._flatten_layers())
         before = [vars(layer).get("call") for layer in layers]
         for layer in layers:
-            vars(layer)["call"] = partial(_noting, layer, layer.call, note)
+            vars(layer)["call"] = partial(_call_and_note, layer, layer.call, note)
         self.forget_direct_calls()
         try:
             yield
@@ -195,22 +196,22 @@ class KerasModel(FrontEndModel):
         yield from (one for space in _SPACES for one in vars(space).values())
 
     def forward(self, inputs: Tree) -> Tree:
-        """What the model makes of inputs.
+        """Call the model.
 
         Returns:
-            The model's outputs; ``with_losses`` a dict of these as ``"outputs"``, of their masks,
-            of the losses that layers have added and the penalties on weights, each repeated for
-            every sample beside the number of samples, and of the inputs, where a
-            ``compute_loss`` or a step of the model's own gets them.
+            The model's outputs; ``with_losses`` a dict of these as ``"outputs"``, their masks, the
+            losses that layers add and the penalties on weights, each repeated for every sample
+            beside the number of samples, and the inputs, if a ``compute_loss`` or a step of the
+            model's own needs them.
         """
         model = self.model_in_mode()
         is_watched = bool(torch._C._len_torch_function_stack())
-        self._calls.look(model)
+        self._calls.analyse(model)
         try:
             self._calls.begin()
             with (
-                _own_stream(),
-                channels_last_in_memory() if self._calls.turns_images else nullcontext(),
+                _torch_random_stream(),
+                channels_last_in_memory() if self._calls.keeps_images else nullcontext(),
                 _moments.to(self._moments_of),
                 _Unwrapping() if is_watched else nullcontext(),
             ):
@@ -220,7 +221,7 @@ class KerasModel(FrontEndModel):
 
     @contextmanager
     def predicting(self) -> Iterator[None]:
-        """Within the block outputs are those of ``predict_step``, where the model has its own."""
+        """Within the block outputs are those of ``predict_step``, if the model has its own."""
         self.predicts = type(self.model).predict_step is not keras.Model.predict_step
         try:
             yield
@@ -229,17 +230,17 @@ class KerasModel(FrontEndModel):
 
     @contextmanager
     def stepping(self, moments: Callable[..., Any] | None = None) -> Iterator[None]:
-        """Within the block a step of the model's own may run it, as ``forward`` does.
+        """Within the block a custom step may call the model, as ``forward`` does.
 
         Args:
-            moments: what BatchNormalization layers take for a batch's mean and variance; None is
-                those of all shares.
+            moments: gives BatchNormalization layers a batch's mean and variance; None is those of
+                all shares.
         """
-        with _own_stream(), _moments.to(moments or self._moments_of):
+        with _torch_random_stream(), _moments.to(moments or self._moments_of):
             yield
 
     def _called(self, rows: Tree, inputs: Tree, *, is_watched: bool) -> Tree:
-        """Call the model with inputs as it takes them, which are these rows."""
+        """Call the model with inputs as it takes them; ``rows`` are the same, samples first."""
         model, direct = self.model, self._calls.direct
         if direct is not None and not (is_watched or self.predicts) and direct.takes(inputs):
             outputs = direct.run(inputs, training=self.training)
@@ -275,7 +276,7 @@ class KerasModel(FrontEndModel):
             "penalties": [],
         }
         if added or penalties:
-            # Keras takes sums of what is no number. No look at sizes, which traces dislike.
+            # Keras sums values that are not one number. Reading sizes would disturb traces.
             first: Any = next(tensors_of(inputs))
             ones = torch.ones_like(
                 first[(slice(None), *(0,) * (first.dim() - 1))], dtype=torch.float64
@@ -283,13 +284,13 @@ class KerasModel(FrontEndModel):
             found["losses"] = [torch.sum(one).expand_as(ones) for one in added]
             found["penalties"] = [torch.sum(one).expand_as(ones) for one in penalties]
             found["sizes"] = ones.sum().expand_as(ones)
-        takes_inputs = has_own_loss(self.model) or has_own_steps(self.model)
+        takes_inputs = has_custom_loss(self.model) or has_custom_steps(self.model)
         return {**found, "inputs": inputs} if takes_inputs else found
 
     def _moments_of(
         self, layer: Any, inputs: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and variance of a batch as a BatchNormalization layer takes them: of all shares."""
+        """The mean and variance of a batch for a BatchNormalization layer: of all shares."""
         statistics = global_statistics()
         holder = next((one for known, one in self._batch_layers if known is layer), None)
         if statistics is None or holder is None:
@@ -303,20 +304,20 @@ class KerasModel(FrontEndModel):
         return global_moments(inputs, dims, statistics.of(holder), weights, epsilon)
 
 
-def _noting(
+def _call_and_note(
     layer: Any, call: Callable[..., Any], note: Callable[[str, Any], None], *args: Any, **named: Any
 ) -> Any:
-    """Call a layer, and tell what it returns."""
+    """Call a layer, and note what it returns."""
     output = call(*args, **named)
     note(f"layer {layer.path or layer.name!r} ({type(layer).__name__})", output)
     return output
 
 
 def module_of(model: Any, layout: Layout = Layout()) -> KerasModel:  # noqa: B008  # as above
-    """The module of a model that is only to be looked at.
+    """The module of a model, which is not changed for it.
 
     Raises:
-        ModelError: it is not built, or has a step of its own.
+        ModelError: the model is not built, or ``check_model`` refuses it.
     """
     check_model(model)
     if not model.built:
@@ -330,7 +331,7 @@ def module_of(model: Any, layout: Layout = Layout()) -> KerasModel:  # noqa: B00
 
 @contextmanager
 def giving_losses(module: KerasModel, gives: bool) -> Iterator[None]:
-    """Within the block a model's outputs come with losses, or do not; blocks may be nested."""
+    """Within the block a model's outputs come with losses, or without; blocks may be nested."""
     before, module.with_losses = module.with_losses, gives
     try:
         yield
@@ -339,7 +340,7 @@ def giving_losses(module: KerasModel, gives: bool) -> Iterator[None]:
 
 
 def is_model_of(module: KerasModel, model: Any) -> bool:
-    """Whether a model has still the variables that its module was made with."""
+    """Whether a model still has the variables that its module was made with."""
     found = [*trainable_variables(model)]
     own = module.variables.values()
     return (
@@ -350,14 +351,14 @@ def is_model_of(module: KerasModel, model: Any) -> bool:
 
 
 @contextmanager
-def _own_stream() -> Iterator[None]:
+def _torch_random_stream() -> Iterator[None]:
     """Within the block Keras draws from torch's stream, in this thread."""
     with _generators.to(_no_generator), _seeds.to(_drawn_seed):
         yield
 
 
 class _Unwrapping(TorchFunctionMode):
-    """Where something watches torch's functions, it sees tensors and no variables of Keras."""
+    """Within the block other torch function modes see tensors instead of Keras variables."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -367,14 +368,14 @@ class _Unwrapping(TorchFunctionMode):
 
 
 def _unwrapped(value: Any) -> Any:
-    """A variable's tensor; a list that Keras keeps track of as a plain one."""
+    """A variable's tensor; a tracked list of Keras's as a plain one."""
     if isinstance(value, keras.Variable):
         return value.value
     return list(map(_unwrapped, value)) if isinstance(value, list) else value
 
 
 def _no_generator(seed: Any) -> None:
-    """What draws with no generator draws from torch's stream."""
+    """No generator: torch then draws from its own stream."""
 
 
 def _drawn_seed(seed: Any) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lockstep.data.map_style.sources import ArraySource, Source
-from lockstep.frontends.keras.layers.attributes import NO_SETTINGS, with_settings
+from lockstep.frontends.keras.layers.attributes import NO_SETTINGS, objects_with_settings
 from lockstep.frontends.keras.layers.dry_run import few_samples, fixed_batch_size, in_evaluation
 from lockstep.frontends.keras.layers.metrics import KerasMetrics
 from lockstep.frontends.keras.layers.model_fingerprint import (
@@ -88,7 +88,7 @@ class ModelAnalysis:
         fingerprint = self.fingerprint()
         key = fingerprint or (
             model._compile_loss,
-            settings_of(with_settings(model), NO_SETTINGS) if is_divided else None,
+            settings_of(objects_with_settings(model), NO_SETTINGS) if is_divided else None,
             [one.requires_grad for one in self._module.parameters()],
         )
         known = self._known

@@ -1,8 +1,8 @@
-"""What the template of a Keras model's helpers imports: Keras, and quickly.
+"""A fast import of Keras, for the fork server of a Keras model's helpers.
 
-``import keras`` also imports whatever is installed of JAX, scikit-learn, pandas, matplotlib and
-Orbax: for wrappers, plots, and data that only the script's process reads. It does without them
-where they are missing, and that is two thirds of its time. So here they are missing while it looks.
+``import keras`` also imports JAX, scikit-learn, pandas, matplotlib and Orbax if they are installed:
+for wrappers, plots, and data that only the script's process reads. That takes two thirds of its
+time, and Keras works without them. So they are hidden during the import.
 """
 
 import sys

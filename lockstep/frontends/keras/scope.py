@@ -1,10 +1,10 @@
-"""The hook of ``strategy.scope()``: models made or compiled within get methods of their own.
+"""The hook of ``strategy.scope()``: models made or compiled within get Lockstep's methods.
 
-The hook is in place only while a scope is open somewhere, and acts only in the scope's own context.
-Models get attributes that stand before the methods of their class; no class is changed for good.
+The hook is in place only while a scope is open, and acts only in the scope's own context. Models
+get attributes that override the methods of their class; classes are restored afterwards.
 
-Nothing here imports Keras: a scope is for models of PyTorch, too. If Keras is imported in a scope,
-it is hooked then.
+Nothing here imports Keras, because a scope is for PyTorch models, too. If Keras is imported within
+a scope, it is hooked then.
 """
 
 import sys
@@ -28,7 +28,7 @@ _restore: list[Callable[[], None]] = []
 
 @contextmanager
 def scope_of(strategy: Any, dims: BatchDims) -> Iterator[Any]:
-    """Within the block, a strategy is that of Trainers and Keras models.
+    """Within the block, Trainers and Keras models use a strategy.
 
     Raises:
         OptionError: Keras runs on another backend than PyTorch.
@@ -78,7 +78,7 @@ def check_backend() -> None:
 
 
 def _hook() -> None:
-    """Put the hooks in place, or have them put there when Keras is imported."""
+    """Put the hooks in place, now or as soon as Keras is imported."""
     if "keras" not in sys.modules:
         sys.meta_path.insert(0, _KerasFinder)
         _restore.append(partial(sys.meta_path.remove, _KerasFinder))
@@ -114,7 +114,7 @@ def _binding(original: Any) -> Any:
 
 
 def _refusing(original: Any) -> Any:
-    """A method that does not train on one device what the user believes to be on many."""
+    """A method that refuses models without a strategy, which would train on one device."""
 
     @wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +136,7 @@ class _KerasFinder:
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of Keras that others find, with more to do after loading; else None."""
+        """The spec of Keras that other finders give, which hooks Keras after loading; else None."""
         if name != "keras":
             return None
         others = (one for one in sys.meta_path if one is not _KerasFinder)

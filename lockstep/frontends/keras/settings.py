@@ -1,4 +1,4 @@
-"""Keras's process-wide settings that decide what is computed: the same on every rank."""
+"""Keras's process-wide settings that change what is computed: the same on every rank."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,15 @@ from keras.src.utils import rng_utils
 
 @dataclass(frozen=True, kw_only=True)
 class KerasSettings:
-    """What a script may have set before ``fit``.
+    """Settings that a script may have changed before ``fit``.
 
     Attributes:
         floatx: the default float type, by name.
         epsilon: the fuzz factor.
-        image_data_format: which dim of images is the channels.
-        policy: the default of layers, by name.
-        flash_attention: attention may be computed so.
-        double: what Keras computes in where values are float64; float32, unless a proof says else.
+        image_data_format: the order of dims of images.
+        policy: the default dtype policy of layers, by name.
+        flash_attention: True if flash attention may be used.
+        double: the dtype that Keras uses for float64 values; float32, except in proofs.
     """
 
     floatx: str
@@ -40,7 +40,7 @@ class KerasSettings:
         )
 
     def apply(self) -> None:
-        """Make them those of this process, for good."""
+        """Set them in this process, permanently."""
         keras.config.set_floatx(self.floatx)
         keras.config.set_epsilon(self.epsilon)
         keras.config.set_image_data_format(self.image_data_format)
@@ -53,5 +53,5 @@ class KerasSettings:
 
 
 def random_seed() -> int:
-    """What ``keras.utils.set_random_seed`` was called with; 0 where it was not."""
+    """The argument of ``keras.utils.set_random_seed``; 0 without a call."""
     return rng_utils.get_random_seed() or 0

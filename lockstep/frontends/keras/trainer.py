@@ -1,4 +1,4 @@
-"""The Trainer of a Keras model: plans, processes and steps are those of any model."""
+"""The runner of a Keras model: plans, processes and steps are those of any model."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,24 +13,28 @@ from lockstep.data.map_style.sources import ArraySource, Source
 from lockstep.data.order import stream_seed
 from lockstep.data.trees import Tree, concatenate
 from lockstep.errors import ModelError
-from lockstep.frontends.keras.custom_steps.custom_step import OwnSteps, check_plan, not_kept
+from lockstep.frontends.keras.custom_steps.custom_step import (
+    CustomSteps,
+    check_plan,
+    checkpoint_refused,
+)
 from lockstep.frontends.keras.custom_steps.custom_step_tasks import (
+    CustomStepEvaluateTask,
     CustomStepEvaluationDriver,
     CustomStepFitDriver,
-    OwnStepEvaluateTask,
-    OwnStepFitTask,
+    CustomStepFitTask,
     StepMetrics,
 )
 from lockstep.frontends.keras.custom_steps.staged_steps import StagedStep, check_staged
 from lockstep.frontends.keras.custom_steps.step_trial import find_steps
-from lockstep.frontends.keras.fit.checkpoint_runner import CheckpointRunner, check_copied
+from lockstep.frontends.keras.fit.checkpoint_runner import CheckpointRunner, check_restartable
 from lockstep.frontends.keras.fit.fit_driver import (
     EvaluationDriver,
     KerasFitDriver,
     PredictionDriver,
     any_acts_in,
     may_stop,
-    telling,
+    report_times,
 )
 from lockstep.frontends.keras.fit.tasks import (
     Evaluation,
@@ -39,12 +43,12 @@ from lockstep.frontends.keras.fit.tasks import (
     KerasPredictTask,
 )
 from lockstep.frontends.keras.fit_options import FitOptions, FitStart
-from lockstep.frontends.keras.layers.checks import has_own_steps
+from lockstep.frontends.keras.layers.checks import has_custom_steps
 from lockstep.frontends.keras.layers.consistency import facts_of
 from lockstep.frontends.keras.layers.dry_run import (
-    counts_kept,
     few_samples,
     frozen_as_keras,
+    metric_values_restored,
 )
 from lockstep.frontends.keras.layers.metrics import KerasMetrics
 from lockstep.frontends.keras.layers.model_fingerprint import (
@@ -82,7 +86,7 @@ class KerasTrainer(CheckpointRunner):
     Args:
         module: the model.
         strategy: where and how.
-        company: with whom calls are made; whoever makes one is together with them already.
+        job_context: the other processes that make the same calls; callers have joined them.
     """
 
     model: KerasModel
@@ -93,7 +97,7 @@ class KerasTrainer(CheckpointRunner):
             meta_model=module,
             job_context=job_context,
             strategy=strategy,
-            # As Keras, which has a callback that looks at losses.
+            # As in Keras, which has a callback for losses that are not finite.
             update_config=UpdateConfig(precision=module.precision, on_nonfinite="ignore"),
             precision=module.precision,
             seed=random_seed(),
@@ -102,24 +106,24 @@ class KerasTrainer(CheckpointRunner):
         self._analysis = ModelAnalysis(module, job_context)
         self._updater: tuple[ModelFingerprint, Any] | None = None
         self._num_predictions = 0
-        self._custom: OwnSteps | None = None  # of the call under way
+        self._custom: CustomSteps | None = None  # of the call under way
         self._is_alone = False  # custom steps of that call run on one device
         self._staged: StagedStep | None = None  # or in the stages of a pipeline
         self._optimizer_list = OptimizerList()  # of custom steps
 
     def on_all_processes(self, make: Callable[[], _T]) -> _T:
-        """What a call comes to, on all processes that make it."""
+        """The result of a call, on all processes that make it."""
         return self._shared(make)
 
     def fit(
         self, feed: DataPipeline, evaluation: Evaluation | None, options: FitOptions, callbacks: Any
     ) -> Logs:
-        """Train on data; the last epoch's values."""
+        """Train on data; returns the last epoch's logs."""
         self._analysis.expire()
         self.optimizer = self.model.model.optimizer
         custom = self._find_custom_steps(feed.source, "train_step")
         loss, metrics = self._loss_and_metrics(feed.source, custom, is_fit=not options.is_one_batch)
-        kind: Any = KerasFitTask if custom is None else partial(OwnStepFitTask, own=custom)
+        kind: Any = KerasFitTask if custom is None else partial(CustomStepFitTask, custom=custom)
         start = self._start_of_fit(evaluation, options, callbacks)
         self._epochs_trained = 0 if start.epoch else self._epochs_trained
         self._steps_trained = start.step
@@ -127,9 +131,9 @@ class KerasTrainer(CheckpointRunner):
         task = self._fit_task(kind, feed, evaluation, options, start)
         telling = telling_of_interrupts(lambda: self._steps_trained, self.keeper)
         with self._fitting(), telling, held_interrupts() as interrupt:
-            backups = None  # unless somebody has asked for restarts
+            backups = None
             if options.restarts or self._maker().outlives_servers:
-                check_copied(self._maker())
+                check_restartable(self._maker())
                 backups = self._backups_of(task.sources(), options.restarts)
             if backups is not None:
                 task.takes_states = task.is_kept = True
@@ -146,14 +150,14 @@ class KerasTrainer(CheckpointRunner):
     def _start_of_fit(
         self, evaluation: Evaluation | None, options: FitOptions, callbacks: Any
     ) -> FitStart:
-        """Callbacks are on host 0, and one may have found where an earlier run has ended."""
+        """The start for all hosts, from host 0's callbacks: one may have found an earlier run."""
         start: FitStart = self._job_context.from_chief(
             FitStart(
                 epoch=options.initial_epoch,
                 step=max(int(one._iterations.value) for one in self._optimizers),
                 before_steps=any_acts_in(callbacks, "on_train_batch_begin", "on_batch_begin"),
-                tells=telling(callbacks, "on_train_batch_end", "on_batch_end"),
-                evaluation_tells="never" if evaluation is None else evaluation.tells,
+                reports=report_times(callbacks, "on_train_batch_end", "on_batch_end"),
+                evaluation_reports="never" if evaluation is None else evaluation.reports,
                 evaluation_may_stop=may_stop(callbacks, "test"),
                 watches_validation=any_acts_in(callbacks, "on_test_begin", "on_test_end"),
             )
@@ -168,11 +172,11 @@ class KerasTrainer(CheckpointRunner):
         options: FitOptions,
         start: FitStart,
     ) -> KerasFitTask:
-        """The task of a ``fit``, which all hosts have alike."""
+        """The task of a ``fit``, equal on all hosts."""
         resume = self._resume_of(feed, evaluation, options, start)
         if evaluation is not None:
-            tells, stops = start.evaluation_tells, start.evaluation_may_stop
-            evaluation = replace(evaluation, tells=tells, may_stop=stops)
+            reports, stops = start.evaluation_reports, start.evaluation_may_stop
+            evaluation = replace(evaluation, reports=reports, may_stop=stops)
         variables = self.model.variables.values()
         task = kind(
             source=feed.source,
@@ -191,10 +195,10 @@ class KerasTrainer(CheckpointRunner):
             watched=True,
             watches_beginnings=True,
             before_steps=start.before_steps,
-            after_steps=start.tells == "each",
+            after_steps=start.reports == "each",
             shows_slots=not all(is_elementwise(one, variables) for one in self._optimizers),
             watches_validation=start.watches_validation,
-            tells=start.tells,
+            reports=start.reports,
             takes_states=self.keeper is not None and self.keeper.acts_in("takes_state"),
             is_kept=self.keeper is not None,
         )
@@ -210,7 +214,7 @@ class KerasTrainer(CheckpointRunner):
         options: FitOptions,
         start: FitStart,
     ) -> Resume:
-        """Where training begins; streams are read up to there."""
+        """Where training begins; streams are read up to that place."""
         if self._resumed is None:
             return Resume(start.epoch)
         resume = self._start(feed.batch_size, is_stream=isinstance(feed.source, SharedStream))
@@ -239,7 +243,7 @@ class KerasTrainer(CheckpointRunner):
         )
 
     def finish_fit(self) -> None:
-        """End a ``fit`` on all hosts, with what callbacks have set at its end."""
+        """End a ``fit`` on all hosts, which get the values that callbacks set at its end."""
         if self._job_context.hosts is not None:
             self._job_context.hosts.wait()
             self._job_context.share_values(self.model)
@@ -251,13 +255,18 @@ class KerasTrainer(CheckpointRunner):
         loss, metrics = self._loss_and_metrics(feed.source, custom, is_fit=False)
         if custom is None and self._is_divided():
             self._analysis.check_independence(feed.source)
-        tells, stops = self._job_context.from_chief((evaluation.tells, may_stop(callbacks, "test")))
-        evaluation = replace(evaluation, tells=tells, may_stop=stops)
+        reports, stops = self._job_context.from_chief(
+            (evaluation.reports, may_stop(callbacks, "test"))
+        )
+        evaluation = replace(evaluation, reports=reports, may_stop=stops)
         options: dict[str, Any] = {"evaluation": evaluation, "metrics": metrics, "loss": loss}
         task = KerasEvaluateTask(**options)
         kind = EvaluationDriver
         if custom is not None:
-            task, kind = OwnStepEvaluateTask(**options, own=custom), CustomStepEvaluationDriver
+            task, kind = (
+                CustomStepEvaluateTask(**options, custom=custom),
+                CustomStepEvaluationDriver,
+            )
         driver = TaskDriver()
         if self._job_context.is_chief:
             driver = kind(self.model.model, callbacks)
@@ -275,14 +284,14 @@ class KerasTrainer(CheckpointRunner):
         if self._is_divided():
             self._analysis.check_prediction(feed.source)
             self._analysis.check_independence(feed.source)
-        tells, stops = self._job_context.from_chief(
+        reports, stops = self._job_context.from_chief(
             (any_acts_in(callbacks, "on_predict_batch_end"), may_stop(callbacks, "predict"))
         )
         task = KerasPredictTask(
             source=feed.source,
             batch_size=feed.batch_size,
             steps=feed.steps_per_epoch,
-            tells=tells,
+            reports=reports,
             may_stop=stops,
             seed=stream_seed(self.seed, "predict", self._num_predictions),
         )
@@ -295,21 +304,21 @@ class KerasTrainer(CheckpointRunner):
         )
 
     def _maker(self) -> Maker:
-        """Of Plans for this call: what a step does without training is done on one device."""
+        """The maker of Plans for this call: steps that train nothing may need one device."""
         is_alone = self._custom is not None and self._is_alone
         return self._maker_for_one() if is_alone else super()._maker()
 
-    def _find_custom_steps(self, source: Source | SharedStream, name: str) -> OwnSteps | None:
-        """What a custom step does, tried on a few samples; None for a model without."""
+    def _find_custom_steps(self, source: Source | SharedStream, name: str) -> CustomSteps | None:
+        """Try a custom step on a few samples; None for a model without custom steps."""
         self._custom = self._staged = custom = None
-        if has_own_steps(self.model.model):
+        if has_custom_steps(self.model.model):
             sample = sample_of(source)
             assert isinstance(sample, ArraySource)
             if self.keeper is not None:
-                raise not_kept()
+                raise checkpoint_refused()
             maker = self._maker()
             trains = self.model.model.trainable_variables or self._job_context.hosts is not None
-            cuts = maker.sample_size(discover(), 1) is not None  # it asks what layers cost
+            cuts = maker.sample_size(discover(), 1) is not None  # it measures layers to cut
             self._is_alone = not trains and (cuts or name == "train_step")
             is_divided = not (cuts or self._is_alone or isinstance(maker, SingleDevice))
             few = few_samples(self.model, sample, is_divided=is_divided)
@@ -326,12 +335,12 @@ class KerasTrainer(CheckpointRunner):
 
     @property
     def _optimizers(self) -> list[Any]:
-        """Those that update the weights."""
+        """The optimizers that update the weights."""
         own = self._custom and self._custom.optimizers
         return own or parts_of(self.model.model.optimizer)
 
     def _loss_and_metrics(
-        self, source: Source | SharedStream, custom: OwnSteps | None, *, is_fit: bool
+        self, source: Source | SharedStream, custom: CustomSteps | None, *, is_fit: bool
     ) -> tuple[Any, KerasMetrics]:
         """The model's losses and metrics, as they are compiled now.
 
@@ -353,7 +362,7 @@ class KerasTrainer(CheckpointRunner):
     def _make_updater(self) -> Any:
         if self._custom is not None and self._custom.optimizers:
             return self._updater_of(self._custom.optimizers)
-        self.optimizer = self.model.model.optimizer  # a callback may have given it another
+        self.optimizer = self.model.model.optimizer  # a callback may have replaced it
         if not self.optimizer.built:
             self.optimizer.build(self.model.model.trainable_variables)
         known = set(map(id, self.optimizer._trainable_variables))
@@ -372,7 +381,7 @@ class KerasTrainer(CheckpointRunner):
         return updater
 
     def _updater_of(self, optimizers: list[Any]) -> KerasUpdater | KerasUpdaterSet:
-        """What steps some optimizers: in turn where the model's steps say so, else all at once."""
+        """An updater of some optimizers: in turn for custom steps, else all at once."""
         if len(optimizers) == 1:
             return KerasUpdater(optimizers[0], self.model.variables)
         if not self._optimizer_list.is_of(optimizers):
@@ -394,14 +403,18 @@ class KerasTrainer(CheckpointRunner):
 
     def _assignment(self, task: Task, *others: Any) -> Assignment:
         assignment = super()._assignment(task, *others)
-        if self._custom is not None and isinstance(task, OwnStepFitTask | OwnStepEvaluateTask):
+        if self._custom is not None and isinstance(
+            task, CustomStepFitTask | CustomStepEvaluateTask
+        ):
             check_plan(assignment.plan)
         return assignment
 
     def _prepare_proof(
         self, assignment: Assignment, session: Session, driver: TaskDriver
     ) -> object:
-        if self._custom is not None and self._staged is None:  # its step is no map to a loss
+        if (
+            self._custom is not None and self._staged is None
+        ):  # a custom step returns no loss to compare
             return None
         return super()._prepare_proof(assignment, session, driver)
 
@@ -413,7 +426,9 @@ class KerasTrainer(CheckpointRunner):
             with (
                 frozen_as_keras(self.model),
                 giving_losses(self.model, loss is not None),
-                counts_kept(self.model.model) if self._job_context.is_aside else nullcontext(),
+                metric_values_restored(self.model.model)
+                if self._job_context.is_aside
+                else nullcontext(),
                 reducing(reduce),
             ):
                 return super()._run(task, loss, updater, driver, batch_size)

@@ -1,9 +1,9 @@
-"""Steps that a model defines itself: ``train_step``, ``test_step`` or ``compute_metrics``.
+"""Custom steps: a model's own ``train_step``, ``test_step`` or ``compute_metrics``.
 
-A step is run on every part of a batch, as it is (``share_steps``). What it hands to optimizers is
-summed over the parts; what it hands to metrics is put together. For that it must be a mean over
-the samples, or a sum, which is tried on a few samples and their halves (``step_trial``), before
-training begins and now and then after that.
+A step runs unchanged on every part of a batch (``share_steps``). Gradients that it applies are
+summed over the parts; what it passes to metrics is joined. So both must be means or sums over the
+samples. A trial on a few samples and their halves checks this (``step_trial``), before training
+begins and now and then afterwards.
 """
 
 from dataclasses import dataclass, field
@@ -18,19 +18,19 @@ from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.plan.spec import Plan
 from lockstep.units import first_few
 
-# What ``compile`` has made that steps use; helpers get it with what is known of the steps.
+# Attributes that ``compile`` sets and steps use; helpers get them with ``CustomSteps``.
 _COMPILED = ("_compile_loss", "_compile_metrics", "_loss_tracker", "optimizer")
 
 
 @dataclass(kw_only=True)
-class OwnSteps:
-    """What is known of a model's own steps.
+class CustomSteps:
+    """What is known of a model's custom steps.
 
     Attributes:
-        optimizers: those that the steps apply, in the order in which they were first seen.
-        sums: what is a sum over samples and not a mean, as ``step_trial`` names it.
-        means: what is a mean.
-        compiled: what ``compile`` has given the model.
+        optimizers: those that the steps apply, in the order of their first use.
+        sums: keys of calls (see ``step_trial``) whose values are sums over samples, not means.
+        means: keys of those whose values are means.
+        compiled: attributes that ``compile`` has given the model.
     """
 
     optimizers: list[Any] = field(default_factory=list)
@@ -39,15 +39,15 @@ class OwnSteps:
     compiled: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: Any) -> "OwnSteps":
-        """Of a compiled model."""
+    def of(cls, model: Any) -> "CustomSteps":
+        """Those of a compiled model, before they are tried."""
         return cls(compiled={name: vars(model)[name] for name in _COMPILED if name in vars(model)})
 
     def number_of(self, optimizer: Any) -> int:
-        """The optimizer's turn.
+        """The optimizer's number.
 
         Raises:
-            ModelError: it is not known.
+            ModelError: the optimizer is unknown.
         """
         for number, one in enumerate(self.optimizers):
             if one is optimizer:
@@ -59,7 +59,7 @@ class OwnSteps:
         )
 
     def add_built(self, model: Any) -> None:
-        """Also know optimizers that the model has and that share no variables with the others."""
+        """Add built optimizers of the model that share no variables with the known ones."""
         taken = {id(one) for own in self.optimizers for one in own._trainable_variables}
         for one in vars(model).values():
             own = one._trainable_variables if isinstance(one, BaseOptimizer) else []
@@ -68,10 +68,10 @@ class OwnSteps:
                 taken.update(map(id, own))
 
     def check(self) -> None:
-        """Refuse optimizers that update the same variables.
+        """Refuse optimizers that update the same variables, and sums beside means.
 
         Raises:
-            ModelError: with these.
+            ModelError: with the variables.
         """
         seen: dict[int, Any] = {}
         shared = [
@@ -97,18 +97,18 @@ class OwnSteps:
 
 
 def data_of(batch: Batch) -> Any:
-    """A batch as Keras gives it to a step."""
+    """A batch as Keras passes it to a step."""
     targets, weights = batch.targets
     return data_adapter_utils.pack_x_y_sample_weight(batch.inputs[0], targets, weights)
 
 
 def check_plan(plan: Plan) -> None:
-    """Refuse Plans under which ranks have more or less than one part of each batch.
+    """Refuse Plans that give a rank more or less than one part of each batch.
 
-    In stages of a pipeline steps are run on the whole batch (``staged_steps``).
+    In pipelines, steps run on the whole batch (``staged_steps``).
 
     Raises:
-        OptionError: the Plan is one of these.
+        OptionError: the Plan does.
     """
     received = None
     if isinstance(plan.update, AveragedUpdate):
@@ -124,8 +124,8 @@ def check_plan(plan: Plan) -> None:
         )
 
 
-def not_kept() -> OptionError:
-    """The error of a checkpoint of a training by steps of the model's own."""
+def checkpoint_refused() -> OptionError:
+    """The error of a checkpoint of a training with custom steps."""
     return OptionError(
         "A lockstep.keras.Checkpoint cannot save the state of custom steps.",
         received="a model with a train_step or test_step, or with nothing to train",

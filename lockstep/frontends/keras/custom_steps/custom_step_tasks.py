@@ -1,7 +1,7 @@
-"""What all ranks do in ``fit`` and ``evaluate`` of a model that defines steps itself.
+"""``fit`` and ``evaluate`` of a model with custom steps, as tasks of all ranks.
 
-Batches, epochs and callbacks are those of any Keras model (``tasks``). Logs are what the steps
-return, as Keras has them: the last batch's, or the values of metrics of the same names.
+Batches, epochs and callbacks are those of any Keras model (``tasks``). As in Keras, logs are what
+the step returns for the last batch, or the values of metrics of the same names.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import Any
 from keras.src.utils.python_utils import pythonify_logs
 
 from lockstep.data.trees import Tree
-from lockstep.frontends.keras.custom_steps.custom_step import OwnSteps
+from lockstep.frontends.keras.custom_steps.custom_step import CustomSteps
 from lockstep.frontends.keras.custom_steps.share_steps import ShareSteps
 from lockstep.frontends.keras.custom_steps.staged_steps import StagedStep, StagedSteps
 from lockstep.frontends.keras.custom_steps.step_calls import metrics_of
@@ -35,7 +35,7 @@ from lockstep.train.callbacks.rank_sync import RankSync
 
 
 class StepMetrics(KerasMetrics):
-    """The metrics that steps update: alike on all ranks.
+    """The metrics that steps update: equal on all ranks.
 
     Args:
         model: the Keras model.
@@ -49,27 +49,27 @@ class StepMetrics(KerasMetrics):
         assign_each(self._each(), states["values"])
 
     def join(self, control: Control) -> None:
-        """All ranks have the values of all samples."""
+        """Do nothing: every rank has the values of all samples."""
 
 
 @dataclass(kw_only=True)
-class OwnStepFitTask(KerasFitTask):
+class CustomStepFitTask(KerasFitTask):
     """Training by the model's own ``train_step``.
 
     Attributes:
-        own: what is known of the model's steps.
+        custom: what is known of the model's steps.
         loss: the step as a loss, in a pipeline; else None.
     """
 
-    own: OwnSteps
+    custom: CustomSteps
     loss: StagedStep | None  # type: ignore[assignment]  # no other is taken
     _steps: ShareSteps | StagedSteps | None = field(default=None, init=False)
 
     def _train_step(self, rank_sync: RankSync, batch: StepBatch) -> StepResult:
         if self._steps is None:
-            self._steps = _steps_of(rank_sync, self.own, self.loss)
+            self._steps = _steps_of(rank_sync, self.custom, self.loss)
         logs = self._steps.run("train_step", batch.source, batch.indices, batch.step)
-        keras_driver(rank_sync.driver).tell_logs(logs)
+        keras_driver(rank_sync.driver).report_logs(logs)
         num_samples = len(batch.indices)
         return StepResult(total=0.0, weight=float(num_samples), num_samples=num_samples)
 
@@ -80,60 +80,60 @@ class OwnStepFitTask(KerasFitTask):
         return []
 
     def _evaluated(self, rank_sync: RankSync, evaluation: Evaluation, epoch: int) -> Logs:
-        return _evaluate(rank_sync, evaluation, self.metrics, self.own, self.loss, epoch)
+        return _evaluate(rank_sync, evaluation, self.metrics, self.custom, self.loss, epoch)
 
 
 @dataclass(kw_only=True)
-class OwnStepEvaluateTask(KerasEvaluateTask):
+class CustomStepEvaluateTask(KerasEvaluateTask):
     """Evaluation by the model's ``test_step``.
 
     Attributes:
-        own: what is known of the model's steps.
-        loss: see ``OwnStepFitTask``.
+        custom: what is known of the model's steps.
+        loss: see ``CustomStepFitTask``.
     """
 
-    own: OwnSteps
+    custom: CustomSteps
     loss: StagedStep | None  # type: ignore[assignment]  # no other is taken
 
     def run(self, worker: Worker, control: Control, driver: TaskDriver) -> Logs:
         rank_sync = RankSync(worker=worker, control=control, driver=driver)
-        return _evaluate(rank_sync, self.evaluation, self.metrics, self.own, self.loss)
+        return _evaluate(rank_sync, self.evaluation, self.metrics, self.custom, self.loss)
 
 
 def _evaluate(
     rank_sync: RankSync,
     evaluation: Evaluation,
     metrics: KerasMetrics,
-    own: OwnSteps,
+    custom: CustomSteps,
     staged: StagedStep | None,
     epoch: int | None = None,
 ) -> Logs:
-    """Values over data, on rank 0; see ``tasks.evaluate``."""
+    """Metrics and results of ``test_step`` over data, on rank 0; see ``tasks.evaluate``."""
     driver = keras_driver(rank_sync.driver)
-    steps = _steps_of(rank_sync, own, staged)
+    steps = _steps_of(rank_sync, custom, staged)
     metrics.reset()
     for index, part, indices in evaluated_batches(rank_sync, evaluation, epoch):
-        driver.tell_logs(steps.run("test_step", part, indices, None))
-        driver.end_batch(index, None if evaluation.tells == "never" else {})
+        driver.report_logs(steps.run("test_step", part, indices, None))
+        driver.end_batch(index, None if evaluation.reports == "never" else {})
     return driver.results({})
 
 
 def _steps_of(
-    rank_sync: RankSync, own: OwnSteps, staged: StagedStep | None
+    rank_sync: RankSync, custom: CustomSteps, staged: StagedStep | None
 ) -> ShareSteps | StagedSteps:
     worker: Any = rank_sync.worker
     if staged is not None:
         return StagedSteps(staged, worker, rank_sync.control)
-    return ShareSteps(worker.model, own, worker, rank_sync.control)
+    return ShareSteps(worker.model, custom, worker, rank_sync.control)
 
 
 class _StepLogs(KerasDriver):
-    """Shows what steps return, as Keras does."""
+    """Makes logs of what steps return, as Keras does."""
 
     _model: Any
     _logs: Any = None
 
-    def tell_logs(self, logs: Logs) -> None:
+    def report_logs(self, logs: Logs) -> None:
         self._logs = logs
 
     def results(self, losses: Logs) -> Logs:
@@ -142,11 +142,11 @@ class _StepLogs(KerasDriver):
 
 
 class CustomStepEvaluationDriver(_StepLogs, EvaluationDriver):
-    """Conducts ``evaluate``."""
+    """Rank 0's part in ``evaluate``."""
 
 
 class CustomStepFitDriver(_StepLogs, KerasFitDriver):
-    """Conducts a ``fit``."""
+    """Rank 0's part in ``fit``."""
 
     def end_step(self, index: int, result: StepResult) -> None:
         self._callbacks.on_train_batch_end(index, self._logs)

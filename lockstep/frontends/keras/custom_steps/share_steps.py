@@ -1,10 +1,9 @@
-"""A model's own steps on a rank: each runs on this rank's part of the batch.
+"""Custom steps in data parallelism: each rank runs the step on its part of the batch.
 
-Whenever a step does what concerns all samples, all ranks meet, and tell each other what it is: then
-gradients are summed and applied, each rank updating its slice, or metrics are updated on every rank
-with what all parts have brought, or a weight is assigned once for all. Ranks whose part is empty
-take part in that. So a metric's value is that of the whole batch on every rank, and steps that look
-at it go on alike.
+Calls that concern all samples are joint. The ranks agree on the call; then gradients are summed and
+every rank updates its slice, or every rank updates the metric with the values of all parts, or one
+rank assigns the weight. Ranks with an empty part take part in these calls. So a metric has the
+value of the whole batch on every rank, and steps that branch on it branch alike.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ from keras import tree
 
 from lockstep.data.map_style.sources import Source
 from lockstep.errors import ModelError
-from lockstep.frontends.keras.custom_steps.custom_step import OwnSteps, data_of
+from lockstep.frontends.keras.custom_steps.custom_step import CustomSteps, data_of
 from lockstep.frontends.keras.custom_steps.step_calls import StepCalls, detached
 from lockstep.frontends.keras.custom_steps.step_trial import try_step
 from lockstep.frontends.keras.model import KerasModel
@@ -25,25 +24,27 @@ from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.independence.split_test import is_tried
 from lockstep.parallel.worker import Worker
 
-# What ranks tell each other when they meet: a kind of call, and of which it is one.
+# Kinds of calls that ranks agree on.
 _IDLE, _APPLY, _UPDATE, _ASSIGN, _END, _END_WITH_RESULTS = range(6)
 
 
 class ShareSteps(StepCalls):
-    """Runs steps of a model's own.
+    """Runs custom steps.
 
     Args:
         module: the model.
-        own: what is known of its steps.
+        custom: what is known of its steps.
         worker: of this rank.
         control: to the other ranks.
     """
 
-    def __init__(self, module: KerasModel, own: OwnSteps, worker: Worker, control: Control) -> None:
+    def __init__(
+        self, module: KerasModel, custom: CustomSteps, worker: Worker, control: Control
+    ) -> None:
         if worker.rank != 0:  # where the script's own model is
-            vars(module.model).update(own.compiled)
+            vars(module.model).update(custom.compiled)
         super().__init__(module)
-        self._own = own
+        self._custom = custom
         self._worker = worker
         self._control = control
         self._names = [*module.variables]
@@ -53,7 +54,7 @@ class ShareSteps(StepCalls):
         self._step = 0
 
     def run(self, name: str, source: Source, indices: torch.Tensor, step: int | None) -> Any:
-        """Run a step on the batch at ``indices``; what it returns, on rank 0."""
+        """Run a step on the batch at ``indices``; returns its logs on rank 0."""
         worker = self._worker
         passes = worker.passes
         assert isinstance(passes, ModelPasses)
@@ -63,50 +64,50 @@ class ShareSteps(StepCalls):
         start, stop = run.bounds[worker.rank]
         self._size = stop - start
         if not self._size:
-            return self._attend()
-        with passes.on_share(run, worker.rank, self._part_of_loss) as batch:
+            return self._follow_calls()
+        with passes.on_share(run, worker.rank, self._loss_fraction) as batch:
             if is_tried(step) and run.num_filled > 1:
-                try_step(self.module, name, batch, self._own)
-            with torch.set_grad_enabled(step is not None), self.taken():
+                try_step(self.module, name, batch, self._custom)
+            with torch.set_grad_enabled(step is not None), self.intercepted():
                 logs = getattr(self.module.model, name)(data_of(batch)) or {}
-        return self._joined_logs(logs)
+        return self._join_logs(logs)
 
     @property
-    def _part_of_loss(self) -> float:
-        """Of the loss of the batch, what a mean over this rank's samples is."""
-        are_sums = any(kind == "apply" for kind, _ in self._own.sums)
+    def _loss_fraction(self) -> float:
+        """The part of the batch's loss that a mean over this rank's samples makes."""
+        are_sums = any(kind == "apply" for kind, _ in self._custom.sums)
         return 1.0 if are_sums else self._size / self._run.num_samples
 
-    # --- meeting ---------------------------------------------------------------------------------
+    # --- agreeing --------------------------------------------------------------------------------
 
-    def _meet(self, kind: int, number: int = 0) -> tuple[int, int]:
-        """Wait for all ranks; what kind of call those with samples have come to, and of which.
+    def _agree_on_call(self, kind: int, number: int = 0) -> tuple[int, int]:
+        """Wait for all ranks; returns the kind and number of the call that those with samples make.
 
         Raises:
-            ModelError: on all ranks, if they have come to different ones.
+            ModelError: on all ranks, if they make different calls.
         """
         board = self._worker.board
         if board is None:
             return kind, number
-        told = {(int(one), int(other)) for one, other in board.tell([kind, number])}
+        calls = {(int(one), int(other)) for one, other in board.tell([kind, number])}
         board.barrier()  # all have read it
-        told.discard((_IDLE, 0))
-        if {_END, _END_WITH_RESULTS} == {one for one, _ in told}:
+        calls.discard((_IDLE, 0))
+        if {_END, _END_WITH_RESULTS} == {one for one, _ in calls}:
             return _END, 0
-        if len(told) > 1:
+        if len(calls) > 1:
             raise ModelError(
                 "All parts of a batch must apply optimizers and update metrics in the same order.",
                 received=f"another order on some devices, in step {self._step}",
                 fix="Let a step branch on what is the same for all samples, such as counts of "
                 "steps or values of metrics, and not on the samples.",
             )
-        (found,) = told
+        (found,) = calls
         return found
 
-    def _attend(self) -> Any:
-        """Take part in the step of the others."""
+    def _follow_calls(self) -> Any:
+        """Take part in the calls of the other ranks' step: this rank has no samples."""
         while True:
-            kind, number = self._meet(_IDLE)
+            kind, number = self._agree_on_call(_IDLE)
             if kind == _APPLY:
                 self._update_weights(number, [None] * len(self._trained))
             elif kind == _UPDATE:
@@ -119,9 +120,9 @@ class ShareSteps(StepCalls):
     # --- what steps do ---------------------------------------------------------------------------
 
     def apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        turn = self._own.number_of(optimizer)
-        self._meet(_APPLY, turn)
-        part = 1.0 if ("apply", turn) in self._own.sums else self._size / self._run.num_samples
+        turn = self._custom.number_of(optimizer)
+        self._agree_on_call(_APPLY, turn)
+        part = 1.0 if ("apply", turn) in self._custom.sums else self._size / self._run.num_samples
         part /= optimizer.loss_scale_factor or 1.0
         of = {
             self.name_of(variable): gradient
@@ -139,45 +140,45 @@ class ShareSteps(StepCalls):
             parameter.grad = gradient
 
     def update(self, number: int, args: Sequence[Any], named: Mapping[str, Any]) -> None:
-        self._meet(_UPDATE, number)
+        self._agree_on_call(_UPDATE, number)
         self._update_metric(number, (list(args), dict(named)))
 
     def _update_metric(self, number: int, given: Any) -> None:
-        """Update a metric with what all ranks have brought; None from those without samples."""
+        """Update a metric with the arguments of all ranks; None from those without samples."""
         if self._control.num_ranks > 1:
             given = given and tree.map_structure(detached, given)
-            is_sum = ("metric", number) in self._own.sums
-            given = self._together(given, is_sum=is_sum)
-        self.plainly(number, *given)
+            is_sum = ("metric", number) in self._custom.sums
+            given = self._gather_arguments(given, is_sum=is_sum)
+        self.update_metric(number, *given)
 
     def assign(self, name: str, variable: Any, value: torch.Tensor) -> None:
-        """The first rank of those that share the memory writes, when all have what they need."""
-        self._meet(_ASSIGN, self._numbers[name])
+        """Assign on the first of the ranks that share the memory, after all have reached it."""
+        self._agree_on_call(_ASSIGN, self._numbers[name])
         domain = next(one for one in self._worker.plan.domains if self._worker.rank in one)
         if self._worker.rank == domain[0]:
             variable._direct_assign(value)
         self._worker.barrier()
 
-    # --- bringing together -----------------------------------------------------------------------
+    # --- joining ---------------------------------------------------------------------------------
 
-    def _together(self, given: Any, *, is_sum: bool) -> Any:
-        """On every rank what all have given, as if one had been given all samples."""
+    def _gather_arguments(self, given: Any, *, is_sum: bool) -> Any:
+        """The arguments of all ranks, on every rank, as for all samples at once."""
         gathered = self._control.gather((self._size, given))
         joined = None
         if gathered:
             sizes, parts = zip(*(one for one in gathered if one[0]), strict=True)
             joined = tree.map_structure(
-                lambda *values: _joined(values, sizes, is_sum=is_sum), *parts
+                lambda *values: _join_parts(values, sizes, is_sum=is_sum), *parts
             )
         return self._control.broadcast(joined)
 
-    def _joined_logs(self, logs: Mapping[str, Any]) -> Any:
+    def _join_logs(self, logs: Mapping[str, Any]) -> Any:
         are_results = all(map(self.is_result, logs.values()))
-        kind, _ = self._meet(_END_WITH_RESULTS if are_results else _END)
+        kind, _ = self._agree_on_call(_END_WITH_RESULTS if are_results else _END)
         return logs if kind == _END_WITH_RESULTS else self._gather_logs(logs)
 
     def _gather_logs(self, logs: Mapping[str, Any] | None) -> Any:
-        """On rank 0 the logs of all; a metric's result is known there."""
+        """The logs of all ranks, on rank 0, which has the results of metrics already."""
         own = logs and {
             name: detached(value) for name, value in logs.items() if not self.is_result(value)
         }
@@ -188,16 +189,16 @@ class ShareSteps(StepCalls):
         return {
             **(logs or {}),
             **{
-                name: _joined(
-                    [part[name] for part in parts], sizes, is_sum=("log", name) in self._own.sums
+                name: _join_parts(
+                    [part[name] for part in parts], sizes, is_sum=("log", name) in self._custom.sums
                 )
                 for name in parts[0]
             },
         }
 
 
-def _joined(values: Sequence[Any], sizes: Sequence[int], *, is_sum: bool) -> Any:
-    """Values of parts of a batch as the value of the batch."""
+def _join_parts(values: Sequence[Any], sizes: Sequence[int], *, is_sum: bool) -> Any:
+    """The value of a batch from those of its parts: rows are joined, numbers added or averaged."""
     first = values[0]
     if first is None or isinstance(first, str | bool):
         return first
@@ -207,18 +208,18 @@ def _joined(values: Sequence[Any], sizes: Sequence[int], *, is_sum: bool) -> Any
     if len(rows) == 1 and rows.pop() >= 1:
         return torch.cat(tensors)
     if not tensors[0].is_floating_point():
-        return _joined_count(values, sizes)
+        return _join_integers(values, sizes)
     if is_sum:
         return sum(tensors[1:], tensors[0])
     total = sum(sizes)
     return sum(size / total * tensor for size, tensor in zip(sizes, tensors, strict=True))
 
 
-def _joined_count(values: Sequence[Any], sizes: Iterable[int]) -> Any:
-    """Numbers of samples add up; other whole numbers are the same everywhere.
+def _join_integers(values: Sequence[Any], sizes: Iterable[int]) -> Any:
+    """The sum of numbers of samples; any other integer must be the same in all parts.
 
     Raises:
-        ModelError: they are not.
+        ModelError: it is not.
     """
     counts: list[Any] = [torch.as_tensor(value).tolist() for value in values]
     if counts == list(sizes):

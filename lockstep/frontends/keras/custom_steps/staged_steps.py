@@ -1,11 +1,10 @@
-"""A model's own step where the model is cut into stages: it runs once, on the whole batch.
+"""Custom steps in pipelines: the step runs once, on the whole batch.
 
-No rank of a pipeline has all weights, so a step cannot call the model. But the stages have done so
-when it is to run: the step gets their outputs where it calls the model on the batch, and computes
-its loss from these, as any loss that is taken on the whole batch (``parallel.loss.whole_batch``).
-Where it calls ``loss.backward()``, this is what the stages go backward from; where it applies the
-optimizer, this is the update that ends every step. So it may do one of each, in this order, and
-what is in between cannot be known: gradients stand there for those to come, and have no values.
+No rank of a pipeline has all weights, so a step cannot call the model. The stages call it before
+the step runs: the step's call of the model on the batch returns their outputs, from which the step
+computes a loss of the whole batch (``parallel.loss.whole_batch``). ``loss.backward()`` marks the
+number from which the stages go backward, and applying the optimizer is the update that ends every
+step. So a step may do each once, in this order. Between the two, gradients are placeholders.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from lockstep.capture.state import left_alone
 from lockstep.data.map_style.sources import Batch, Source
 from lockstep.data.trees import Tree
 from lockstep.errors import LockstepError, ModelError
-from lockstep.frontends.keras.custom_steps.custom_step import OwnSteps
+from lockstep.frontends.keras.custom_steps.custom_step import CustomSteps
 from lockstep.frontends.keras.custom_steps.step_calls import StepCalls, detached
 from lockstep.frontends.keras.loss.computed_loss import ComputedLoss, WithoutWeights
 from lockstep.frontends.keras.loss.reductions import masked_outputs
@@ -37,29 +36,29 @@ from lockstep.plan.spec import Plan
 
 _calls = Redirection("__call__", Layer)
 
-# What a step may know of a weight that another rank has.
+# Attributes of weights that a step may read, also of weights on other ranks.
 _KNOWN = ("device", "dtype", "is_leaf", "ndim", "requires_grad", "shape")
 
 _DATA_PARALLEL = "Or use a data parallel strategy, whose devices run any step."
 
 
 class StagedStep(ComputedLoss):
-    """A step as the loss of a batch: its number is what the step goes backward from.
+    """A step as the loss of a batch: the loss is the number on which the step calls backward.
 
     Args:
-        own: what is known of the model's steps.
+        custom: what is known of the model's steps.
         additions: what layers add.
         module: the model.
     """
 
-    def __init__(self, own: OwnSteps, additions: Additions, module: KerasModel) -> None:
-        compiled = own.compiled.get("_compile_loss")
+    def __init__(self, custom: CustomSteps, additions: Additions, module: KerasModel) -> None:
+        compiled = custom.compiled.get("_compile_loss")
         super().__init__(compiled, additions, module, is_divided=True)
-        self.loss = compiled  # itself: what it tells metrics counts
+        self.loss = compiled  # not a probed copy: it updates its metrics
         self.names, self.parts = (), ONE_LOSS
-        self._own = own
+        self._custom = custom
         self._run: _Run | None = None
-        self.tells = False
+        self.is_reporting = False
         self.logs: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -67,13 +66,15 @@ class StagedStep(ComputedLoss):
 
     def run_on(self, plan: Plan, rank: int) -> None:
         super().run_on(plan, rank)
-        self.tells = rank == (0 if plan.pipeline is None else plan.pipeline.stages[-1].ranks[0])
+        self.is_reporting = rank == (
+            0 if plan.pipeline is None else plan.pipeline.stages[-1].ranks[0]
+        )
 
     def try_on(self, batch: Batch, *, training: bool) -> None:
-        """Run the step on a few samples, and leave all as it was.
+        """Run the step on a few samples, and restore the model.
 
         Raises:
-            ModelError: no pipeline can run it.
+            ModelError: pipelines cannot run the step.
         """
         module, mode = self._module, self._module.training
         with giving_losses(module, True), left_alone(module, *self.user_losses()):
@@ -86,8 +87,8 @@ class StagedStep(ComputedLoss):
 
     @property
     def metrics(self) -> list[Any]:
-        """Those that steps may update."""
-        return self._running().metrics
+        """The metrics that steps may update."""
+        return self._current_run().metrics
 
     def user_losses(self) -> list[Any]:
         metrics = self.metrics
@@ -96,21 +97,21 @@ class StagedStep(ComputedLoss):
 
     def _number(self, model: Any, output: Tree, batch: Batch) -> torch.Tensor:
         data = pack_x_y_sample_weight(output["inputs"], *batch.targets)
-        run = self._running()
+        run = self._current_run()
         self.logs = tree.map_structure(detached, run.of(data, masked_outputs(output)))
         return run.number()
 
-    def _running(self) -> "_Run":
+    def _current_run(self) -> "_Run":
         if self._run is None:  # in this process
             attributes = vars(self._module.model)
-            missing = self._own.compiled.keys() - attributes.keys()
-            attributes.update({name: self._own.compiled[name] for name in missing})
-            self._run = _Run(self._module, self._own)
+            missing = self._custom.compiled.keys() - attributes.keys()
+            attributes.update({name: self._custom.compiled[name] for name in missing})
+            self._run = _Run(self._module, self._custom)
         return self._run
 
 
 class StagedSteps:
-    """Runs steps of a model's own on a rank of a pipeline, and has all ranks know the results.
+    """Runs custom steps on a rank of a pipeline, and gives all ranks the results.
 
     Args:
         step: the step.
@@ -125,29 +126,29 @@ class StagedSteps:
         step.run_on(worker.plan, worker.rank)
 
     def run(self, name: str, source: Source, indices: torch.Tensor, step: int | None) -> Any:
-        """Run a step on the batch at ``indices``; what it returns."""
+        """Run a step on the batch at ``indices``; returns its logs."""
         if step is None:
             self._worker.evaluate_step(source, indices)
         else:
             self._worker.train_step(StepBatch(source, indices, step))
-        return self._told()
+        return self._share_results()
 
-    def _told(self) -> Any:
-        """What the step has returned; metrics are alike on all ranks then."""
+    def _share_results(self) -> Any:
+        """The step's logs, on all ranks; their metrics get the same values."""
         variables = [one for metric in self._step.metrics for one in metric.variables]
         own = None
-        if self._step.tells:
+        if self._step.is_reporting:
             own = (self._step.logs, [one.value.detach() for one in variables])
         gathered = self._control.gather(own)
-        told = self._control.broadcast(next((one for one in gathered if one is not None), None))
-        logs, values = told
+        results = self._control.broadcast(next((one for one in gathered if one is not None), None))
+        logs, values = results
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
         return logs
 
 
 class _Gradient(torch.Tensor):
-    """Stands for the gradient of a weight, which other ranks are going to compute."""
+    """A placeholder for the gradient of a weight, which other ranks compute later."""
 
     @classmethod
     def __torch_function__(
@@ -160,16 +161,16 @@ class _Gradient(torch.Tensor):
 
 
 class _Run(StepCalls):
-    """A step that runs, and what it has done so far.
+    """One run of a step, and the calls that it has made so far.
 
     Args:
         module: the model.
-        own: what is known of its steps.
+        custom: what is known of its steps.
     """
 
-    def __init__(self, module: KerasModel, own: OwnSteps) -> None:
+    def __init__(self, module: KerasModel, custom: CustomSteps) -> None:
         super().__init__(module)
-        self._own = own
+        self._custom = custom
         self._trained = {id(one.value): one for one in module.model.trainable_weights}
         self._weights = {id(one._value): one.path for one in module.model.weights}
         self._begin(None, None)
@@ -179,15 +180,15 @@ class _Run(StepCalls):
         self._num_calls = 0
         self._loss: torch.Tensor | None = None
         self._optimizer: Any = None
-        # Gradients of the step before: they would be added to, if the step does not clear them.
+        # Gradients of the step before: if the step does not clear them, backward adds to them.
         self._gradients: dict[int, Any] = {one: _placeholder() for one in self._trained}
 
     def of(self, data: Any, outputs: Tree) -> Mapping[str, Any]:
-        """Run the step on a batch of which the stages have made outputs; what it returns."""
+        """Run the step on a batch, with the outputs of the stages; returns its logs."""
         self._begin(data[0] if isinstance(data, tuple) else data, outputs)
         name = "train_step" if self.module.training else "test_step"
         model = self.module.model
-        with self.taken(), _calls.to(self._call), _Weights(self), _unchanged(model):
+        with self.intercepted(), _calls.to(self._call), _Weights(self), _unchanged(model):
             logs = getattr(model, name)(data) or {}
         if self.module.training and self._optimizer is None:
             raise _refused(
@@ -198,7 +199,7 @@ class _Run(StepCalls):
         return found
 
     def number(self) -> torch.Tensor:
-        """What to go backward from; 0 where the step trains nothing."""
+        """The loss from which the stages go backward; 0 if the step trains nothing."""
         if self._loss is None:
             return torch.zeros(())
         number = self._loss / (self._optimizer.loss_scale_factor or 1.0)
@@ -208,7 +209,7 @@ class _Run(StepCalls):
     # --- what steps do ---------------------------------------------------------------------------
 
     def _call(self, layer: Any, *args: Any, **named: Any) -> Any:
-        if layer is not self.module.model or self._is_busy:
+        if layer is not self.module.model or self._passes_through:
             return _calls.plain(layer, *args, **named)
         self._num_calls += 1
         if self._num_calls > 1:
@@ -231,7 +232,7 @@ class _Run(StepCalls):
             )
 
     def backward(self, loss: torch.Tensor, gradient: Any = None, *args: Any, **named: Any) -> None:
-        """The step goes backward."""
+        """The step calls ``loss.backward``."""
         if self._loss is not None or gradient is not None or loss.dim():
             raise _refused(
                 "a step that calls backward twice, or on something that is not one number",
@@ -246,7 +247,7 @@ class _Run(StepCalls):
         self._gradients = {one: _placeholder() for one in self._trained}
 
     def gradient(self, func: Any, weight: torch.Tensor, *value: Any) -> Any:
-        """A weight's gradient is looked at, or set."""
+        """The step reads or sets a weight's gradient."""
         if func.__name__ == "__get__":
             return self._gradients.get(id(weight))
         if value != (None,):
@@ -258,7 +259,7 @@ class _Run(StepCalls):
         given = {
             id(one.value): gradient for one, gradient in zip(variables, gradients, strict=True)
         }
-        if self._optimizer is not None or self._own.optimizers != [optimizer]:
+        if self._optimizer is not None or self._custom.optimizers != [optimizer]:
             raise _refused("a step that applies several optimizers", "Apply self.optimizer once.")
         if self._loss is None or any(
             given.get(one) is not gradient for one, gradient in self._gradients.items()
@@ -273,14 +274,14 @@ class _Run(StepCalls):
         self._optimizer = optimizer
 
     def update(self, number: int, args: Sequence[Any], named: Mapping[str, Any]) -> None:
-        self.plainly(number, args, named)
+        self.update_metric(number, args, named)
 
     def assign(self, name: str, variable: Any, value: torch.Tensor) -> None:
         raise _refused(f"a step that assigns {name}", "Assign it in a callback.")
 
 
 class _Weights(WithoutWeights):
-    """Within the block a step gets no weights of the model, and its gradients are taken note of.
+    """Within the block a step cannot use weights; its accesses to gradients go to the run.
 
     Args:
         run: the step.
@@ -311,10 +312,10 @@ class _Weights(WithoutWeights):
 
 
 def check_staged(model: Any) -> None:
-    """Refuse models of which a step cannot get the outputs.
+    """Refuse models whose outputs a step cannot get.
 
     Raises:
-        ModelError: the model is one of these.
+        ModelError: the model has no ``call``, or metrics in its layers.
     """
     if type(model).call is keras.Model.call:
         raise _refused(
@@ -328,7 +329,7 @@ def check_staged(model: Any) -> None:
 
 @contextmanager
 def _unchanged(model: Any) -> Iterator[None]:
-    """Refuse attributes that a step sets: other ranks would not know of them."""
+    """Refuse attributes that a step sets: other ranks would not get them."""
     before = dict(vars(model))
     yield
     changed = [

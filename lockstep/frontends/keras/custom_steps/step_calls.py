@@ -1,7 +1,7 @@
-"""What a step that a model defines itself does for all samples of a batch, to be done elsewhere.
+"""Interception of the calls of a custom step that concern all samples of a batch.
 
-A ``train_step`` runs on a part of the batch as it is. Where it applies gradients, updates a metric,
-or assigns a weight, this concerns the whole batch: while it runs such calls go to whoever runs it.
+A ``train_step`` runs unchanged on a part of the batch. Applying gradients, updating a metric and
+assigning a weight concern the whole batch, so these calls go to the object that runs the step.
 """
 
 from abc import ABC, abstractmethod
@@ -23,11 +23,11 @@ _assign = Redirection("_direct_assign", Variable)
 
 
 class StepCalls(ABC):
-    """Gets what a step calls; while it does something about it, calls are what they always are.
+    """Intercepts a step's calls. While it handles one, further calls pass through to Keras.
 
     Args:
         module: the model.
-        moments: how BatchNormalization takes statistics; None is those of the whole batch.
+        moments: gives BatchNormalization its statistics; None is those of the whole batch.
     """
 
     def __init__(self, module: KerasModel, moments: Callable[..., Any] | None = None) -> None:
@@ -35,50 +35,50 @@ class StepCalls(ABC):
         self._moments = moments
         self.metrics = metrics_of(module.model)
         self._weights = {id(one._value): name for name, one in module.variables.items()}
-        self._is_busy = False
+        self._passes_through = False
         self._results: dict[int, Any] = {}
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Within the block a step's calls come here."""
+    def intercepted(self) -> Iterator[None]:
+        """Within the block a step's calls come to this object."""
         self._results.clear()
         with (
             self.module.stepping(self._moments),
-            _apply.to(self._take_apply),
-            _assign.to(self._take_assign),
-            self._metrics_taken(),
+            _apply.to(self._intercept_apply),
+            _assign.to(self._intercept_assign),
+            self._intercepted_metrics(),
         ):
             yield
 
     @abstractmethod
     def apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """An optimizer is to apply gradients of this part of the batch; none of them is None."""
+        """The step applies gradients of this part of the batch; none of them is None."""
 
     @abstractmethod
     def update(self, number: int, args: Sequence[Any], named: Mapping[str, Any]) -> None:
-        """A metric is to be updated with what belongs to this part of the batch."""
+        """The step updates a metric with values of this part of the batch."""
 
     @abstractmethod
     def assign(self, name: str, variable: Any, value: torch.Tensor) -> None:
-        """A weight of the model is to have this value."""
+        """The step assigns a weight of the model."""
 
     def is_result(self, value: Any) -> bool:
-        """Whether a metric has returned this very value in the step."""
+        """Whether a metric returned this very object in the step."""
         return id(value) in self._results
 
     def name_of(self, variable: Any) -> str | None:
         """The name of a weight; None for any other variable."""
         return self._weights.get(id(variable._value))
 
-    def _aside(self, call: Callable[..., Any], *args: Any) -> None:
-        self._is_busy = True
+    def _passed_through(self, call: Callable[..., Any], *args: Any) -> None:
+        self._passes_through = True
         try:
             call(*args)
         finally:
-            self._is_busy = False
+            self._passes_through = False
 
-    def _take_apply(self, optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
-        if self._is_busy:
+    def _intercept_apply(self, optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
+        if self._passes_through:
             _apply.plain(optimizer, grads, trainable_variables)
             return
         gradients = list(grads)
@@ -88,27 +88,27 @@ class StepCalls(ABC):
             for gradient, variable in zip(gradients, variables, strict=True)
             if gradient is not None
         ]
-        if not used:  # Keras says what it thinks of that
+        if not used:  # Keras raises its own error
             _apply.plain(optimizer, gradients, trainable_variables)
             return
         if not optimizer.built:
             optimizer.build(list(variables))
-        self._aside(self.apply, optimizer, *map(list, zip(*used, strict=True)))
+        self._passed_through(self.apply, optimizer, *map(list, zip(*used, strict=True)))
 
-    def _take_assign(self, variable: Any, value: torch.Tensor) -> None:
+    def _intercept_assign(self, variable: Any, value: torch.Tensor) -> None:
         name = self.name_of(variable)
-        if self._is_busy or name is None:
+        if self._passes_through or name is None:
             _assign.plain(variable, value)
         else:
-            self._aside(self.assign, name, variable, value)
+            self._passed_through(self.assign, name, variable, value)
 
     @contextmanager
-    def _metrics_taken(self) -> Iterator[None]:
+    def _intercepted_metrics(self) -> Iterator[None]:
         before = [dict(vars(metric)) for metric in self.metrics]
         for number, metric in enumerate(self.metrics):
             vars(metric).update(
-                update_state=partial(self._take_update, number, metric.update_state),
-                result=partial(self._take_result, metric.result),
+                update_state=partial(self._intercept_update, number, metric.update_state),
+                result=partial(self._intercept_result, metric.result),
             )
         try:
             yield
@@ -119,22 +119,22 @@ class StepCalls(ABC):
                     if name in attributes:
                         vars(metric)[name] = attributes[name]
 
-    def _take_update(
+    def _intercept_update(
         self, number: int, plain: Callable[..., Any], *args: Any, **named: Any
     ) -> None:
-        if self._is_busy:
+        if self._passes_through:
             plain(*args, **named)
         else:
-            self._aside(self.update, number, args, named)
+            self._passed_through(self.update, number, args, named)
 
-    def _take_result(self, plain: Callable[[], Any]) -> Any:
+    def _intercept_result(self, plain: Callable[[], Any]) -> Any:
         value = plain()
         for one in [value, *(value.values() if isinstance(value, dict) else ())]:
-            self._results[id(one)] = one  # kept, so that no other gets its number
+            self._results[id(one)] = one  # keeps it alive, so that its id stays unique
         return value
 
-    def plainly(self, number: int, args: Sequence[Any], named: Mapping[str, Any]) -> None:
-        """Update a metric itself."""
+    def update_metric(self, number: int, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Update a metric without interception."""
         with torch.no_grad():
             self.metrics[number].update_state(*args, **named)
 
@@ -147,6 +147,6 @@ def metrics_of(model: Any) -> list[Any]:
 
 
 def detached(value: Any) -> Any:
-    """A value that may be sent to another rank."""
+    """A value without its graph, to be sent to another rank."""
     value = getattr(value, "value", value) if hasattr(value, "assign") else value
     return value.detach() if isinstance(value, torch.Tensor) else value

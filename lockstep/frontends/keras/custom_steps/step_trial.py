@@ -1,10 +1,11 @@
-"""What a model's own step does with some samples and with their halves: is it a mean, or a sum?
+"""A trial of custom steps: are gradients, metrics and results means or sums over the samples?
 
-Gradients that the step applies, numbers that it gives to metrics and numbers that it returns must
-be a mean over the samples, or a sum: then those of parts of a batch say what those of all are.
-Otherwise parts of a batch would train another model than the batch does, and nobody would see it.
+Gradients that a step applies, numbers that it passes to metrics and numbers that it returns must
+be means or sums over the samples: only then do the values of the parts of a batch give that of the
+batch. The trial compares a few samples with their halves; without it a wrong training would go
+unnoticed.
 
-Nothing is applied or updated meanwhile. BatchNormalization takes its moving statistics, since in
+The trial applies and updates nothing. BatchNormalization uses its moving statistics, because in
 training those of a batch are of all its samples. Random numbers are the same for the same rows; a
 step that mixes rows of several kinds gets the same number in all of them.
 """
@@ -22,7 +23,7 @@ from keras import tree
 from lockstep.capture.state import left_alone
 from lockstep.data.map_style.sources import Batch
 from lockstep.errors import LossError, ModelError
-from lockstep.frontends.keras.custom_steps.custom_step import OwnSteps, data_of
+from lockstep.frontends.keras.custom_steps.custom_step import CustomSteps, data_of
 from lockstep.frontends.keras.custom_steps.step_calls import StepCalls
 from lockstep.frontends.keras.layers.layer_state import check_gradients
 from lockstep.frontends.keras.model import KerasModel
@@ -36,9 +37,9 @@ class Call:
     """One of a step's calls, or a number that it returned.
 
     Attributes:
-        key: what it was.
-        name: what it was, for messages.
-        values: gradients, or numbers; those that have a row for each sample are left out.
+        key: identifies the call.
+        name: describes the call in messages.
+        values: gradients or numbers; values with a row for each sample are left out.
     """
 
     key: tuple[str, object]
@@ -47,27 +48,27 @@ class Call:
 
 
 class _Recorder(StepCalls):
-    """Notes what a step calls.
+    """Records the calls of a step.
 
     Args:
         module: the model.
-        optimizers: takes those that it applies.
+        optimizers: a list to which the optimizers that the step applies are added.
     """
 
     def __init__(self, module: KerasModel, optimizers: list[Any]) -> None:
-        super().__init__(module, moments=_moving)
+        super().__init__(module, moments=_moving_statistics)
         self._optimizers = optimizers
         self.calls: list[Call] = []
         self.num_samples = 0
-        self._left: list[torch.Tensor] = []  # gradients that it found
+        self._stale_gradients: list[torch.Tensor] = []  # from before the step
 
     def run(self, name: str, batch: Batch) -> list[Call]:
-        """What a step calls for some samples."""
+        """The calls of a step on some samples."""
         self.calls, self.num_samples = [], batch.num_samples
         if name == "train_step":
-            self._leave_gradients()
+            self._set_stale_gradients()
         before = self._versions()
-        with torch.set_grad_enabled(name == "train_step"), self.taken():
+        with torch.set_grad_enabled(name == "train_step"), self.intercepted():
             logs = getattr(self.module.model, name)(data_of(batch))
         changed = [name for name, version in self._versions().items() if version != before[name]]
         if changed:
@@ -82,13 +83,13 @@ class _Recorder(StepCalls):
                 self._note(("log", key), f"{key!r} of what {name} returns", [value])
         return self.calls
 
-    def _leave_gradients(self) -> None:
-        """As those of the step before: a step that does not clear them adds to them."""
-        self._left = []
+    def _set_stale_gradients(self) -> None:
+        """Set gradients, as a step before would leave them, to NaN: a step must clear them."""
+        self._stale_gradients = []
         for parameter in self.module.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.full_like(parameter, math.nan)
-                self._left.append(parameter.grad)
+                self._stale_gradients.append(parameter.grad)
 
     def _versions(self) -> dict[str, int]:
         return {name: one._version for name, one in self.module.named_parameters()}
@@ -97,7 +98,9 @@ class _Recorder(StepCalls):
         if not any(one is optimizer for one in self._optimizers):
             self._optimizers.append(optimizer)
         number = [one is optimizer for one in self._optimizers].index(True)
-        if any(one is left and one.isnan().all() for one in gradients for left in self._left):
+        if any(
+            one is left and one.isnan().all() for one in gradients for left in self._stale_gradients
+        ):
             raise ModelError(
                 "A train_step must clear the gradients of the step before.",
                 received="one that adds to them",
@@ -133,75 +136,75 @@ def number_of(value: Any) -> torch.Tensor | None:
     return found if found.dim() == 0 else None
 
 
-def find_steps(module: KerasModel, name: str, batch: Batch, *, is_divided: bool) -> OwnSteps:
-    """What a model's own step does, tried on a few samples.
+def find_steps(module: KerasModel, name: str, batch: Batch, *, is_divided: bool) -> CustomSteps:
+    """What is known of a model's custom steps after a trial on a few samples.
 
     Args:
         module: the model.
         name: of the step.
         batch: the samples.
-        is_divided: batches are; else what it makes of one may be anything.
+        is_divided: True if devices work on parts of a batch; else values may be anything.
 
     Raises:
         LossError: see ``try_step``.
-        ModelError: optimizers that cannot be told apart, or see ``check_gradients``.
+        ModelError: see ``CustomSteps.check`` and ``check_gradients``.
     """
     if is_divided:
         check_gradients(module)
-    own = OwnSteps.of(module.model)
+    custom = CustomSteps.of(module.model)
     module.forget_direct_calls()
     with nullcontext() if is_divided else suppress(LossError):
-        try_step(module, name, batch, own)
-    own.add_built(module.model)
-    own.check()
-    return own
+        try_step(module, name, batch, custom)
+    custom.add_built(module.model)
+    custom.check()
+    return custom
 
 
-def try_step(module: KerasModel, name: str, batch: Batch, own: OwnSteps) -> None:
-    """Compare what a step makes of some samples with what it makes of their halves.
+def try_step(module: KerasModel, name: str, batch: Batch, custom: CustomSteps) -> None:
+    """Compare the calls of a step on some samples with those on their halves.
 
     Args:
-        module: the model, which is left as it is.
+        module: the model, which is restored.
         name: of the step.
         batch: the samples.
-        own: what is known of the steps; optimizers and sums are added.
+        custom: what is known of the steps; optimizers and sums are added.
 
     Raises:
-        LossError: something is neither a mean over the samples nor a sum.
+        LossError: a value is neither a mean nor a sum over the samples.
     """
-    trouble = None
+    difference = None
     for by_row in (True, False):
-        recorder = _Recorder(module, own.optimizers)
+        recorder = _Recorder(module, custom.optimizers)
         with left_alone(module, with_trained=True) as state:
             run = partial(recorder.run, name)
             found = on_halves(module, run, batch, state, training=False, draws_by_row=by_row)
         if found is None:
             continue
-        trouble = _difference(found, batch.num_samples, tolerance_of(module), own)
-        if trouble is None:
+        difference = _difference(found, batch.num_samples, tolerance_of(module), custom)
+        if difference is None:
             return
-    if trouble is not None:
+    if difference is not None:
         raise LossError(
             f"What a {name} computes must be a mean, or a sum, over its samples: each device runs "
             "it on a part of the batch.",
-            received=trouble,
+            received=difference,
             fix="Reduce with ops.mean over the samples; give metrics the samples' own values "
             "(update_state(y, y_pred)); or put what compares samples with each other into "
             "compute_loss, which gets the whole batch, and leave train_step out.",
         )
 
 
-def _moving(
+def _moving_statistics(
     layer: Any, inputs: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The statistics that a BatchNormalization layer has gathered."""
+    """The moving mean and variance of a BatchNormalization layer."""
     return layer.moving_mean.value.detach(), layer.moving_variance.value.detach()
 
 
 def _difference(
-    runs: Sequence[Sequence[Call]], num_samples: int, tolerance: float, own: OwnSteps
+    runs: Sequence[Sequence[Call]], num_samples: int, tolerance: float, custom: CustomSteps
 ) -> str | None:
-    """What shows that something is neither a mean nor a sum; None if nothing does."""
+    """Describes a value that is neither a mean nor a sum; None if there is none."""
     whole, *parts = runs
     part = 0.5 if num_samples == 1 else num_samples // 2 / num_samples  # of the first half
     if any([one.key for one in part] != [one.key for one in whole] for part in parts):
@@ -215,16 +218,16 @@ def _difference(
         if not math.isfinite(size):
             continue  # an error of its own
         if _distance(call.values, means) <= tolerance * size:
-            own.means.add(call.key)
+            custom.means.add(call.key)
             continue
         if _distance(call.values, [one + other for one, other in pairs]) <= tolerance * size:
-            own.sums.add(call.key)
+            custom.sums.add(call.key)
             continue
-        return f"{call.name}, which is neither for {_both(call.values, means)}"
+        return f"{call.name}, which is neither for {_compared(call.values, means)}"
     return None
 
 
-def _both(values: Sequence[torch.Tensor], means: Sequence[torch.Tensor]) -> str:
+def _compared(values: Sequence[torch.Tensor], means: Sequence[torch.Tensor]) -> str:
     return f"some samples ({_norm(values):.7g}) and their halves ({_norm(means):.7g} on average)"
 
 

@@ -1,4 +1,4 @@
 """Keras's ``fit``, ``evaluate`` and ``predict`` as tasks of all ranks.
 
-Entry points: ``tasks`` and ``fit_driver`` (Keras's callbacks between steps).
+Entry points: ``tasks``, and ``fit_driver``, which calls Keras's callbacks between steps.
 """

@@ -1,4 +1,4 @@
-"""A runner of Keras models that writes checkpoints, and goes on from them."""
+"""A runner of Keras models that writes checkpoints, and resumes from them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -6,7 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.errors import OptionError
-from lockstep.frontends.keras.fit.checkpoints import Checkpoint, KeptCallback, kept
+from lockstep.frontends.keras.fit.checkpoints import (
+    Checkpoint,
+    CheckpointedCallback,
+    checkpointed_callbacks,
+)
 from lockstep.frontends.keras.fit_options import FitOptions
 from lockstep.frontends.keras.optim.optimizer_copy import options_of, set_options
 from lockstep.plan.makers.data_parallel import Maker
@@ -26,10 +30,10 @@ from lockstep.train.resume.resuming_runner import ResumingRunner
 
 
 class CheckpointRunner(ResumingRunner):
-    """A runner whose ``fit`` may be kept.
+    """A runner whose ``fit`` may have checkpoints.
 
     Attributes:
-        keeper: writes the checkpoints of the ``fit`` under way; None without.
+        keeper: writes the checkpoints of the current ``fit``; None without.
         record: of that ``fit``; None without.
     """
 
@@ -41,11 +45,11 @@ class CheckpointRunner(ResumingRunner):
 
     @property
     def stop_training(self) -> bool:
-        """Whether a callback wants training to end."""
+        """Whether a callback has ended training."""
         return bool(self.model.model.stop_training)
 
     @contextmanager
-    def kept(
+    def checkpointed(
         self,
         checkpoint: Checkpoint | None,
         make_facts: Callable[[], Facts],
@@ -54,19 +58,19 @@ class CheckpointRunner(ResumingRunner):
         memory: MemoryCheckpoints,
         verbose: Any,
     ) -> Iterator[History | None]:
-        """Within the block a ``fit`` is kept; gives its history, where it had ended before.
+        """Within the block a ``fit`` has checkpoints; gives its history if it had ended before.
 
         Args:
-            checkpoint: where; None to keep nothing.
-            make_facts: says what it is asked to do.
+            checkpoint: where they are written; None for none.
+            make_facts: returns the facts of this call of ``fit``.
             callbacks: Keras's list of them.
-            options: what it was told.
-            memory: what this process has of it in memory.
+            options: of ``fit``.
+            memory: checkpoints of this process in memory.
             verbose: 0 is silent.
 
         Raises:
-            CheckpointError: what is there is of another ``fit``, or not whole.
-            OptionError: after a loss nobody could go on.
+            CheckpointError: the checkpoint is of another ``fit``, or not complete.
+            OptionError: training could not be resumed after a process was lost.
         """
         context, restarts = self._job_context, options.restarts
         has_checkpoint = checkpoint is not None
@@ -86,8 +90,11 @@ class CheckpointRunner(ResumingRunner):
             epochs = 0 if options.initial_epoch else self._epochs_trained
             steps = int(self.model.model.optimizer._iterations.value)
             keeper.record = record = self._record_of(memory, make_facts, epochs, steps)
-            keeper.set_trainer(self)  # type: ignore[arg-type]  # it has what a keeper asks for
-            self.keeper, self.callbacks = keeper, kept(callbacks) if self._is_chief else []
+            keeper.set_trainer(self)  # type: ignore[arg-type]  # it has the attributes that are used
+            self.keeper, self.callbacks = (
+                keeper,
+                checkpointed_callbacks(callbacks) if self._is_chief else [],
+            )
             try:
                 if (ended := self._take_up_found(keeper)) is not None:
                     yield ended
@@ -100,7 +107,7 @@ class CheckpointRunner(ResumingRunner):
 
     @contextmanager
     def _recorded(self, checkpoint: Checkpoint | None) -> Iterator[None]:
-        """Within the block a record is kept, beside the checkpoints or as the user's always."""
+        """Within the block a record is written, beside the checkpoints or where the user says."""
         self.record = self._record_in(
             None, None if checkpoint is None else checkpoint.files.directory
         )
@@ -121,28 +128,28 @@ class CheckpointRunner(ResumingRunner):
         """Callbacks are on host 0."""
         return state if self._is_chief else replace(state, callbacks=[])
 
-    def begin_kept(self, restarts: int) -> None:
+    def begin_checkpoints(self, restarts: int) -> None:
         """Callbacks' ``on_train_begin`` has been called."""
         for each in self.callbacks:
-            assert isinstance(each, KeptCallback)
+            assert isinstance(each, CheckpointedCallback)
             each.begin()
         if self.keeper is not None and self._resumed is None and restarts:
             self._keep_beginning(self.keeper)
 
-    def finish_kept(self, history: History) -> None:
+    def finish_checkpoints(self, history: History) -> None:
         """Callbacks' ``on_train_end`` has been called: write the last checkpoint."""
         if self.keeper is not None:
             self._finish(self.keeper, history)
 
 
-def check_copied(maker: Maker) -> None:
-    """See that one process has all of a training, which copies in memory need.
+def check_restartable(maker: Maker) -> None:
+    """Check that one process has the whole training, which copies in memory need.
 
     Args:
         maker: of its Plan.
 
     Raises:
-        OptionError: replicas train apart.
+        OptionError: every replica has its own optimizer.
     """
     if maker.trains_apart:
         raise OptionError(

@@ -1,8 +1,8 @@
-"""Checkpoints of a Keras model: the callback that asks for them, and what callbacks keep.
+"""Checkpoints of a Keras model: the callback that turns them on, and the state of callbacks.
 
-They are those of a Trainer (``train.checkpointing.checkpoints``): the same files, by the same
-thread. What is Keras's own is here. Its callbacks have no ``state_dict``: what one has come to
-since training began is what differs of its attributes from those that ``on_train_begin`` left.
+Checkpoints are those of a Trainer (``train.checkpointing.checkpoints``): the same files, written by
+the same thread. Keras's callbacks have no ``state_dict``, so the state of one is those of its
+attributes that have changed since ``on_train_begin``.
 """
 
 import os
@@ -25,14 +25,14 @@ from lockstep.train.validation.checks import check_restarts
 _ARRAY = "numpy array"
 
 
-class Asking(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
-    """A callback that asks something of ``fit`` under a strategy, and does nothing itself."""
+class OptionCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
+    """A callback that is an option of ``fit`` under a strategy, and does nothing itself."""
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """See that somebody hears it.
+        """Check that Lockstep trains the model.
 
         Raises:
-            OptionError: Keras itself trains the model.
+            OptionError: Keras itself does.
         """
         if "_lockstep" not in vars(self.model):
             raise OptionError(
@@ -44,29 +44,29 @@ class Asking(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untype
             )
 
 
-class Checkpoint(Asking):
+class Checkpoint(OptionCallback):
     """Where and how often ``model.fit(callbacks=[...])`` writes checkpoints.
 
-    For models made or compiled in the scope of a strategy. The same script started again goes on at
-    the very next batch, with the bits that it would have had, on another number of devices too; a
-    ``fit`` that had ended trains nothing and has the same history. Each ``fit`` has a folder of its
-    own. On several hosts host 0 reads and writes.
+    For models made or compiled in the scope of a strategy. The same script, started again, resumes
+    at the next batch and gives the same bits, also on another number of devices; a ``fit`` that had
+    ended trains nothing and has the same history. Each ``fit`` has a folder of its own. On several
+    hosts host 0 reads and writes.
 
-    Other callbacks go on with what their attributes have come to since training began: numbers,
-    texts, arrays, and lists, tuples and dicts of these. One that has ``state_dict()`` and
-    ``load_state_dict()`` says so itself.
+    The state of other callbacks is what has changed of their attributes since training began:
+    numbers, texts, arrays, and lists, tuples and dicts of these. A callback with ``state_dict()``
+    and ``load_state_dict()`` gives its state itself.
 
     Args:
-        directory: the folder, which need not be there yet; or a URL that fsspec opens, as in
+        directory: the folder, which need not exist yet; or a URL that fsspec opens, as in
             ``s3://bucket/run``.
-        every: ``"epoch"``, ``"100 steps"`` or ``"60s"``. The end of a ``fit`` is written always.
+        every: ``"epoch"``, ``"100 steps"`` or ``"60s"``. The end of a ``fit`` is always written.
         keep: how many checkpoints are kept, the newest.
-        on_difference: what to do where the script has changed in a way that changes the result:
+        on_difference: what to do if the script has changed in a way that changes the result:
             ``"error"``, ``"take new"`` or ``"keep"``, as of ``lockstep.Checkpoint``. A
             ``LearningRateSchedule`` is the script's, and no part of a checkpoint.
 
     Raises:
-        OptionError: an argument cannot be what it is; in ``fit``, the model has no strategy.
+        OptionError: an argument is invalid; in ``fit``, the model has no strategy.
     """
 
     def __init__(
@@ -80,21 +80,21 @@ class Checkpoint(Asking):
         self.files = files.Checkpoint(directory, every, keep, on_difference)
 
 
-class Restarts(Asking):
-    """How often ``model.fit(callbacks=[...])`` goes on after the loss of a process or a host.
+class Restarts(OptionCallback):
+    """How often ``model.fit(callbacks=[...])`` resumes after the loss of a process or a host.
 
-    To the same bits, as ``lockstep.Trainer.fit(restarts=...)``. On one host with fresh processes,
-    from the last copy of the training in memory: callbacks are not called again for steps that are
-    made again, and what they have changed is changed again. On several hosts from the newest
-    checkpoint, on disk or in the memory of host 0 or 1, with a ``Checkpoint`` among the callbacks,
-    and ``lockstep run --restarts`` or another who starts scripts again: steps since then are made
-    again with all callbacks, which go on with what a ``Checkpoint`` keeps of them.
+    The result has the same bits, as with ``lockstep.Trainer.fit(restarts=...)``. On one host new
+    processes resume from the last copy of the training in memory: for repeated steps callbacks are
+    not called again, and their changes are applied again. On several hosts training resumes from
+    the newest checkpoint, on disk or in the memory of host 0 or 1. That needs a ``Checkpoint``
+    among the callbacks, and ``lockstep run --restarts`` or another launcher that restarts scripts:
+    repeated steps call all callbacks, which have the state that the ``Checkpoint`` has of them.
 
     Args:
         most: how often; at least 0.
 
     Raises:
-        OptionError: it is no such number; in ``fit``, the model has no strategy.
+        OptionError: an invalid number; in ``fit``, the model has no strategy.
     """
 
     def __init__(self, most: int) -> None:
@@ -104,12 +104,12 @@ class Restarts(Asking):
 
 
 def restarts_in(callbacks: Any) -> int:
-    """How often to go on, as the callbacks of a ``fit`` say."""
-    return max((one.most for one in _each(callbacks) if isinstance(one, Restarts)), default=0)
+    """The number of restarts that the callbacks of a ``fit`` allow."""
+    return max((one.most for one in _flat_list(callbacks) if isinstance(one, Restarts)), default=0)
 
 
 def checkpoint_in(callbacks: Any) -> Checkpoint | None:
-    """The one that is among the callbacks of a ``fit``, if there is one.
+    """The ``Checkpoint`` among the callbacks of a ``fit``; None without.
 
     Args:
         callbacks: as ``fit`` takes them.
@@ -117,7 +117,7 @@ def checkpoint_in(callbacks: Any) -> Checkpoint | None:
     Raises:
         OptionError: there are several, or a ``BackupAndRestore`` as well.
     """
-    each = _each(callbacks)
+    each = _flat_list(callbacks)
     found = [one for one in each if isinstance(one, Checkpoint)]
     others = [one for one in each if isinstance(one, BackupAndRestore)]
     if not found:
@@ -131,14 +131,14 @@ def checkpoint_in(callbacks: Any) -> Checkpoint | None:
     return found[0]
 
 
-def _each(callbacks: Any) -> list[Any]:
-    """Callbacks, as ``fit`` takes them."""
+def _flat_list(callbacks: Any) -> list[Any]:
+    """Callbacks, which ``fit`` takes in any structure, as a list."""
     listed = getattr(callbacks, "callbacks", callbacks)
     return [one for one in keras.tree.flatten(listed) if one is not None]
 
 
-class KeptCallback(Callback):
-    """A callback of Keras's as a part of the training's state.
+class CheckpointedCallback(Callback):
+    """A Keras callback as a part of the training's state.
 
     Args:
         callback: the callback.
@@ -154,7 +154,7 @@ class KeptCallback(Callback):
 
     def begin(self) -> None:
         """Training has begun."""
-        self._begun = copied(self._plain())
+        self._begun = copied(self._plain_attributes())
 
     def state_dict(self) -> dict[str, Any]:
         if hasattr(self._callback, "state_dict"):
@@ -163,41 +163,39 @@ class KeptCallback(Callback):
         begun = self._begun or {}
         return {
             name: value
-            for name, value in self._plain().items()
+            for name, value in self._plain_attributes().items()
             if name not in begun or not _is_same(value, begun[name])
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._begun is None:
-            return  # it is told once more when training has begun, which resets most callbacks
+            return  # it is loaded again after ``on_train_begin``, which resets most callbacks
         if hasattr(self._callback, "load_state_dict"):
             self._callback.load_state_dict(state)
         else:
             if getattr(self._callback, "monitor_op", self) is None:
-                self._callback._set_monitor_op()  # of Keras's: it changes ``min_delta``, once
-            vars(self._callback).update({name: _own(value) for name, value in state.items()})
+                self._callback._set_monitor_op()  # Keras's: it changes ``min_delta``, once
+            vars(self._callback).update({name: _from_tree(value) for name, value in state.items()})
 
-    def _plain(self) -> dict[str, Tree]:
-        """Attributes that can be written."""
+    def _plain_attributes(self) -> dict[str, Tree]:
+        """Attributes that can be written to a file."""
         found = {}
         for name, value in vars(self._callback).items():
-            tree = _tree(value)
+            tree = _to_tree(value)
             try:
                 flattened(tree)
-            except CheckpointError:  # it refers to something else, and makes that anew
+            except CheckpointError:  # a reference to another object
                 continue
             found[name] = tree
         return found
 
 
-class Beginning:
-    """What a ``fit`` begins with beside its data, to begin once more in the same process.
-
-    The rest is in the checkpoint with which it then goes on.
+class FitSnapshot:
+    """The state before a ``fit`` that checkpoints lack, to begin again in the same process.
 
     Args:
-        model: which is going to be trained.
-        trainer: of the model; None where it was not made.
+        model: the model to be trained.
+        trainer: of the model; None before it is made.
         callbacks: as ``fit`` takes them.
     """
 
@@ -206,12 +204,12 @@ class Beginning:
         self._steps = 0 if self._iterations is None else int(self._iterations.value)
         self._epochs = 0 if trainer is None else trainer._epochs_trained
         self._callbacks = [
-            (one, {*vars(one)}, copied(KeptCallback(one)._plain()))
-            for one in (_each(callbacks) if restarts_in(callbacks) else ())
+            (one, {*vars(one)}, copied(CheckpointedCallback(one)._plain_attributes()))
+            for one in (_flat_list(callbacks) if restarts_in(callbacks) else ())
         ]
 
     def restore(self, trainer: Any) -> None:
-        """Have all be so again; the model's trainer may have been made since."""
+        """Restore the state; the model's trainer may be new."""
         if self._iterations is not None:
             self._iterations.assign(self._steps)
         if trainer is not None:
@@ -219,31 +217,33 @@ class Beginning:
         for callback, names, plain in self._callbacks:
             for name in {*vars(callback)} - names:
                 delattr(callback, name)
-            vars(callback).update({name: _own(value) for name, value in copied(plain).items()})
+            vars(callback).update(
+                {name: _from_tree(value) for name, value in copied(plain).items()}
+            )
 
 
-def kept(callbacks: Any) -> list[Callback]:
-    """Those of Keras's list of callbacks that keep something."""
-    left = (Asking, ProgbarLogger)
-    return [KeptCallback(one) for one in callbacks.callbacks if not isinstance(one, left)]
+def checkpointed_callbacks(callbacks: Any) -> list[Callback]:
+    """Those of Keras's list of callbacks that have a state."""
+    left = (OptionCallback, ProgbarLogger)
+    return [CheckpointedCallback(one) for one in callbacks.callbacks if not isinstance(one, left)]
 
 
-def _tree(value: Any) -> Tree:
+def _to_tree(value: Any) -> Tree:
     """A value with its arrays as tensors."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return {_ARRAY: torch.from_numpy(value.copy())}
     if type(value) is dict:
-        return {key: _tree(one) for key, one in value.items()}
-    return type(value)(map(_tree, value)) if type(value) in (list, tuple) else value
+        return {key: _to_tree(one) for key, one in value.items()}
+    return type(value)(map(_to_tree, value)) if type(value) in (list, tuple) else value
 
 
-def _own(tree: Tree) -> Any:
-    """The value that it was."""
+def _from_tree(tree: Tree) -> Any:
+    """The value of which ``_to_tree`` made the tree."""
     if isinstance(tree, Mapping):
         if [*tree] == [_ARRAY]:
             return tree[_ARRAY].numpy()
-        return {key: _own(one) for key, one in tree.items()}
-    return type(tree)(map(_own, tree)) if isinstance(tree, list | tuple) else tree
+        return {key: _from_tree(one) for key, one in tree.items()}
+    return type(tree)(map(_from_tree, tree)) if isinstance(tree, list | tuple) else tree
 
 
 def _is_same(one: Tree, other: Tree) -> bool:

@@ -1,8 +1,8 @@
-"""Keras's data, as what a task runs on.
+"""Data of Keras's methods, adapted for tasks.
 
-Keras's own adapters say what is given: arrays are read by index on every rank; anything else (a
-``tf.data.Dataset``, a ``PyDataset``, a DataLoader, a generator) is read batch by batch on rank 0,
-while all ranks work on the batch before. How long an epoch is, Keras's own iterator says.
+Keras's own adapters recognise the data. Every rank reads arrays by index; rank 0 reads anything
+else (a ``tf.data.Dataset``, a ``PyDataset``, a DataLoader, a generator) batch by batch, while all
+ranks work on the batch before. Keras's own iterator gives the length of an epoch.
 """
 
 import warnings
@@ -46,30 +46,30 @@ def adapt_data(
     is_summed: bool = False,
     layout: Layout = Layout(),  # noqa: B008  # it is frozen
 ) -> DataPipeline:
-    """Data as Keras's methods take it.
+    """Adapt data as Keras's methods take it.
 
     Args:
         x: see ``keras.Model.fit``, here and for the next ones.
         y: targets.
         sample_weight: weights of samples.
         batch_size: of the global batch.
-        steps: batches of a pass; as in Keras, 0 is as good as None, and a negative number is all.
-        shuffle: of the batches of a ``PyDataset``; arrays are shuffled by the task.
+        steps: batches of a pass; as in Keras, 0 is the same as None, and a negative number is all.
+        shuffle: of the batches of a ``PyDataset``; the task shuffles arrays.
         class_weight: weights by class.
         seed: of the random numbers that reading draws.
-        resets: when Keras's iterator is reset, as Keras's method does: before the first pass
-            ("once"; then every pass goes on in the data where the one before has ended, if it has
-            steps), before every pass, or not at all.
+        resets: when Keras's iterator is reset, as in Keras's method: before the first pass ("once";
+            then a pass with a number of steps continues where the one before ended), before every
+            pass, or never.
         name: of the data, for messages.
         prepare: called with Keras's iterator before anything is read.
-        is_read_here: what is read batch by batch is read by this process, and not on another host.
+        is_read_here: True if this process reads streams, and not another host.
         is_summed: see ``Reading``.
         layout: where samples are in batches of a stream; arrays have them first.
 
     Raises:
-        DataError: there are no samples, or not all of them.
-        OptionError: nothing says how large the batches of arrays are.
-        ValueError: Keras's own, for what is no data or does not fit together.
+        DataError: there are no samples, or only a part of them.
+        OptionError: the batch size of arrays is unknown.
+        ValueError: Keras's own, for invalid data, or parts that do not fit together.
     """
     check_whole(x, name)
     iterator = EpochIterator(
@@ -126,14 +126,14 @@ def samples_in(data: Any, layout: Layout) -> Source:
     feed = adapt_data(*layout.arrays(x, y), weights, layout=layout)
     try:
         samples = sample_of(feed.source)
-        assert samples is not None  # they are read here
+        assert samples is not None  # this process reads them
         return samples
     finally:
         feed.close()
 
 
 def _check_size(batch_size: int, steps: int | None) -> None:
-    """Arrays are cut into as many batches as there are steps, if nobody says how large they are."""
+    """Check a batch size that Keras has computed from the number of steps."""
     if batch_size < 1:
         raise OptionError(
             "Without a batch size, arrays are cut into as many batches as there are steps.",
@@ -143,7 +143,7 @@ def _check_size(batch_size: int, steps: int | None) -> None:
 
 
 def _num_steps(iterator: EpochIterator) -> int | None:
-    """The batches of an epoch, where that is known."""
+    """The number of batches of an epoch; None if it is unknown."""
     return _positive(iterator.num_batches) or iterator.data_adapter.num_batches
 
 
@@ -153,7 +153,7 @@ def _positive(steps: int | None) -> int | None:
 
 
 def warn_if_short(feed: DataPipeline, num_epochs: int) -> None:
-    """Tell, as Keras does, that an epoch will have fewer steps than it was to have."""
+    """Warn, as Keras does, that an epoch will have fewer steps than asked for."""
     if isinstance(feed.source, SharedStream) or feed.steps_per_epoch is None:
         return
     in_pass = -(-len(feed.source) // feed.batch_size)
@@ -166,7 +166,7 @@ def warn_if_short(feed: DataPipeline, num_epochs: int) -> None:
 
 
 class _Stream(Stream):
-    """Batches as Keras has them."""
+    """A stream of Keras's batches."""
 
     def batch(self, element: Any) -> ArraySource:
         source = _array_source(element)

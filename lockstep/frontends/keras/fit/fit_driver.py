@@ -15,13 +15,13 @@ from keras.src.utils.python_utils import pythonify_logs
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import OptionError, WorkerError
 from lockstep.frontends.keras.fit.checkpoint_runner import CheckpointRunner
-from lockstep.frontends.keras.fit.checkpoints import Asking
-from lockstep.frontends.keras.fit.tasks import BatchLosses, KerasDriver, LossMeans, Telling
+from lockstep.frontends.keras.fit.checkpoints import OptionCallback
+from lockstep.frontends.keras.fit.tasks import BatchLosses, KerasDriver, LossMeans, ReportTimes
 from lockstep.frontends.keras.layers.attributes import (
     NO_SETTINGS,
     described,
-    foreign_parts,
-    with_settings,
+    objects_with_settings,
+    user_defined_parts,
 )
 from lockstep.frontends.keras.model import KerasModel
 from lockstep.frontends.keras.optim.optimizer_copy import set_options
@@ -35,17 +35,16 @@ from lockstep.train.fault_tolerance.backups import Backups
 from lockstep.train.fault_tolerance.restarting import RestartingDriver
 from lockstep.train.fault_tolerance.run_record import RunRecord
 
-# Of Keras's own callbacks, those that look on.
-_ONLOOKERS = ("History", "ProgbarLogger")
+# Keras's own callbacks that change nothing.
+_OBSERVERS = ("History", "ProgbarLogger")
 
 
 def acts_in(callback: Any, *methods: str) -> bool:
     """Whether a callback does anything in one of these methods.
 
-    Those of Keras that do so when they were told to (a ``ModelCheckpoint`` by its ``save_freq``)
-    are asked.
+    For some of Keras's this depends on an option (``save_freq`` of a ``ModelCheckpoint``).
     """
-    if _looks_on(callback):
+    if _only_observes(callback):
         return False
     if _is_own(callback):
         if getattr(callback, "save_freq", None) == "epoch":
@@ -59,55 +58,55 @@ def acts_in(callback: Any, *methods: str) -> bool:
 
 
 def any_acts_in(callbacks: Any, *methods: str) -> bool:
-    """Whether one of Keras's list of callbacks does."""
+    """Whether one of Keras's list of callbacks does anything in one of these methods."""
     return any(acts_in(one, *methods) for one in callbacks.callbacks)
 
 
-def telling(callbacks: Any, *methods: str, shows_bar: bool = True) -> Telling:
-    """After which batches callbacks are told of metrics.
+def report_times(callbacks: Any, *methods: str, shows_bar: bool = True) -> ReportTimes:
+    """After which batches callbacks need metrics.
 
     Args:
         callbacks: Keras's list of them.
-        methods: in which they get the metrics.
-        shows_bar: a progress bar, if there is one, moves with these batches.
+        methods: those that get the metrics.
+        shows_bar: True if a progress bar, if there is one, moves with these batches.
     """
     if any_acts_in(callbacks, *methods):
         return "each"
     bars = [one for one in callbacks.callbacks if isinstance(one, ProgbarLogger)]
-    return "in time" if shows_bar and any(bar.verbose == 1 for bar in bars) else "never"
+    return "timed" if shows_bar and any(bar.verbose == 1 for bar in bars) else "never"
 
 
-def _is_foreign(callback: Any) -> bool:
-    """Whether it may change anything: those that come with Keras change values and options."""
-    is_own = _is_own(callback) or isinstance(callback, Asking)
+def _is_user_defined(callback: Any) -> bool:
+    """Whether a callback is the user's, and may change anything: Keras's change only values."""
+    is_own = _is_own(callback) or isinstance(callback, OptionCallback)
     return not is_own or type(callback).__name__ == "LambdaCallback"
 
 
 def _is_own(callback: Any) -> bool:
-    """Whether it comes with Keras."""
+    """Whether a callback is one of Keras's."""
     return type(callback).__module__.startswith("keras.src.callbacks")
 
 
-def _looks_on(callback: Any) -> bool:
-    """Whether it is one of Keras's that change nothing, and wait for nothing."""
-    if isinstance(callback, Asking):
+def _only_observes(callback: Any) -> bool:
+    """Whether a callback changes nothing, and waits for nothing."""
+    if isinstance(callback, OptionCallback):
         return True
-    return _is_own(callback) and type(callback).__name__ in _ONLOOKERS
+    return _is_own(callback) and type(callback).__name__ in _OBSERVERS
 
 
 def may_stop(callbacks: Any, loop: str) -> bool:
-    """Whether callbacks may end an evaluation or a prediction: those of Keras do not.
+    """Whether callbacks may end an evaluation or a prediction: only the user's may.
 
     Args:
         callbacks: Keras's list of them.
-        loop: what their methods call it: "test" or "predict".
+        loop: its name in their methods: "test" or "predict".
     """
     methods = (f"on_{loop}_begin", f"on_{loop}_batch_begin", f"on_{loop}_batch_end")
-    return any(_is_foreign(one) and acts_in(one, *methods) for one in callbacks.callbacks)
+    return any(_is_user_defined(one) and acts_in(one, *methods) for one in callbacks.callbacks)
 
 
 class EvaluationDriver(KerasDriver):
-    """Conducts ``evaluate``, and the validation of a ``fit``.
+    """Rank 0's part in ``evaluate``, and in the validation of a ``fit``.
 
     Args:
         model: the Keras model, whose metrics hold the values.
@@ -119,7 +118,7 @@ class EvaluationDriver(KerasDriver):
         self._callbacks = callbacks
 
     @property
-    def wants_out(self) -> bool:  # type: ignore[override]  # an attribute in the base
+    def wants_to_stop(self) -> bool:  # type: ignore[override]  # an attribute in the base
         return bool(self._model.stop_evaluating)
 
     def results(self, losses: Logs) -> Logs:
@@ -147,7 +146,7 @@ class EvaluationDriver(KerasDriver):
 
 
 class PredictionDriver(KerasDriver):
-    """Conducts ``predict``.
+    """Rank 0's part in ``predict``.
 
     Args:
         module: the Keras model.
@@ -160,15 +159,15 @@ class PredictionDriver(KerasDriver):
         self._outputs: dict[str, Tree] = {}
 
     @property
-    def wants_out(self) -> bool:  # type: ignore[override]  # an attribute in the base
+    def wants_to_stop(self) -> bool:  # type: ignore[override]  # an attribute in the base
         return bool(self._model.stop_predicting)
 
     def begin_batch(self, index: int) -> None:
         self._callbacks.on_predict_batch_begin(index)
 
-    def tell_outputs(self, outputs: Tree) -> None:
-        told = map_tensors(backend.convert_to_numpy, self._layout.outputs(outputs))
-        self._outputs = {"outputs": told}
+    def report_outputs(self, outputs: Tree) -> None:
+        shown = map_tensors(backend.convert_to_numpy, self._layout.outputs(outputs))
+        self._outputs = {"outputs": shown}
 
     def end_batch(self, index: int, losses: Logs | None) -> None:
         self._callbacks.on_predict_batch_end(index, self._outputs)
@@ -180,16 +179,16 @@ def _loss_metrics(model: Any) -> list[Any]:
 
 
 class KerasFitDriver(RestartingDriver, EvaluationDriver):
-    """Conducts a ``fit``.
+    """Rank 0's part in ``fit``.
 
     Args:
         module: the model.
         callbacks: Keras's list of them.
-        watch: sees what callbacks change.
-        interrupt: what has become of Ctrl-C.
-        runner: whose training it is.
-        backups: of it; None without.
-        record: of it; None to keep none.
+        watch: detects changes that callbacks make.
+        interrupt: the state of Ctrl-C.
+        runner: runs the training.
+        backups: of the training; None without.
+        record: of the training; None without.
     """
 
     def __init__(
@@ -206,20 +205,22 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
         RestartingDriver.__init__(self, interrupt, runner, backups, record)
         self._module = module
         self._watch = watch
-        self._has_foreign = any(map(_is_foreign, callbacks.callbacks))
-        self._has_actors = not all(map(_looks_on, callbacks.callbacks))
+        self._has_user_callbacks = any(map(_is_user_defined, callbacks.callbacks))
+        self._has_acting_callbacks = not all(map(_only_observes, callbacks.callbacks))
         self._settings: SettingsWatch | None = None
-        if self._has_foreign:
-            self._settings = SettingsWatch(partial(with_settings, module.model), NO_SETTINGS)
-        self._foreign_parts: list[Any] = []
-        self._seen = LossMeans()  # the loss so far in the epoch
-        self._told = LossMeans()  # this, and the parts of several losses
-        self._news: Logs = {}  # for the step under way
+        if self._has_user_callbacks:
+            self._settings = SettingsWatch(
+                partial(objects_with_settings, module.model), NO_SETTINGS
+            )
+        self._user_parts: list[Any] = []
+        self._loss_means = LossMeans()  # the loss so far in the epoch
+        self._reported_means = LossMeans()  # the same, with each of several losses
+        self._step_logs: Logs = {}  # of the current step
         self.logs: Logs = {}
 
     @property
     def stop_training(self) -> bool:  # type: ignore[override]  # an attribute in the base
-        """Whether a callback wants training to end."""
+        """Whether a callback has ended training."""
         return bool(self._model.stop_training)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -228,16 +229,16 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
         self._journal.once(partial(self._callbacks.on_epoch_begin, epoch))
         if self._settings is not None:
             self._settings.begin_epoch()
-            self._foreign_parts = foreign_parts(self._model)
+            self._user_parts = user_defined_parts(self._model)
         self._begin_means()
 
     def _begin_means(self) -> None:
         names = [metric.name for metric in _loss_metrics(self._model)]
-        self._seen, self._told = LossMeans(), LossMeans(names)
+        self._loss_means, self._reported_means = LossMeans(), LossMeans(names)
 
     def resume_after(self, error: WorkerError) -> Resume | None:
         resume = super().resume_after(error)
-        if resume is not None:  # an epoch that has begun goes on from its sums
+        if resume is not None:  # an epoch that has begun continues from its sums
             self._model.reset_metrics()
             self._begin_means()
         return resume
@@ -257,13 +258,13 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
     def end_validation(self, logs: Logs) -> None:
         self._journal.once(partial(super().end_validation, logs))
 
-    def tell_losses(self, batches: Sequence[BatchLosses]) -> None:
-        self._told.add(batches)
-        self._news = self.results(self._told.logs)
+    def report_losses(self, batches: Sequence[BatchLosses]) -> None:
+        self._reported_means.add(batches)
+        self._step_logs = self.results(self._reported_means.logs)
 
     def end_step(self, index: int, result: StepResult) -> None:
-        self._seen.add([(result.num_samples, [result.loss if result.weight else 0.0])])
-        logs, self._news = self._news or self._seen.logs, {}
+        self._loss_means.add([(result.num_samples, [result.loss if result.weight else 0.0])])
+        logs, self._step_logs = self._step_logs or self._loss_means.logs, {}
         self._record.end_step(index)
         self._journal.once(partial(self._show_step, index, logs))
 
@@ -272,8 +273,10 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
         if self._keeper is not None:
             self._keeper.on_train_batch_end(index)
 
-    def go_on(self, results: Sequence[StepResult]) -> None:
-        self._seen.add((one.num_samples, [one.loss if one.weight else 0.0]) for one in results)
+    def resume_epoch(self, results: Sequence[StepResult]) -> None:
+        self._loss_means.add(
+            (one.num_samples, [one.loss if one.weight else 0.0]) for one in results
+        )
 
     def _asks_for_state(self, index: int) -> bool:
         return self._keeper is not None and self._keeper.takes_state(index)
@@ -285,11 +288,11 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
         set_options(self._model.optimizer, options[0])
 
     def end_epoch(self, epoch: int, logs: Logs) -> None:
-        told = self._journal.once(partial(self._show_epoch, epoch, logs))  # callbacks may add some
-        self.history.add(epoch, told)
+        shown = self._journal.once(partial(self._show_epoch, epoch, logs))  # callbacks may add some
+        self.history.add(epoch, shown)
         if self._keeper is not None:
             self._journal.once(partial(self._keeper.on_epoch_end, epoch))
-        self.logs = told
+        self.logs = shown
 
     def _show_epoch(self, epoch: int, logs: Logs) -> Logs:
         self._record.end_epoch(epoch, logs)
@@ -297,7 +300,7 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
         return logs
 
     def fingerprint(self) -> object:
-        if not self._has_foreign:
+        if not self._has_user_callbacks:
             return None
         model, optimizer = self._model, self._model.optimizer
         rate = optimizer._learning_rate
@@ -310,24 +313,24 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
             describe_values(model.loss),
             describe_values(model._compile_loss and model._compile_loss._user_loss_weights),
             None if isinstance(rate, keras.Variable) else describe_values(rate),
-            self._versions_of_slots(),
+            self._slot_versions(),
         )
 
-    def _versions_of_slots(self) -> list[tuple[int, int]]:
-        """Where slots lie that other ranks have copies of, and how often they were written to."""
+    def _slot_versions(self) -> list[tuple[int, int]]:
+        """Addresses and version counters of slots of which other ranks have copies."""
         slots = (one.value for one in self.updater.unshared_slots())
         return [(slot.data_ptr(), slot._version) for slot in slots]
 
-    def _look_at_foreign_parts(self) -> object:
+    def _describe_user_parts(self) -> object:
         optimizer = self._model.optimizer
-        return id(optimizer), id(optimizer._learning_rate), describe_values(self._foreign_parts)
+        return id(optimizer), id(optimizer._learning_rate), describe_values(self._user_parts)
 
     def _act_on_values(self, act: Callable[[], None]) -> None:
-        """Act, and refuse changes that other ranks hear of where an epoch begins or ends only."""
-        parts, slots = self._look_at_foreign_parts(), self._versions_of_slots()
+        """Act, and refuse changes that other ranks get only when an epoch begins or ends."""
+        parts, slots = self._describe_user_parts(), self._slot_versions()
         assert self._settings is not None
-        self._settings.over(act)  # which knows their names
-        if self._look_at_foreign_parts() != parts:
+        self._settings.over(act)  # it refuses changes of settings, by name
+        if self._describe_user_parts() != parts:
             raise OptionError(
                 "During an epoch a callback may change values only: the other ranks keep losses, "
                 "learning rates and functions as they were when the epoch began.",
@@ -336,7 +339,7 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
                 fix="Do it in on_epoch_begin or on_epoch_end; a number for the learning rate "
                 "can be assigned at any time.",
             )
-        if self._versions_of_slots() != slots:
+        if self._slot_versions() != slots:
             raise OptionError(
                 "During an epoch a callback cannot write to the slots of an optimizer that works "
                 "on whole variables: every rank has copies of its own.",
@@ -345,9 +348,9 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
             )
 
     def watch(self, act: Callable[[], None], *, in_epoch: bool) -> dict[str, torch.Tensor]:
-        if not self._has_actors:
+        if not self._has_acting_callbacks:
             act()
             return {}
-        if in_epoch and self._has_foreign and self._runner.plan.num_ranks > 1:
+        if in_epoch and self._has_user_callbacks and self._runner.plan.num_ranks > 1:
             act = partial(self._act_on_values, act)
         return self._watch.over(act, in_epoch=in_epoch, plan=self._runner.plan)

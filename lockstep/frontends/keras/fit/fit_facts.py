@@ -1,4 +1,4 @@
-"""What the result of a ``fit`` of a Keras model depends on: see ``train.resume.fit_facts``."""
+"""Facts on which the result of a Keras ``fit`` depends: see ``train.resume.fit_facts``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,50 +11,50 @@ from lockstep.train.input.data_adapter import DataPipeline
 from lockstep.train.input.same_data import fingerprint
 from lockstep.train.resume.fit_facts import Facts, described, plain
 
-# Of optimizers and layers: no option of what they compute.
+# Options of optimizers and layers that do not change what they compute.
 _NAMES = ("name", "built", "iterations", "trainable", "training", "dtype", "supports_jit")
 
 
 def facts_of_fit(
-    trainer: Any, feed: DataPipeline, validation: DataPipeline | None, **asked: Any
+    trainer: Any, feed: DataPipeline, validation: DataPipeline | None, **options: Any
 ) -> Facts:
-    """What a checkpoint says of a ``fit``.
+    """The facts of a ``fit`` that a checkpoint has.
 
     Args:
-        trainer: which is going to train.
+        trainer: of the model.
         feed: the training data.
-        validation: what is evaluated after epochs.
-        asked: arguments of the ``fit``.
+        validation: the data for evaluation; None without.
+        options: arguments of the ``fit``.
     """
     model = trainer.model.model
     compiled = model._compile_loss
     return {
-        **asked,
+        **options,
         "batch_size": feed.batch_size,
         "steps_per_epoch": feed.steps_per_epoch,
         "seed": trainer.seed,
         "data": fingerprint(feed.source),
         "validation_data": None if validation is None else fingerprint(validation.source),
         "precision": trainer.precision,
-        **_told("loss", None if compiled is None else compiled._user_loss),
+        **_object_facts("loss", None if compiled is None else compiled._user_loss),
         "loss_weights": None if compiled is None else plain(compiled._user_loss_weights),
         **_optimizer_facts(model.optimizer),
         **_layer_facts(model),
     }
 
 
-def _told(name: str, thing: Any) -> Facts:
-    """What something is, and what it was made with; of several, by their names."""
+def _object_facts(name: str, thing: Any) -> Facts:
+    """The kind of an object, and its arguments; of several objects, by their names."""
     if isinstance(thing, list | tuple):
         thing = dict(enumerate(thing))
     if isinstance(thing, Mapping):
-        each = [_told(f"{name}[{key!r}]", one) for key, one in thing.items()]
+        each = [_object_facts(f"{name}[{key!r}]", one) for key, one in thing.items()]
         return {key: value for facts in each for key, value in facts.items()}
-    return {**described(name, thing), **_config(name, thing)}
+    return {**described(name, thing), **_config_facts(name, thing)}
 
 
-def _config(name: str, thing: Any) -> Facts:
-    """What one of Keras's own objects was made with."""
+def _config_facts(name: str, thing: Any) -> Facts:
+    """The arguments of one of Keras's own objects."""
     if not (type(thing).__module__.startswith("keras.") and hasattr(thing, "get_config")):
         return {}
     config = thing.get_config().items()
@@ -65,11 +65,11 @@ def _optimizer_facts(optimizer: Any) -> Facts:
     rate = optimizer._learning_rate
     options = {key: plain(value) for key, value in options_of(optimizer).items()}
     if isinstance(rate, keras.Variable):
-        if rate.dtype == "float32":  # as the user has written it
+        if rate.dtype == "float32":  # as the user wrote it
             options["learning_rate"] = float(str(np.float32(options["learning_rate"])))
         rates: Facts = {"learning_rate": "a number"}
     else:
-        rates = _told("learning_rate", rate)
+        rates = _object_facts("learning_rate", rate)
     return {
         "optimizer": type(optimizer).__name__,
         **rates,
@@ -82,7 +82,7 @@ def _optimizer_facts(optimizer: Any) -> Facts:
 
 
 def _layer_facts(model: Any) -> Facts:
-    """Options of Keras's own layers that are no weights: a dropout's rate, a padding."""
+    """Options of Keras's own layers, such as a dropout's rate or a padding."""
     return {
         f"layer {number} ({type(layer).__name__}).{key}": value
         for number, layer in enumerate(model._flatten_layers())

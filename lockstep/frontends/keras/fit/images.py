@@ -1,13 +1,13 @@
-"""Images as Keras has them, channels last, without copies around every layer.
+"""Channels-last images without copies around every layer.
 
-torch's layers take channels first, in shape; in memory the channels may be last all the same, which
-is where Keras has them. Keras 3.15 copies the input of every convolution and every pooling into the
-other order, and that of convolutions back again, which takes longer than many a layer itself. So
-here the axes are turned, and nothing is copied. Outputs and gradients are the same: to the bit, but
-for few layers whose sums torch takes in another order then.
+torch's layers take shapes with channels first; in memory the channels may still be last, as in
+Keras. Keras 3.15 copies the input of every convolution and pooling into the other order, and the
+output of convolutions back, which often takes longer than the layer. Here the axes are permuted,
+and nothing is copied. Outputs and gradients have the same bits, except in a few layers whose sums
+torch then takes in another order.
 
-What comes out has another order in memory than in plain Keras, which only code that is not Keras's
-can tell; see ``only_keras_sees``.
+Outputs have another memory format than in plain Keras, which only code outside of Keras can notice;
+see ``only_keras_sees``.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,13 +27,13 @@ _turns = Redirection("_transpose_spatial_inputs", keras_nn)
 
 @contextmanager
 def channels_last_in_memory() -> Iterator[None]:
-    """Within the block, in this thread, Keras's layers turn axes instead of copying images."""
+    """Within the block, in this thread, Keras's layers permute axes instead of copying images."""
     with _turns.to(_turned):
         yield
 
 
 def only_keras_sees(layers: Iterable[Any]) -> bool:
-    """Whether no code but Keras's sees what layers make of their inputs."""
+    """Whether only Keras's code sees the outputs of layers."""
     return all(
         type(layer).__module__.startswith("keras.src.")
         and type(layer).__name__ not in _OF_USERS
@@ -45,9 +45,10 @@ def only_keras_sees(layers: Iterable[Any]) -> bool:
 
 
 def _turned(inputs: torch.Tensor) -> torch.Tensor:
-    """Channels first in shape. Of sequences torch has no such order in memory: these are copied.
+    """Channels first in shape.
 
-    So is what is in no order, of which torch's layers cannot always take the gradient.
+    Sequences are copied, because torch has no such memory format for them. So are tensors that are
+    not contiguous, whose gradient torch's layers cannot always take.
     """
     if inputs.ndim in (4, 5) and inputs.is_contiguous():
         return inputs.movedim(-1, 1)

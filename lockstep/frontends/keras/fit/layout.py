@@ -1,9 +1,9 @@
-"""Where samples lie in a Keras model's data, where they do not lie first.
+"""Data of Keras models with samples along another dim than the first.
 
-Lockstep keeps samples along the first dim. Data is turned when it is taken in, arrays before Keras
-sees them and streams batch by batch; it is turned back where the model is called (``KerasModel``),
-and so is what ``predict`` returns. Losses, metrics and weights of samples are Keras's own and go by
-samples: they get them first. Turning makes a view, no copy.
+Lockstep keeps samples along the first dim. The dim is moved there when data is adapted, for arrays
+before Keras gets them and for streams batch by batch. It is moved back where the model is called
+(``KerasModel``), and in the outputs that ``predict`` returns. Losses, metrics and sample weights
+are Keras's own, and get samples first. Moving a dim makes a view, no copy.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +23,7 @@ from lockstep.errors import DataError, ModelError, OptionError
 
 @dataclass(frozen=True)
 class Layout:
-    """Turns data, and turns it back.
+    """Moves the dim of samples to the front, and back.
 
     Attributes:
         dims: where the samples are.
@@ -32,13 +32,13 @@ class Layout:
     dims: BatchDims = SAMPLES_FIRST
 
     def __bool__(self) -> bool:
-        """Whether anything is to be turned."""
+        """Whether any dim must be moved."""
         return bool(self.dims)
 
-    # --- what is taken in ------------------------------------------------------------------------
+    # --- data ------------------------------------------------------------------------------------
 
     def arrays(self, x: Any, y: Any = None) -> tuple[Any, Any]:
-        """Inputs and targets with samples first; those of a stream come batch by batch."""
+        """Inputs and targets with samples first; streams are returned as they are."""
         if not self or not can_convert_arrays((x, y)):
             return x, y
         return self._rows(x, y)
@@ -53,10 +53,10 @@ class Layout:
     def _rows(self, x: Any, y: Any) -> tuple[Any, Any]:
         return _turned(x, self.dims.inputs, _to_rows), _turned(y, self.dims.targets, _to_rows)
 
-    # --- what the model gets ---------------------------------------------------------------------
+    # --- the model -------------------------------------------------------------------------------
 
     def as_model(self, iterator: Any) -> Iterator[Any]:
-        """The first batch of Keras's iterator as the model takes it, for it to be built with."""
+        """The first batch of Keras's iterator as the model takes it, to build the model."""
         is_turned = type(iterator.data_adapter) is ArrayDataAdapter
         for start, end, batches in iterator:
             x, y, _ = unpack_x_y_sample_weight(next(iter(batches)))
@@ -73,10 +73,10 @@ class Layout:
         return _turned(outputs, self.dims.outputs, _from_rows) if self else outputs
 
     def output_rows(self, outputs: Tree, inputs: Tree) -> Tree:
-        """What the model has returned, with samples first, as they are in ``inputs``.
+        """The model's outputs with samples first, as many as in ``inputs``.
 
         Raises:
-            ModelError: they are not where they were said to be.
+            ModelError: samples are not where ``batch_dim`` says.
         """
         if not self:
             return outputs
@@ -94,10 +94,10 @@ class Layout:
 
 
 def layout_of(batch_dim: Any) -> Layout:
-    """From what a user says: see ``Strategy.scope``.
+    """The layout for a user's ``batch_dim``: see ``Strategy.scope``.
 
     Raises:
-        OptionError: it cannot be, or there are constants among the inputs.
+        OptionError: it is invalid, or there are constants among the inputs.
     """
     dims = BatchDims.of(batch_dim)
     if not all(map(_has_no_constants, (dims.inputs, dims.targets, dims.outputs))):
@@ -117,7 +117,7 @@ def _has_no_constants(dims: Any) -> bool:
 
 
 def _turned(tree: Tree, dims: Any, turn: Callable[[Any, int], Any]) -> Tree:
-    """Every array of a structure as Keras has them, turned as its dim says."""
+    """A structure as Keras has them, with the dim of every array moved."""
     if not isinstance(dims, Mapping | tuple | list):
         return keras.tree.map_structure(lambda one: None if one is None else turn(one, dims), tree)
     if isinstance(dims, Mapping) and isinstance(tree, Mapping) and dims.keys() <= tree.keys():
@@ -140,7 +140,7 @@ def _from_rows(array: Any, dim: int) -> Any:
 
 
 def _moved(array: Any, start: int, stop: int) -> Any:
-    """A view with a dim elsewhere; of what has fewer (a number per sample), the last."""
+    """A view with a dim moved; of arrays with fewer dims (a number per sample), the last."""
     if not isinstance(array, torch.Tensor):
         array = np.asarray(array)
     last = array.ndim - 1

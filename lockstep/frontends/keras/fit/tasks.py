@@ -1,8 +1,7 @@
-"""What all ranks do in Keras's ``fit`` and ``evaluate``.
+"""Keras's ``fit``, ``evaluate`` and ``predict`` as tasks of all ranks.
 
-Training is that of any model (``train.fit.fit_task``). What Keras does in its own way is here:
-losses of an epoch are means over its batches by their numbers of samples, and metrics are the
-model's own.
+Training is that of any model (``train.fit.fit_task``). As in Keras, losses of an epoch are means
+over its batches, weighted by their numbers of samples, and metrics are the model's own.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,43 +30,43 @@ from lockstep.train.fit.tasks import PredictTask, ShareOutput, Task, in_order
 from lockstep.train.input.stream_broadcast import SharedStream, all_batches
 from lockstep.train.logging.metric_display import ShowTimes
 
-# The number of samples of a batch, and its losses: of the whole, and of each of several.
+# The number of samples of a batch, and its losses: the total, and each of several.
 BatchLosses = tuple[int, list[float]]
 
-# After which batches metrics are told: "in time" is as often as a progress bar is drawn anew.
-Telling = Literal["never", "in time", "each"]
+# After which batches metrics are reported: "timed" is as often as a progress bar is redrawn.
+ReportTimes = Literal["never", "timed", "each"]
 
 # Keras's own bar is drawn at most so often.
 _SECONDS_BETWEEN_SHOWS = 0.05
 
 
 class KerasDriver(TaskDriver):
-    """What rank 0 does between steps, with what Keras shows of them; this base shows nothing."""
+    """What rank 0 does between steps, with Keras's callbacks; this base does nothing."""
 
-    wants_out = False
-    """A callback wants the evaluation, or the prediction, to end."""
+    wants_to_stop = False
+    """True if a callback has ended the evaluation or prediction."""
 
-    def tell_losses(self, batches: Sequence[BatchLosses]) -> None:
-        """The losses of the steps that have been made since the last telling."""
+    def report_losses(self, batches: Sequence[BatchLosses]) -> None:
+        """Take the losses of the steps since the last report."""
 
-    def tell_logs(self, logs: Logs) -> None:
-        """What a model's own step has returned for the batch that is done."""
+    def report_logs(self, logs: Logs) -> None:
+        """Take the logs that a custom step has returned for a batch."""
 
     def results(self, losses: Logs) -> Logs:
-        """Losses, and what the model's metrics have come to."""
+        """Losses and the values of the model's metrics."""
         return losses
 
     def begin_batch(self, index: int) -> None:
         """A batch of an evaluation begins."""
 
-    def go_on(self, results: Sequence[StepResult]) -> None:
-        """An epoch that has begun goes on after these steps."""
+    def resume_epoch(self, results: Sequence[StepResult]) -> None:
+        """An epoch continues after these steps."""
 
     def end_batch(self, index: int, losses: Logs | None) -> None:
-        """A batch of an evaluation is done; losses so far, where somebody wants to know."""
+        """A batch of an evaluation has ended; losses so far, or None if not due for a report."""
 
-    def tell_outputs(self, outputs: Tree) -> None:
-        """The outputs of the batch that has just been predicted."""
+    def report_outputs(self, outputs: Tree) -> None:
+        """Take the outputs of the batch that has just been predicted."""
 
 
 @dataclass(kw_only=True)
@@ -76,16 +75,16 @@ class Evaluation:
 
     Attributes:
         source: the data.
-        batch_size: of the global batch, where the data does not come in batches.
+        batch_size: of the global batch, if the data has no batches of its own.
         steps: the most batches; None for all.
-        tells: after which batches metrics are told.
-        may_stop: callbacks may end it after any batch.
+        reports: after which batches metrics are reported.
+        may_stop: True if callbacks may end it after any batch.
     """
 
     source: Source | SharedStream
     batch_size: int
     steps: int | None = None
-    tells: Telling = "never"
+    reports: ReportTimes = "never"
     may_stop: bool = False
 
 
@@ -95,11 +94,11 @@ class KerasFitTask(FitTask):
 
     Attributes:
         loss: the loss.
-        evaluation: what is evaluated, in place of ``validation``.
-        evaluates: the epochs that end with that.
-        tells: after which steps metrics are told.
-        initial_epoch: where ``fit`` was told to begin.
-        watches_validation: callbacks act where an evaluation begins or ends.
+        evaluation: the data for evaluation, in place of ``validation``.
+        evaluates: the epochs that end with an evaluation.
+        reports: after which steps metrics are reported.
+        initial_epoch: the argument of ``fit``.
+        watches_validation: True if callbacks act when an evaluation begins or ends.
     """
 
     stops_before_steps = False
@@ -108,11 +107,11 @@ class KerasFitTask(FitTask):
     loss: KerasLoss
     evaluation: Evaluation | None = None
     evaluates: tuple[int, ...] = ()
-    tells: Telling = "never"
+    reports: ReportTimes = "never"
     initial_epoch: int = 0
     watches_validation: bool = False
     _results: list[StepResult] = field(default_factory=list, init=False)  # of this epoch
-    _num_told: int = field(default=0, init=False)  # of these
+    _num_reported: int = field(default=0, init=False)  # of the results
     _times: ShowTimes | None = field(default=None, init=False)
 
     def sources(self) -> list[Source | SharedStream]:
@@ -131,30 +130,30 @@ class KerasFitTask(FitTask):
     def _begin_sums(self, rank_sync: RankSync, epoch: int) -> list[StepResult]:
         results = super()._begin_sums(rank_sync, epoch)
         self._results = [*results]
-        self._num_told = 0
-        self._times = show_times(rank_sync.control, self.tells)
+        self._num_reported = 0
+        self._times = show_times(rank_sync.control, self.reports)
         if results:
-            keras_driver(rank_sync.driver).go_on(results)
-            if self.tells != "never":
-                self._tell_losses(rank_sync)
+            keras_driver(rank_sync.driver).resume_epoch(results)
+            if self.reports != "never":
+                self._report_losses(rank_sync)
         return results
 
-    def _tell_losses(self, rank_sync: RankSync) -> None:
-        """Those of the steps that were made since the last telling."""
-        news = self._batch_losses(rank_sync.control, self._results[self._num_told :])
-        self._num_told = len(self._results)
-        keras_driver(rank_sync.driver).tell_losses(news)
+    def _report_losses(self, rank_sync: RankSync) -> None:
+        """Report the losses of the steps since the last report."""
+        new = self._batch_losses(rank_sync.control, self._results[self._num_reported :])
+        self._num_reported = len(self._results)
+        keras_driver(rank_sync.driver).report_losses(new)
 
     def _train_step(self, rank_sync: RankSync, batch: StepBatch) -> StepResult:
         self.loss.run_on(rank_sync.worker.plan, rank_sync.worker.rank)
         result = super()._train_step(rank_sync, batch)
         self._results.append(result)
-        if self.tells == "each":  # callbacks may look at the metrics themselves
+        if self.reports == "each":  # callbacks may look at the metrics themselves
             self.metrics.join(rank_sync.control)
-            self._tell_losses(rank_sync)
+            self._report_losses(rank_sync)
         elif self._times is not None and self._times.is_due():
             with self.metrics.joined(rank_sync.control):
-                self._tell_losses(rank_sync)
+                self._report_losses(rank_sync)
             self._times.set_next()
         return result
 
@@ -165,7 +164,7 @@ class KerasFitTask(FitTask):
         return means.logs
 
     def _batch_losses(self, control: Control, results: Sequence[StepResult]) -> list[BatchLosses]:
-        """On rank 0, the losses of some steps."""
+        """The losses of some steps, on rank 0."""
         if not (self.loss.names or self.loss.parts):  # all ranks know them
             return [(one.num_samples, [one.loss if one.weight else 0.0]) for one in results]
         gathered = control.gather([one.parts for one in results])
@@ -190,7 +189,7 @@ class KerasFitTask(FitTask):
         return evaluate(rank_sync, evaluation, self.metrics, self.loss, epoch)
 
     def _around_validation(self, rank_sync: RankSync, act: Callable[[], None]) -> None:
-        """What callbacks change of the model here, all ranks get."""
+        """Call callbacks; all ranks get their changes of the model."""
         if self.watches_validation:
             rank_sync.sync_callback(act)
         else:
@@ -223,12 +222,12 @@ class KerasPredictTask(PredictTask):
     """Outputs for data.
 
     Attributes:
-        tells: somebody wants to know the outputs after every batch.
-        may_stop: callbacks may end it after any batch.
-        seed: of what layers draw: another in every call.
+        reports: True if callbacks get the outputs after every batch.
+        may_stop: True if callbacks may end it after any batch.
+        seed: of the random numbers of layers: another in every call.
     """
 
-    tells: bool = False
+    reports: bool = False
     may_stop: bool = False
     seed: int = 0
 
@@ -243,12 +242,12 @@ class KerasPredictTask(PredictTask):
     def _end_batch(
         self, index: int, own: list[ShareOutput], control: Control, driver: TaskDriver
     ) -> bool:
-        if self.tells:
+        if self.reports:
             outputs = in_order(control.gather(own))
             if outputs:
-                keras_driver(driver).tell_outputs(concatenate(outputs))
+                keras_driver(driver).report_outputs(concatenate(outputs))
         keras_driver(driver).end_batch(index, None)
-        return self.may_stop and control.broadcast(keras_driver(driver).wants_out)
+        return self.may_stop and control.broadcast(keras_driver(driver).wants_to_stop)
 
 
 def evaluate(
@@ -265,7 +264,7 @@ def evaluate(
         evaluation: the data.
         metrics: the model's.
         loss: the model's.
-        epoch: of the ``fit`` that this is a part of, which Ctrl-C may end; None if of none.
+        epoch: of the ``fit`` that this is a part of, which Ctrl-C may end; None outside of one.
     """
     worker, control = rank_sync.worker, rank_sync.control
     driver = keras_driver(rank_sync.driver)
@@ -276,9 +275,9 @@ def evaluate(
     means = LossMeans(loss.names)  # on rank 0
     loss.run_on(worker.plan, worker.rank)
 
-    times = show_times(control, evaluation.tells)
+    times = show_times(control, evaluation.reports)
 
-    def caught_up() -> Logs:
+    def means_so_far() -> Logs:
         means.add(batch_losses(loss, sizes, control.gather(shares)))
         sizes.clear()
         shares.clear()
@@ -288,17 +287,17 @@ def evaluate(
         sizes.append(len(indices))
         shares.append(worker.evaluate_step(part, indices, observe))
         metrics.settle(control)
-        if evaluation.tells == "each":
+        if evaluation.reports == "each":
             metrics.join(control)
-            _end_batch(rank_sync, index, caught_up())
+            _end_batch(rank_sync, index, means_so_far())
         elif times.is_due():
             with metrics.joined(control):
-                _end_batch(rank_sync, index, caught_up())
+                _end_batch(rank_sync, index, means_so_far())
             times.set_next()
         else:
             _end_batch(rank_sync, index, None)
     metrics.join(control)
-    return driver.results(caught_up())
+    return driver.results(means_so_far())
 
 
 def _end_batch(rank_sync: RankSync, index: int, losses: Logs | None) -> None:
@@ -308,7 +307,7 @@ def _end_batch(rank_sync: RankSync, index: int, losses: Logs | None) -> None:
 def evaluated_batches(
     rank_sync: RankSync, evaluation: Evaluation, epoch: int | None
 ) -> Iterator[tuple[int, Source, torch.Tensor]]:
-    """The batches of an evaluation: number, where the samples are, and their indices there."""
+    """The batches of an evaluation: number, source of the samples, and their indices in it."""
     control, driver = rank_sync.control, keras_driver(rank_sync.driver)
     is_validation = epoch is not None
     with modes_of(rank_sync.worker.model, training=False):
@@ -323,7 +322,7 @@ def evaluated_batches(
         for index, (part, indices) in enumerate(islice(batches, evaluation.steps)):
             rank_sync.act(partial(driver.begin_batch, index))
             yield index, part, indices
-            if evaluation.may_stop and control.broadcast(driver.wants_out):
+            if evaluation.may_stop and control.broadcast(driver.wants_to_stop):
                 break
             if is_validation:
                 rank_sync.pause_validation(index)
@@ -332,7 +331,7 @@ def evaluated_batches(
 def batch_losses(
     loss: KerasLoss, sizes: Sequence[int], ranks: Sequence[Sequence[Sequence[Sums]]]
 ) -> list[BatchLosses]:
-    """The losses of batches, from what the shares of every rank have come to; none elsewhere."""
+    """The losses of batches from the shares of all ranks, on rank 0; empty elsewhere."""
     if not ranks:
         return []
     return [
@@ -342,10 +341,10 @@ def batch_losses(
 
 
 class LossMeans:
-    """Means of losses over batches by their numbers of samples, as Keras has it.
+    """Means of losses over batches, weighted by their numbers of samples, as in Keras.
 
     Args:
-        names: of the losses beside that of the whole.
+        names: of the losses beside the total.
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
@@ -354,7 +353,7 @@ class LossMeans:
         self._num_samples = 0
 
     def add(self, batches: Iterable[BatchLosses]) -> None:
-        """Count in more batches."""
+        """Add batches."""
         for size, losses in batches:
             for number, loss in enumerate(losses):
                 self._totals[number] += size * loss
@@ -372,13 +371,13 @@ class LossMeans:
 def epoch_place(
     num_batches: int, steps: int | None, epoch: int, initial_epoch: int = 0
 ) -> tuple[int, int, int]:
-    """Where an epoch lies in passes over arrays, as Keras takes them.
+    """The place of an epoch in passes over arrays, as in Keras.
 
-    An epoch of some steps begins where the one before has ended; it ends with the pass. The first
-    epoch of a ``fit`` begins a pass.
+    An epoch with a number of steps begins where the one before ended, and ends with the pass at the
+    latest. The first epoch of a ``fit`` begins a pass.
 
     Returns:
-        The number of the pass, the epoch's first batch in it, and how many it has.
+        The number of the pass, the epoch's first batch in it, and its number of batches.
     """
     if steps is None:
         return epoch, 0, num_batches
@@ -388,14 +387,14 @@ def epoch_place(
     return initial_epoch // in_pass + one_pass, start, min(steps, num_batches - start)
 
 
-def show_times(control: Control, tells: Telling) -> ShowTimes:
-    """When to tell of metrics for a progress bar."""
-    return ShowTimes(control, _SECONDS_BETWEEN_SHOWS if tells == "in time" else 0.0)
+def show_times(control: Control, reports: ReportTimes) -> ShowTimes:
+    """When to report metrics for a progress bar."""
+    return ShowTimes(control, _SECONDS_BETWEEN_SHOWS if reports == "timed" else 0.0)
 
 
 def keras_driver(driver: TaskDriver) -> KerasDriver:
-    """The driver, where it is rank 0's; else one that does nothing."""
-    return driver if isinstance(driver, KerasDriver) else _NOBODY
+    """The driver on rank 0; elsewhere one that does nothing."""
+    return driver if isinstance(driver, KerasDriver) else _SILENT_DRIVER
 
 
-_NOBODY = KerasDriver()
+_SILENT_DRIVER = KerasDriver()

@@ -1,4 +1,4 @@
-"""What must hold of a Keras model for its training to be distributed."""
+"""Checks of a Keras model, and of arguments of its methods, before it trains on many devices."""
 
 import operator
 import warnings
@@ -10,13 +10,13 @@ import keras
 from lockstep.errors import ModelError, OptionError, Problems, level_of_user
 from lockstep.frontends.keras.bound_methods import METHODS
 
-# Methods that say how steps are run, which is done here.
+# Methods that run steps: Lockstep runs them itself.
 _RUNNING = ("make_train_function", "make_test_function", "make_predict_function")
 _STEPS = ("train_step", "test_step", "compute_metrics")
 
 
 def prepare_model(model: Any) -> None:
-    """Have a model train as it can here, with a warning where it was to train otherwise.
+    """Change options of a model that Lockstep does not support, with a warning for each.
 
     Raises:
         ModelError: see ``check_model``.
@@ -41,10 +41,10 @@ def _warn(text: str) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Refuse what only a step of Keras's own, on one device, would do.
+    """Refuse models that need a step of Keras's own, on one device.
 
     Raises:
-        ModelError: with all that is in the way.
+        ModelError: with all reasons.
     """
     problems = Problems()
     for name in (*_RUNNING, *METHODS):
@@ -63,15 +63,15 @@ def check_model(model: Any) -> None:
     problems.raise_if_any(ModelError)
 
 
-def has_own_loss(model: Any) -> bool:
+def has_custom_loss(model: Any) -> bool:
     """Whether a model has a ``compute_loss`` of its own."""
     return type(model).compute_loss is not keras.Model.compute_loss
 
 
-def has_own_steps(model: Any) -> bool:
-    """Whether steps are more than the model's call, its losses and its metrics.
+def has_custom_steps(model: Any) -> bool:
+    """Whether steps are not just the model's call, its losses, metrics and optimizer.
 
-    Of a model with nothing to train they are less.
+    True for a model without trainable variables, which lacks the last.
     """
     kind = type(model)
     has_own = any(getattr(kind, name) is not getattr(keras.Model, name) for name in _STEPS)
@@ -79,13 +79,12 @@ def has_own_steps(model: Any) -> bool:
 
 
 def check_turnable(model: Any) -> None:
-    """Refuse what would see data turned where samples are not first.
+    """Refuse models whose own code would see samples along another dim than ``batch_dim`` says.
 
     Raises:
-        ModelError: a step or a loss of the model's own; or nothing to train, which Keras's steps
-            are for.
+        ModelError: the model has a step or a loss of its own, or nothing to train.
     """
-    if has_own_steps(model) or has_own_loss(model):
+    if has_custom_steps(model) or has_custom_loss(model):
         raise ModelError(
             "With `batch_dim`, a model must train by Keras's own steps and losses.",
             received=f"{type(model).__name__}, with a train_step, test_step, compute_metrics or "
@@ -95,10 +94,10 @@ def check_turnable(model: Any) -> None:
 
 
 def check_integers(maybe: Mapping[str, Any] | None = None, /, **numbers: Any) -> None:
-    """Refuse what cannot count steps or epochs; those that come first may be None.
+    """Refuse numbers of steps or epochs that are no integers; those in ``maybe`` may be None.
 
     Raises:
-        OptionError: something is no integer.
+        OptionError: one is no integer.
     """
     problems = Problems()
     for name, value in {**numbers, **(maybe or {})}.items():
@@ -110,10 +109,10 @@ def check_integers(maybe: Mapping[str, Any] | None = None, /, **numbers: Any) ->
 
 
 def check_batch_sizes(**sizes: Any) -> None:
-    """Refuse what is no batch size; None and 0 are, as in Keras, for what nobody has said.
+    """Refuse invalid batch sizes; None and 0 mean, as in Keras, that none is given.
 
     Raises:
-        OptionError: something is none.
+        OptionError: one is invalid.
     """
     problems = Problems()
     for name, value in sizes.items():
@@ -129,7 +128,7 @@ def check_batch_sizes(**sizes: Any) -> None:
 
 def _is_integer(value: object) -> bool:
     try:
-        operator.index(value)  # type: ignore[arg-type]  # that is the question
+        operator.index(value)  # type: ignore[arg-type]  # raises for other types
     except TypeError:
         return False
     return True

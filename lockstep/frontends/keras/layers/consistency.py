@@ -1,4 +1,4 @@
-"""What of a Keras model must be alike on all hosts, beside what must of any model."""
+"""Facts of a Keras model that must be equal on all hosts, beside those of any model."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from lockstep.train.resume.stable_descriptions import Facts, said
 
 
 def facts_of(model: Any) -> Facts:
-    """Layers, losses and metrics of a compiled model, by what they are called."""
+    """Layers, losses and metrics of a compiled model, by name."""
     layers = model._flatten_layers()
     facts: Facts = {"the layers": [(_layer_path(layer), type(layer).__name__) for layer in layers]}
     for layer in filter(is_plain_kind, layers):
         for option, value in layer.get_config().items():
-            if option != "trainable":  # a callback may change that, and it is told
+            if option != "trainable":  # a callback may change it, and all hosts get the change
                 facts[f"`{option}` of the layer {_layer_path(layer)!r}"] = value
     if model._compile_loss is not None:
         facts["the loss of compile"] = said(model._compile_loss._user_loss)
@@ -23,5 +23,5 @@ def facts_of(model: Any) -> Facts:
 
 
 def _layer_path(layer: Any) -> str:
-    """What a layer is called; one without weights has no path of its own."""
+    """A layer's path; its name if it has no weights, and so no path."""
     return str(layer.path or layer.name)

@@ -1,8 +1,8 @@
-"""Looking at a model before it is used on several devices: what it makes of a few samples.
+"""Dry runs of a model on a few samples, before it is used on several devices.
 
-It is run on them, and on either half of them (``parallel.independence.split_test``): from the same
-state, with the same random numbers for the same samples, and is left as it was found. Where what is
-drawn does not go by samples, or statistics of a batch are looked at, each run is as it comes.
+The model runs on the samples and on either half (``parallel.independence.split_test``): from the
+same state, with the same random numbers for the same samples. Afterwards it is restored. If random
+numbers do not belong to samples, or layers use statistics of the batch, each run draws its own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,53 +25,53 @@ _FEW = 8
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """What the model made of some samples, and what that has left in it.
+    """The model's outputs for some samples, and its state afterwards.
 
     Attributes:
-        made: its outputs, with losses.
-        kept: variables of layers that are not trained, but for statistics of batches.
-        counts: variables of metrics that layers update, from 0 on.
-        written: the paths of trained variables that were written to.
+        outputs: the outputs, with losses.
+        state: variables of layers that are not trained, without statistics of batches.
+        counts: variables of metrics that layers update, starting at 0.
+        written: the paths of trained variables that the call wrote to.
     """
 
-    made: Tree
-    kept: list[torch.Tensor]
+    outputs: Tree
+    state: list[torch.Tensor]
     counts: list[torch.Tensor]
     written: list[str]
 
     @property
     def added(self) -> list[float]:
         """The losses that layers have added."""
-        return [float(rows[0]) for rows in self.made["losses"]]
+        return [float(rows[0]) for rows in self.outputs["losses"]]
 
 
 def dry_run(
     module: KerasModel, source: ArraySource, *, is_divided: bool, training: bool
 ) -> list[DryRunResult]:
-    """What a model makes of a few samples, and of either half; not divided, of all of them only.
+    """Run a model on a few samples and on either half; if batches are not divided, on all only.
 
     Args:
         module: the model.
-        source: samples, which are taken from all over.
-        is_divided: batches are.
-        training: the mode in which it is run.
+        source: samples, which are picked evenly.
+        is_divided: True if devices work on parts of a batch.
+        training: True for training mode.
     """
-    variables, metrics = kept_variables(module), metrics_of_layers(module)
+    variables, metrics = state_variables(module), metrics_of_layers(module)
 
     def run(part: Batch) -> DryRunResult:
         for metric in metrics:
             metric.reset_state()
         versions = [one.value._version for one in module.variables.values()]
-        made = module(*part.inputs)
+        outputs = module(*part.inputs)
         written = [
             one.path
             for one, version in zip(module.variables.values(), versions, strict=True)
             if one.value._version != version
         ]
         counts = [one for metric in metrics for one in metric.variables]
-        return DryRunResult(made, _values(variables), _values(counts), written)
+        return DryRunResult(outputs, _values(variables), _values(counts), written)
 
-    def run_anew(rows: slice) -> DryRunResult:
+    def run_from_start(rows: slice) -> DryRunResult:
         state.restore()
         module.train(training)
         return run(rows_of(batch, rows))
@@ -82,15 +82,15 @@ def dry_run(
         state = ModelState(module)
         try:
             if not is_divided:
-                return [run_anew(everything)]
+                return [run_from_start(everything)]
             found = on_halves(module, run, batch, state, training=training)
-            return found or [run_anew(rows) for rows in (everything, *halves(batch))]
+            return found or [run_from_start(rows) for rows in (everything, *halves(batch))]
         finally:
             state.restore()
 
 
-def kept_variables(module: KerasModel) -> list[Any]:
-    """Variables of layers that are not trained, but for statistics of batches."""
+def state_variables(module: KerasModel) -> list[Any]:
+    """Variables of layers that are not trained, without statistics of batches."""
     return [
         variable
         for layer in module.model._flatten_layers()
@@ -100,13 +100,13 @@ def kept_variables(module: KerasModel) -> list[Any]:
 
 
 def metrics_of_layers(module: KerasModel) -> list[Any]:
-    """The metrics that layers have, and may update."""
+    """The metrics of layers, which these may update."""
     return [metric for layer in module.model._flatten_layers() for metric in layer._metrics]
 
 
 @contextmanager
 def in_evaluation(module: KerasModel) -> Iterator[None]:
-    """Within the block a model is in evaluation mode, and gives the losses that layers add."""
+    """Within the block a model is in evaluation mode, and returns the losses that layers add."""
     mode = module.training
     module.eval()
     try:
@@ -119,7 +119,7 @@ def in_evaluation(module: KerasModel) -> Iterator[None]:
 
 @contextmanager
 def frozen_as_keras(module: KerasModel) -> Iterator[None]:
-    """A frozen model trains none of its layers, be they frozen themselves or not."""
+    """Within the block no layer of a frozen model is trained, as in Keras."""
     trained = set(map(id, module.model.trainable_variables))
     frozen = [
         one._value
@@ -136,8 +136,8 @@ def frozen_as_keras(module: KerasModel) -> Iterator[None]:
 
 
 @contextmanager
-def counts_kept(model: Any) -> Iterator[None]:
-    """A callback's own ``evaluate`` counts with the metrics that training counts with."""
+def metric_values_restored(model: Any) -> Iterator[None]:
+    """After the block metrics have their values from before: training uses them, too."""
     counts = [(one, one.value.clone()) for one in model.metrics_variables]
     try:
         yield
@@ -147,7 +147,7 @@ def counts_kept(model: Any) -> Iterator[None]:
 
 
 def few_samples(module: KerasModel, source: ArraySource, *, is_divided: bool = True) -> Batch:
-    """A few samples, from all over; not divided, as many as the model takes."""
+    """A few samples, picked evenly; if batches are not divided, as many as the model needs."""
     fixed = None if is_divided else fixed_batch_size(module.model)
     indices = torch.linspace(0, len(source) - 1, fixed or _FEW).long()
     dtype = next((one.dtype for one in module.parameters()), torch.get_default_dtype())
@@ -155,9 +155,9 @@ def few_samples(module: KerasModel, source: ArraySource, *, is_divided: bool = T
 
 
 def fixed_batch_size(model: Any) -> int | None:
-    """The only number of samples that a model takes at a time; None where it takes any.
+    """The only batch size that a model takes; None if it takes any.
 
-    That an Input names one binds stateful layers only, which have states of that size once built.
+    A batch size of an Input binds only stateful layers, whose states have that size once built.
     """
     stateful = [one for one in model._flatten_layers() if getattr(one, "stateful", False)]
     if not stateful:

@@ -1,12 +1,12 @@
-"""Graphs of Keras's own layers, run without what Keras does around each layer.
+"""Graphs of Keras's own layers, run without Keras's work around each layer.
 
 ``Layer.__call__`` checks and converts arguments, looks for masks, opens scopes and finds out
 whether this is training. For a small layer that takes several times as long as the layer itself. In
-a functional model of Keras's own layers, all of one dtype and without masks, none of it has an
-effect, and that is known when the graph is. So there each layer's ``call`` is called right away.
+a functional model of Keras's own layers, all of one dtype and without masks, it has no effect. So
+each layer's ``call`` is called directly.
 
-Everything else is called as Keras calls it: other models, other layers (a single one is enough),
-inputs of another shape or dtype than the model was made for.
+Keras calls everything else itself: other models, models with any other layer, and inputs of another
+shape or dtype than the model was made for.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from keras.src.ops.operation import Operation
 
 from lockstep.data.trees import Tree
 
-# Where Keras has layers that do nothing but what ``call`` does, and what ``_is_plain`` looks at.
+# Modules of layers that do only what ``call`` does, and what ``_is_plain`` checks.
 _KNOWN = tuple(
     f"keras.src.layers.{place}"
     for place in (
@@ -54,10 +54,10 @@ class _Step:
 
     Attributes:
         operation: the layer, or another operation.
-        call: what computes it.
-        takes_training: whether it wants to know that this is training.
-        single: the id of its only argument, if it has no other.
-        arguments: Keras's, where it has others.
+        call: the function that computes it.
+        takes_training: True if it has an argument ``training``.
+        single: the id of its only argument; None if it has others.
+        arguments: Keras's.
         outputs: ids.
     """
 
@@ -84,11 +84,11 @@ class _Step:
 
 
 class DirectCalls:
-    """A graph that is run so.
+    """A graph whose layers are called directly.
 
     Args:
         graph: the functional model.
-        steps: its layers, in an order in which they can be computed.
+        steps: its layers, each after the layers that it depends on.
     """
 
     def __init__(self, graph: Functional, steps: list[_Step]) -> None:
@@ -105,7 +105,7 @@ class DirectCalls:
 
     @classmethod
     def of(cls, model: Any) -> "DirectCalls | None":
-        """A model's calls; None where something in it is not known."""
+        """The direct calls of a model; None if a part of it is not known."""
         graph = _graph_of(model)
         if graph is None or not _is_plain(model, model.compute_dtype):
             return None
@@ -119,10 +119,10 @@ class DirectCalls:
         return cls(graph, known) if len(known) == len(steps) else None
 
     def takes(self, inputs: Tree) -> bool:
-        """Whether these inputs are what the model was made for."""
+        """Whether the inputs have the shapes and dtypes that the model was made for."""
         is_listed = isinstance(inputs, list | tuple)
         if not (self._takes_list if is_listed else self._takes_tensor):
-            return False  # Keras has something to say
+            return False  # Keras converts them, or raises an error
         given = inputs if is_listed else [inputs]
         return len(given) == len(self._inputs) and all(
             type(one) is torch.Tensor
@@ -134,7 +134,7 @@ class DirectCalls:
         )
 
     def run(self, inputs: Tree, *, training: bool) -> Tree:
-        """What the model makes of inputs."""
+        """The model's outputs."""
         given = inputs if isinstance(inputs, list | tuple) else [inputs]
         values = {place: one for one, (place, _, _) in zip(given, self._inputs, strict=True)}
         for step in self._steps:
@@ -151,7 +151,7 @@ class DirectCalls:
 
 
 def _graph_of(model: Any) -> Functional | None:
-    """The graph of a model that is no more than a graph."""
+    """The graph of a model that is only a graph; None for others."""
     if isinstance(model, keras.Sequential) and type(model).call is keras.Sequential.call:
         graph: Functional | None = model._functional
         return graph
@@ -188,7 +188,7 @@ def _call_of(operation: Any, dtype: str) -> Callable[..., Any] | None:
         return inner.run
     kind = type(operation)
     if isinstance(operation, Layer):
-        # A layer within, as an activation, may add losses, or want to know that this is training.
+        # A layer within, such as an activation, may add losses or need ``training``.
         is_plain = is_plain_kind(operation) and _is_plain(operation, dtype)
         if not is_plain or operation._flatten_layers(include_self=False):
             return None
@@ -198,12 +198,12 @@ def _call_of(operation: Any, dtype: str) -> Callable[..., Any] | None:
 
 
 def is_plain_kind(layer: Any) -> bool:
-    """Whether a layer is one of Keras's own that are all of one piece."""
+    """Whether a layer is one of Keras's own without special work around its call."""
     return type(layer).__module__.startswith(_KNOWN)
 
 
 def _dense(layer: Any, inputs: torch.Tensor, training: bool = False) -> torch.Tensor:
-    """What ``Dense.call`` does: there, finding out the dtype takes half of a small layer's time."""
+    """``Dense.call`` without its look-up of the dtype, half of a small layer's time."""
     outputs = torch.matmul(inputs, layer._kernel.value)
     if layer.bias is not None:
         outputs = outputs + layer.bias.value
@@ -213,7 +213,7 @@ def _dense(layer: Any, inputs: torch.Tensor, training: bool = False) -> torch.Te
 
 
 def _is_plain(layer: Any, dtype: str) -> bool:
-    """Whether a call does no more than ``call``, given plain tensors of one dtype."""
+    """Whether calling the layer does only ``call``, for plain tensors of one dtype."""
     own = vars(layer)
     return bool(
         layer.built

@@ -1,9 +1,9 @@
-"""What a call leaves behind in a model's layers, where each device sees a part of the batch.
+"""Checks of the state that calls leave in layers, since each device sees a part of the batch.
 
-The statistics of ``BatchNormalization`` are those of the whole batch. What any other layer keeps
-of the samples it has seen (a moving average of the user's own, say) would be of a part. So before
-training the model is run on a few samples, and on either half. A variable that all three leave
-alike depends on no samples: it counts calls, or goes on by itself, and is the same on all devices.
+The statistics of ``BatchNormalization`` are those of the whole batch. The state of any other layer
+(a user's moving average, for example) would depend on a part. So before training the model runs on
+a few samples, and on either half. A variable that is equal after all three runs depends on no
+samples: it counts calls, for example, and is the same on all devices.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import keras
 import torch
 
 from lockstep.errors import ModelError
-from lockstep.frontends.keras.layers.dry_run import DryRunResult, kept_variables, metrics_of_layers
+from lockstep.frontends.keras.layers.dry_run import DryRunResult, metrics_of_layers, state_variables
 from lockstep.frontends.keras.model import KerasModel
 from lockstep.units import first_few
 
@@ -22,31 +22,31 @@ _TOLERANCE = 1e-5
 
 
 def check_layer_state(module: KerasModel, seen: Sequence[DryRunResult]) -> None:
-    """Refuse layers that keep what depends on the samples in a batch.
+    """Refuse layers whose state depends on the samples of a batch.
 
     Args:
         module: the model.
-        seen: what it has left, in training: of samples, and of either half.
+        seen: dry runs in training mode: on samples, and on either half.
 
     Raises:
         ModelError: with the variables, or the metrics.
     """
     check_gradients(module)
-    check_kept(module, seen)
+    check_state(module, seen)
 
 
-def check_kept(module: KerasModel, seen: Sequence[DryRunResult]) -> None:
-    """As ``check_layer_state``, for passes that are not trained on."""
-    _refuse_writers(seen[0].written)
-    _refuse_kept(kept_variables(module), [one.kept for one in seen])
+def check_state(module: KerasModel, seen: Sequence[DryRunResult]) -> None:
+    """As ``check_layer_state``, for passes without training."""
+    _refuse_writes(seen[0].written)
+    _refuse_state_changes(state_variables(module), [one.state for one in seen])
     _refuse_counts(metrics_of_layers(module), [one.counts for one in seen])
 
 
 def check_gradients(module: KerasModel) -> None:
-    """Refuse variables whose gradients are no gradients, but what they are to be next.
+    """Refuse variables whose gradients are not gradients, but their next values.
 
-    A layer in float8 gives the largest numbers it has seen so, to scale the next batch by. Those of
-    parts are not that of the batch, and neither is what gradients of parts are rounded to.
+    A float8 layer returns the largest number that it has seen in this way, as the scale of the next
+    batch. Those of parts differ from that of the batch, and so does the rounding of gradients.
 
     Raises:
         ModelError: with the variables.
@@ -65,8 +65,8 @@ def check_gradients(module: KerasModel) -> None:
         )
 
 
-def _refuse_writers(written: Sequence[str]) -> None:
-    """Refuse calls that write to what is trained: every share would, one after the other."""
+def _refuse_writes(written: Sequence[str]) -> None:
+    """Refuse calls that write to trained variables: every share would, one after the other."""
     if written:
         raise ModelError(
             "Each device calls the model on its own part of the batch, so a call must not "
@@ -77,11 +77,11 @@ def _refuse_writers(written: Sequence[str]) -> None:
         )
 
 
-def _refuse_kept(variables: Sequence[Any], left: Sequence[Sequence[torch.Tensor]]) -> None:
+def _refuse_state_changes(variables: Sequence[Any], left: Sequence[Sequence[torch.Tensor]]) -> None:
     unlike = [
         variable.path
-        for variable, both, some, others in zip(variables, *left, strict=True)
-        if not (_is_close(some, both) and _is_close(others, both))
+        for variable, whole, some, others in zip(variables, *left, strict=True)
+        if not (_is_close(some, whole) and _is_close(others, whole))
     ]
     if unlike:
         raise ModelError(
@@ -93,14 +93,14 @@ def _refuse_kept(variables: Sequence[Any], left: Sequence[Sequence[torch.Tensor]
 
 
 def _refuse_counts(metrics: Sequence[Any], counts: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Refuse metrics that are no sums over samples; random values are sums but roughly."""
+    """Refuse metrics that are no sums over samples; random values are only roughly sums."""
     means, of_all = [], zip(*counts, strict=True)
     for metric in metrics:
-        lots = list(islice(of_all, len(metric.variables)))
+        columns = list(islice(of_all, len(metric.variables)))
         is_constant = type(metric) is keras.metrics.Mean and all(
-            _is_close(some, both) and _is_close(others, both) for both, some, others in lots
+            _is_close(some, whole) and _is_close(others, whole) for whole, some, others in columns
         )
-        if not is_constant and not all(_is_sum(*lot) for lot in lots):
+        if not is_constant and not all(_is_sum(*column) for column in columns):
             means.append(metric.name)
     if means:
         raise ModelError(
@@ -112,10 +112,10 @@ def _refuse_counts(metrics: Sequence[Any], counts: Sequence[Sequence[torch.Tenso
         )
 
 
-def _is_sum(both: torch.Tensor, some: torch.Tensor, others: torch.Tensor) -> bool:
-    """Whether it is nearer to a sum than to a mean."""
+def _is_sum(whole: torch.Tensor, some: torch.Tensor, others: torch.Tensor) -> bool:
+    """Whether the whole is nearer to the sum of its halves than to their mean."""
     total = some + others
-    return bool((both - total).abs().sum() <= (both - total / 2).abs().sum())
+    return bool((whole - total).abs().sum() <= (whole - total / 2).abs().sum())
 
 
 def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,11 +1,11 @@
-"""Keras metrics on many ranks: the driver's own objects hold the values of all.
+"""Keras metrics on many ranks: rank 0's own objects get the values of all.
 
-The states of Keras's own metrics are sums over samples, but for those that look across samples.
-Every rank has sums of its own for each share, and rank 0 adds them up in the tree of all sums
-(``plan.program.sum_tree``), so values have the same bits on any number of ranks. Of a metric that
-looks across samples, and of any other metric, one of the user's or a mean over what a function of
-the user's returns for a batch, nothing is known. So such a metric is updated on rank 0 alone, with
-the outputs of the whole batch (``train.logging.metrics``).
+The states of Keras's own metrics are sums over samples, except for metrics that compare samples.
+Every rank has sums for each of its shares, and rank 0 adds them up in the tree of all sums
+(``plan.program.sum_tree``), so values have the same bits on any number of ranks. The states of
+other metrics are unknown: those that compare samples, the user's own, and means over results of a
+user's function for a batch. Only rank 0 updates these, with the outputs of the whole batch
+(``train.logging.metrics``).
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,11 +34,11 @@ class KerasMetrics(Metrics):
 
     Args:
         compiled: the model's ``CompileMetrics``, built; None where it has no metrics.
-        of_layers: metrics that layers have, and update when they are called.
+        of_layers: metrics of layers, which update them when they are called.
         has_rows: see ``Additions``.
 
     Attributes:
-        are_known: the states of all of them are sums over samples.
+        are_sums_known: True if the states of all are sums over samples.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class KerasMetrics(Metrics):
         _check_layers(of_layers)
         self._compiled = compiled
         self._of_layers = list(of_layers)
-        self.are_known = compiled is None or all(
+        self.are_sums_known = compiled is None or all(
             _is_sum(metric) and (has_rows or not isinstance(metric, MeanMetricWrapper))
             for metric in compiled.metrics
         )
         self._shares: dict[int, list[torch.Tensor]] = {}  # by share, its sums
-        self._before: dict[int, list[torch.Tensor]] = {}  # those to go on from, of all ranks
+        self._resumed: dict[int, list[torch.Tensor]] = {}  # sums to continue, of all ranks
 
     def __bool__(self) -> bool:
         return self._compiled is not None
@@ -61,7 +61,7 @@ class KerasMetrics(Metrics):
     def reset(self) -> None:
         super().reset()
         self._shares.clear()
-        self._before.clear()
+        self._resumed.clear()
         for metric in self._each():
             metric.reset_state()
 
@@ -72,7 +72,7 @@ class KerasMetrics(Metrics):
 
     def update(self, part: ShareOutput) -> None:
         seen = (part.output["outputs"], part.output["masks"], *part.target)
-        if not self.are_known:
+        if not self.are_sums_known:
             self._keep(part, [], seen)
             return
         with _holding(self._compiled.variables, self._sums_of(part.share)):
@@ -81,12 +81,12 @@ class KerasMetrics(Metrics):
     def _sums_of(self, share: int) -> list[torch.Tensor]:
         if share not in self._shares:
             zeros = [torch.zeros_like(one.value.detach()) for one in self._compiled.variables]
-            self._shares[share] = self._before.pop(share, zeros)
+            self._shares[share] = self._resumed.pop(share, zeros)
         return self._shares[share]
 
     @property
     def _needs_batches(self) -> bool:
-        return not self.are_known
+        return not self.are_sums_known
 
     def _update_batch(self, batch: int, shares: Sequence[MetricUpdate]) -> None:
         self._update(tree.map_structure(_joined, *(one.tree for one in shares)))
@@ -100,7 +100,7 @@ class KerasMetrics(Metrics):
     # --- ranks -----------------------------------------------------------------------------------
 
     def join(self, control: Control) -> None:
-        """Have rank 0's metrics hold what all ranks have counted."""
+        """Give rank 0's metrics the values of all ranks."""
         if self._needs_batches:
             self._bring(control)
         elif self:
@@ -110,16 +110,16 @@ class KerasMetrics(Metrics):
         self._join_layers(control)
 
     def _sums_of_all(self, control: Control) -> dict[int, list[torch.Tensor]]:
-        """The sums of each share, on rank 0; where ranks take what comes, several have some."""
+        """The sums of each share, on rank 0; with a shared queue, several ranks have some."""
         found: dict[int, list[torch.Tensor]] = {}
         for own in control.gather(self._shares):
             for share, sums in own.items():
                 before = found.get(share)
                 found[share] = sums if before is None else list(map(torch.add, before, sums))
-        return {**self._before, **found} if control.rank == 0 else {}
+        return {**self._resumed, **found} if control.rank == 0 else {}
 
     def _join_layers(self, control: Control) -> None:
-        """Each rank has counted what its layers have seen."""
+        """Add up the metrics of layers, which every rank has counted for its samples."""
         if not self._of_layers or control.num_ranks == 1:
             return
         ranks = control.gather(_values_of(self._of_layers))
@@ -134,7 +134,7 @@ class KerasMetrics(Metrics):
 
     @contextmanager
     def joined(self, control: Control) -> Iterator[None]:
-        """Within the block rank 0 holds what all ranks have counted; then all have their own."""
+        """Within the block rank 0 has the values of all ranks; then each has its own again."""
         own = _values_of(self._of_layers)
         self.join(control)
         yield
@@ -146,14 +146,14 @@ class KerasMetrics(Metrics):
             return {"shares": shares, "values": _values_of(self._each())}
 
     def go_on_from(self, states: Tree, control: Control) -> None:
-        self._before = dict(states["shares"])
+        self._resumed = dict(states["shares"])
         if control.rank == 0:
             assign_each(self._each(), states["values"])
 
 
 @contextmanager
 def _holding(variables: Sequence[Any], values: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Within the block variables have other memory, to which they are written."""
+    """Within the block variables lie in other memory."""
     before = [variable._value.data for variable in variables]
     for variable, value in zip(variables, values, strict=True):
         variable._value.data = value
@@ -169,17 +169,17 @@ def _values_of(metrics: Sequence[Any]) -> list[list[torch.Tensor]]:
 
 
 def assign_each(metrics: Sequence[Any], values: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Have metrics hold values, one for each variable."""
+    """Assign values to metrics, one for each variable."""
     for metric, own in zip(metrics, values, strict=True):
         for variable, value in zip(metric.variables, own, strict=True):
             variable.assign(value)
 
 
 def _check_layers(metrics: Sequence[Any]) -> None:
-    """Metrics of layers see one part of a batch each: they must be sums.
+    """Check that metrics of layers, which see parts of a batch, are sums.
 
     Raises:
-        ModelError: with those that are not known to be.
+        ModelError: with those that may be something else.
     """
     foreign = [metric.name for metric in metrics if not _is_sum(metric)]
     if foreign:
@@ -198,7 +198,7 @@ def _is_sum(metric: Any) -> bool:
         return False
     if metric._metrics:
         return False
-    # A mean over values of samples, and not over numbers of whole batches.
+    # A mean over values of samples, not over numbers of whole batches.
     return not issubclass(kind, MeanMetricWrapper) or is_of_each_sample(
         metric._fn, metric._fn_kwargs
     )

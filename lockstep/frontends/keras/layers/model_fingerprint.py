@@ -1,9 +1,9 @@
-"""Sights: a compiled model as it is at one moment, to see whether a later call finds it the same.
+"""Fingerprints of a compiled model, to find whether it is unchanged since an earlier call.
 
-A small call takes no longer than finding out anew what is known of a model. So it is looked at once
-per call, and what was found out, made and sent before holds for as long as it looks the same. That
-can be told of models of Keras's own layers, losses, metrics and optimizers, whose attributes are
-known, and of functions that hold no tensors. Of any other there is no sight.
+Analysing a model takes as long as a small call. So a fingerprint is taken once per call, and
+results of the last analysis hold for as long as it is equal. There are fingerprints of models with
+Keras's own layers, losses, metrics and optimizers, whose attributes are known, and with functions
+that hold no tensors. Other models have none.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,9 +18,9 @@ import torch
 from lockstep.frontends.keras.layers.attributes import (
     Attributes,
     attributes_of,
-    is_foreign,
-    is_known,
-    is_own,
+    is_keras_own,
+    is_plain,
+    is_user_defined,
 )
 from lockstep.frontends.keras.layers.pickling import reduce
 from lockstep.frontends.keras.model import KerasModel
@@ -30,12 +30,12 @@ from lockstep.parallel.transfer.serialization import describe, has_tensors, redu
 
 @dataclass(frozen=True)
 class ModelFingerprint:
-    """What is to be seen of a model, its losses, metrics and optimizer.
+    """The state of a model, its losses, metrics and optimizer, without weights.
 
     Attributes:
-        attributes: theirs.
-        functions: the user's own that they call, as they would be sent.
-        trained: of each parameter, whether it is.
+        attributes: of all their objects.
+        functions: the user's functions that they call, pickled.
+        trained: for each parameter, True if it is trained.
         settings: Keras's.
     """
 
@@ -46,7 +46,7 @@ class ModelFingerprint:
 
 
 class CompiledModelFingerprinter:
-    """Looks at a model whenever a call begins.
+    """Takes fingerprints of a model.
 
     Args:
         module: the model.
@@ -55,12 +55,12 @@ class CompiledModelFingerprinter:
     def __init__(self, module: KerasModel) -> None:
         self._module = module
         self._last: ModelFingerprint | None = None
-        self._says_all = False
+        self._is_complete = False
 
     def take(self) -> ModelFingerprint | None:
-        """The model as it is now: the very same sight for as long as nothing has changed.
+        """The model's fingerprint: the same object for as long as nothing has changed.
 
-        None where a sight does not say all of it.
+        None if a fingerprint would not be complete.
         """
         module, model = self._module, self._module.model
         compiled = _compiled_parts(model)
@@ -74,12 +74,12 @@ class CompiledModelFingerprinter:
         )
         if now != self._last:
             self._last = now
-            self._says_all = _says_all(model, compiled, functions)
-        return self._last if self._says_all else None
+            self._is_complete = _is_complete(model, compiled, functions)
+        return self._last if self._is_complete else None
 
 
 def _compiled_parts(model: Any) -> list[Any]:
-    """What ``compile`` was given and has made of it: objects with attributes."""
+    """Objects that ``compile`` was given or made."""
     if not model.compiled:
         return []
     metrics, optimizer = model._compile_metrics, model.optimizer
@@ -101,22 +101,22 @@ def _described(functions: list[Any]) -> bytes:
         return describe(functions)
 
 
-def _says_all(model: Any, compiled: list[Any], functions: list[Any]) -> bool:
-    """Whether what a sight compares is all there is, and no values that can change in place."""
+def _is_complete(model: Any, compiled: list[Any], functions: list[Any]) -> bool:
+    """Whether a fingerprint compares everything, and nothing that can change in place."""
     with reducing(reduce):
         if has_tensors(functions):
             return False
     return (
         Attributes.are_enough(model)
-        and all(map(is_own, compiled))
-        and all(is_known(one) or _is_function_of_user(one) for one in _held_by(compiled))
-        and not any(map(_is_array, _held_by([*model._flatten_layers(), *compiled])))
-        and not any(isinstance(one, keras.Variable) for one in _held_by(_losses(model)))
+        and all(map(is_keras_own, compiled))
+        and all(is_plain(one) or _is_function_of_user(one) for one in _attribute_values(compiled))
+        and not any(map(_is_array, _attribute_values([*model._flatten_layers(), *compiled])))
+        and not any(isinstance(one, keras.Variable) for one in _attribute_values(_losses(model)))
     )
 
 
-def _held_by(objects: Iterable[Any]) -> Iterator[Any]:
-    """What objects have for attributes, or in lists and dicts of these."""
+def _attribute_values(objects: Iterable[Any]) -> Iterator[Any]:
+    """The attributes of objects, and the items of lists and dicts among them."""
     for one in objects:
         yield from _leaves(attributes_of(one).values())
 
@@ -132,7 +132,7 @@ def _leaves(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _is_function_of_user(value: object) -> bool:
-    return isinstance(value, FunctionType) and is_foreign(value)
+    return isinstance(value, FunctionType) and is_user_defined(value)
 
 
 def _is_array(value: object) -> bool:

@@ -1,10 +1,9 @@
-"""Keras objects on their way to a helper.
+"""Pickling of Keras objects for helpers.
 
-Keras pickles a model by writing a ``.keras`` file of it. That file knows nothing of classes that
-the script defines, and holds copies of the weights. Helpers get objects as they are instead, by
-their attributes, with variables whose values lie in the memory that all ranks map.
-
-What stays behind is what only the driver needs: of a model, what ``compile`` has made.
+Keras pickles a model as a ``.keras`` file, which lacks classes of the script and has copies of the
+weights. Helpers get the attributes of objects instead, with variables whose values lie in the
+memory that all ranks map. Attributes that only rank 0 needs are omitted: those that ``compile``
+sets on a model.
 """
 
 from collections.abc import Callable
@@ -30,13 +29,13 @@ from keras.src.utils.tracking import (
 from lockstep.frontends.keras.bound_methods import METHODS
 from lockstep.frontends.keras.optim.optimizer_copy import unbuilt
 
-# Made by ``Layer.__new__`` around methods of the same name, for layers that are still to be built.
+# Wrappers of methods that ``Layer.__new__`` makes, for layers that are not built yet.
 _WRAPPERS = ("build", "quantize")
 
 # The losses that layers have added.
 _OF_LAST_CALL = ("_losses", "_loss_ids")
 
-# What ``compile`` and ``fit`` give a model, and callbacks set of it.
+# Attributes that ``compile``, ``fit`` and callbacks set on a model.
 COMPILED = (
     "_compile_config",
     "_compile_loss",
@@ -55,7 +54,7 @@ COMPILED = (
     "train_function",
 )
 
-# What a layer looks words and numbers up in: TensorFlow's, of this process.
+# Look-up tables of TensorFlow's, which belong to this process.
 _TABLES = ("lookup_table", "token_counts", "token_document_counts")
 
 _Fill = Callable[[Any, Any], None]
@@ -66,9 +65,9 @@ def reduce(obj: Any) -> Any:
     fill: _Fill
     state: Any
     if isinstance(obj, IndexLookup):
-        fill, state = _fill_lookup, (kept_attributes(obj), obj.get_vocabulary(False))
+        fill, state = _fill_lookup, (sent_attributes(obj), obj.get_vocabulary(False))
     elif isinstance(obj, KerasSaveable):
-        fill, state = _fill, kept_attributes(obj)
+        fill, state = _fill, sent_attributes(obj)
     elif isinstance(obj, TrackedList):
         fill, state = _fill_list, (vars(obj), list(obj))
     elif isinstance(obj, TrackedDict | TrackedOrderedDict):
@@ -76,10 +75,10 @@ def reduce(obj: Any) -> Any:
     elif isinstance(obj, TrackedSet):
         fill, state = _fill_set, (vars(obj), list(obj))
     elif type(obj) is Tracker:
-        # It sees new variables and layers. A helper gets all that there are, and makes no new ones.
+        # It records new variables and layers; a helper makes none.
         return Tracker, ({},)
     elif type(obj) is DynamicBackend:
-        # An empty one looks for its attributes with the help of an attribute.
+        # Without attributes, its ``__getattr__`` would call itself.
         return DynamicBackend, (obj.name,)
     else:
         return NotImplemented
@@ -87,26 +86,26 @@ def reduce(obj: Any) -> Any:
     return blank, (type(obj),), state, None, None, fill
 
 
-def kept_attributes(obj: KerasSaveable) -> dict[str, Any]:
-    """What a helper gets of an object."""
+def sent_attributes(obj: KerasSaveable) -> dict[str, Any]:
+    """The attributes of an object that a helper gets."""
     if isinstance(obj, BaseOptimizer) and obj.built:
-        variables = obj._trainable_variables  # its slots are in the store
+        variables = obj._trainable_variables  # without slots, which are in the store
         return {**vars(unbuilt(obj)), "built": True, "_trainable_variables": variables}
     if not isinstance(obj, Layer):
         return dict(vars(obj))
-    left = left_attributes(obj)
+    left = omitted_attributes(obj)
     kept = {name: value for name, value in vars(obj).items() if name not in left}
     return {**kept, "_losses": [], "_loss_ids": set()}
 
 
-def left_attributes(obj: KerasSaveable) -> frozenset[str]:
-    """The names of attributes that a helper does not get, or gets anew."""
+def omitted_attributes(obj: KerasSaveable) -> frozenset[str]:
+    """The names of attributes that a helper does not get, or makes again."""
     kind: Any = type(obj)
-    return _left_of(kind)
+    return _omitted_by(kind)
 
 
 @lru_cache
-def _left_of(kind: Any) -> frozenset[str]:
+def _omitted_by(kind: Any) -> frozenset[str]:
     if not issubclass(kind, Layer):
         return frozenset()
     left: tuple[str, ...] = (*_WRAPPERS, *_OF_LAST_CALL)
@@ -118,12 +117,12 @@ def _left_of(kind: Any) -> frozenset[str]:
 
 
 def _blank(kind: Any) -> Any:
-    """An object without attributes; ``__new__`` of Keras's layers would give it some."""
+    """An object without attributes; ``__new__`` of Keras's layers would set some."""
     return kind.__new__(kind) if issubclass(kind, list | dict | set) else object.__new__(kind)
 
 
 def _blank_functional(kind: Any) -> Any:
-    """Of a class that has ``Functional`` among its bases since its first object was made."""
+    """As ``_blank``, of a class that gets ``Functional`` as a base with its first object."""
     if not issubclass(kind, Functional):
         inject_functional_model_class(kind)
     return _blank(kind)

@@ -1,4 +1,4 @@
-"""Keras losses as what a share contributes to the loss of the global batch.
+"""Keras losses as the contributions of shares to the loss of the global batch.
 
 Entry point: ``share_losses``.
 """

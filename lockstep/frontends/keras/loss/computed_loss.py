@@ -1,7 +1,7 @@
-"""The loss of a model that has a ``compute_loss`` of its own: taken on the whole batch.
+"""The loss of a model with a ``compute_loss`` of its own, which gets the whole batch.
 
-It gets what it gets of Keras: inputs, targets, outputs and weights of all samples, ``self.losses``
-and the compiled losses. Every rank that has outputs calls it; what it tells metrics counts once.
+As in Keras it gets inputs, targets, outputs and weights of all samples, ``self.losses`` and the
+compiled losses. Every rank that has outputs calls it; its updates of metrics count once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from lockstep.data.map_style.sources import Batch
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import LockstepError, LossError
-from lockstep.frontends.keras.layers.checks import has_own_loss
+from lockstep.frontends.keras.layers.checks import has_custom_loss
 from lockstep.frontends.keras.loss.reductions import masked_outputs
 from lockstep.frontends.keras.loss.share_losses import Additions, KerasLoss
 from lockstep.frontends.keras.model import KerasModel
@@ -23,13 +23,13 @@ from lockstep.plan.spec import Plan
 
 
 class ComputedLoss(KerasLoss):
-    """What ``compute_loss`` returns.
+    """The loss that ``compute_loss`` returns.
 
     Args:
         compiled: the model's ``CompileLoss``, built, or None.
-        additions: what layers add.
+        additions: losses that layers add.
         module: the model.
-        is_divided: batches are.
+        is_divided: True if devices work on parts of a batch.
     """
 
     _counts, _has_weights = True, True
@@ -45,7 +45,7 @@ class ComputedLoss(KerasLoss):
         super().run_on(plan, rank)
         last = None if plan.pipeline is None else plan.pipeline.stages[-1].ranks
         self._has_weights = last is None
-        # What metrics are told counts on the rank that has the first share.
+        # Updates of metrics count on the rank that has the first share.
         self._counts = rank == (last[0] if last else 0)
 
     def __call__(self, output: Tree, batch: Batch) -> ShareLoss:
@@ -55,11 +55,11 @@ class ComputedLoss(KerasLoss):
             (seed * rows).sum() / num_samples
             for seed, rows in zip(added.seeds, added.values, strict=True)
         ]
-        self._asking.sees_all, self._asking.found = True, []
+        self._probe.sees_all, self._probe.found = True, []
         with _as_called(model, self.loss, numbers, counts=self._counts):
             number = self._number(model, output, batch)
         weight = float(num_samples)
-        own = [number, *(one.number for one in self._asking.found)]
+        own = [number, *(one.number for one in self._probe.found)]
         own += [torch.zeros(())] * (1 + len(self.names) - len(own))
         parts = tuple((weight * one.item(), weight) for one in own)
         return ShareLoss(
@@ -71,7 +71,7 @@ class ComputedLoss(KerasLoss):
         )
 
     def _number(self, model: Any, output: Tree, batch: Batch) -> torch.Tensor:
-        """What the model makes of outputs."""
+        """The result of the model's ``compute_loss``."""
         targets, weights = batch.targets
         with nullcontext() if self._has_weights else WithoutWeights(model):
             number: torch.Tensor = model._compute_loss(
@@ -85,27 +85,27 @@ class ComputedLoss(KerasLoss):
 
 
 def loss_of(module: KerasModel, additions: Additions, *, is_divided: bool) -> KerasLoss:
-    """What a model is trained on, as it is compiled.
+    """The loss of a model as it is compiled.
 
     Args:
         module: the model.
-        additions: what layers add.
+        additions: losses that layers add.
         is_divided: see ``KerasLoss``.
     """
     compiled = module.model._compile_loss
-    if has_own_loss(module.model):
+    if has_custom_loss(module.model):
         return ComputedLoss(compiled, additions, module, is_divided=is_divided)
     return KerasLoss(compiled, additions, is_divided=is_divided)
 
 
 class WithoutWeights(TorchFunctionMode):
-    """Within the block a model's weights are not to be used: other stages have them.
+    """Within the block using the model's weights is an error: other stages have them.
 
     Args:
         model: the model.
 
     Raises:
-        LossError: they are.
+        LossError: a weight is used.
     """
 
     def __init__(self, model: Any) -> None:
@@ -121,7 +121,7 @@ class WithoutWeights(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _refused(self, path: str) -> LockstepError:
-        """The error of using a weight."""
+        """The error for a use of a weight."""
         return LossError(
             "In a pipeline the last stage computes the loss, and has only its own weights.",
             received=f"a compute_loss that uses {path}",
@@ -133,13 +133,13 @@ class WithoutWeights(TorchFunctionMode):
 def _as_called(
     model: Any, compiled: Any, added: Sequence[torch.Tensor], *, counts: bool
 ) -> Iterator[None]:
-    """Within the block a model has the losses of a batch, as if it had just been called on it.
+    """Within the block a model has the losses of a batch, as just after a call on the batch.
 
     Args:
         model: the model.
         compiled: its ``CompileLoss``.
-        added: what its layers have added.
-        counts: its metrics count.
+        added: losses of its layers.
+        counts: True if its metrics keep their updates.
     """
     own = vars(model)
     before = own.get("_compile_loss"), own["_losses_override"]

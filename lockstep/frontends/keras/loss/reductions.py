@@ -1,8 +1,8 @@
-"""What a loss of Keras's makes of the values of a share: a total, and what it is divided by.
+"""The reduction of a Keras loss over a share: a total, and its denominator.
 
-Keras's own losses make values of one sample each. The user's are watched while they run: where it
-is seen that theirs are such, or are a mean or a sum of such, that is known; else it is a guess, and
-they are to be asked again with all samples of the batch.
+Keras's own losses give a value for each sample. For the user's losses the reduction is inferred
+from the operations that they run: values of samples, or a mean or sum of these. Otherwise it is a
+guess, and the loss is called again with all samples of the batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,13 +31,13 @@ _ACROSS_SAMPLES = ("circle", "dice", "tversky")
 
 @dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """What a loss has made of the values of a share.
+    """A loss of a share before its division.
 
     Attributes:
-        total: their sum.
-        weight: what it is divided by; None where it is not.
-        is_by_sample: the weight is the number of samples but for a constant factor.
-        is_guess: nobody knows what it is a mean of; see ``ShareLoss``.
+        total: the sum of the values.
+        weight: the denominator; None for a sum.
+        is_by_sample: True if the weight is the number of samples times a constant.
+        is_guess: True if the denominator is unknown; see ``ShareLoss``.
     """
 
     total: torch.Tensor
@@ -47,19 +47,19 @@ class Reduced:
 
     @property
     def number(self) -> torch.Tensor:
-        """What Keras would have made of them."""
+        """The loss as Keras computes it."""
         return self.total / self.weight if self.weight else self.total
 
 
 @dataclass
-class Asking:
-    """How losses are asked what they make of samples.
+class LossProbe:
+    """Finds the totals and denominators of losses.
 
     Attributes:
         has_rows: see ``Additions``.
-        sees_all: these are all samples of the batch.
-        batch_size: as many has the batch.
-        found: what they have said.
+        sees_all: True if the samples are all of the batch.
+        batch_size: samples of the batch.
+        found: results of the calls so far.
     """
 
     has_rows: bool
@@ -69,29 +69,29 @@ class Asking:
     _tried: set[tuple[int, int, int]] = field(default_factory=set)
 
     def reduce(self, loss: Any, target: Any, output: Any, sample_weight: Any) -> Reduced:
-        """What ``loss(target, output, sample_weight)`` divides, and by what."""
+        """The total and denominator of ``loss(target, output, sample_weight)``."""
         if self.has_rows and is_by_sample(loss):
-            return self._of_values(loss, target, output, sample_weight, is_watched=False)
+            return self._of_values(loss, target, output, sample_weight, is_inferred=False)
         size = _num_samples(output)
         if self.sees_all:
             return _one_number(loss(target, output, sample_weight), Known(size), size, loss)
         if type(loss).__call__ is not Loss.__call__:
-            value, known = self._watched(loss, loss, (target, output, sample_weight), size)
+            value, known = self._try_inferring(loss, loss, (target, output, sample_weight), size)
             return _one_number(value, known, size, loss)
-        return self._of_values(loss, target, output, sample_weight, is_watched=True)
+        return self._of_values(loss, target, output, sample_weight, is_inferred=True)
 
     def _of_values(
-        self, loss: Any, target: Any, output: Any, sample_weight: Any, *, is_watched: bool
+        self, loss: Any, target: Any, output: Any, sample_weight: Any, *, is_inferred: bool
     ) -> Reduced:
-        """As ``Loss.__call__``, but for the division."""
+        """As ``Loss.__call__``, without the division."""
         size, mask = _num_samples(output), get_keras_mask(output)
         given = tuple(
             tree.map_structure(lambda one: ops.convert_to_tensor(one, dtype=loss.dtype), tensors)
             for tensors in (target, output)
         )
         known: Known | None = Known(size)
-        if is_watched:
-            values, known = self._watched(loss, *_function(loss, given), size)
+        if is_inferred:
+            values, known = self._try_inferring(loss, *_function(loss, given), size)
         else:
             values = loss.call(*given)
         masks = [one for one in (mask, get_keras_mask(values)) if one is not None]
@@ -103,13 +103,13 @@ class Asking:
             return Reduced(total=values.sum(), weight=size, is_guess=True)
         return _reduced(loss.reduction, values, sample_weight, masks)
 
-    def _watched(
+    def _try_inferring(
         self, loss: Any, function: Callable[..., Any], given: tuple[Any, ...], size: float
     ) -> tuple[torch.Tensor, Known | None]:
-        """What a function of the user's makes of a share, and what is known of that."""
+        """The value of a user's function for a share, and its reduction if that is known."""
         try:
-            value, known, has_size = _seen(function, given, int(size))
-        except Exception:  # perhaps these are too few samples for it: it is asked again, with all
+            value, known, has_size = _inferred(function, given, int(size))
+        except Exception:  # too few samples, perhaps: it is called again with all
             return torch.zeros(()), None
         if known is None or known.weight not in (None, size):
             return value, None
@@ -118,21 +118,21 @@ class Asking:
     def _adds_up(
         self, loss: Any, function: Callable[..., Any], given: tuple[Any, ...], size: float
     ) -> bool:
-        """Whether shares tell what it is of a batch, tried once for each size of both."""
+        """Whether shares add up to the batch's value, tried once for each size of both."""
         trial = id(loss), int(size), self.batch_size
         if trial in self._tried:
             return True
         self._tried.add(trial)
         kept = getattr(loss, "__dict__", {}).values()
-        held = [one for one in kept if isinstance(one, keras.Variable)]
-        return adds_up(partial(_sums, function), given, *trial[1:], held=[loss, *held])
+        variables = [one for one in kept if isinstance(one, keras.Variable)]
+        return adds_up(partial(_sums, function), given, *trial[1:], held=[loss, *variables])
 
 
-def asked(compiled: Any, asking: Asking) -> Any:
-    """A copy whose losses say what they have made of the values, and count nothing."""
+def probed(compiled: Any, probe: LossProbe) -> Any:
+    """A copy whose losses record totals and denominators, and update no metrics."""
     copied = object.__new__(type(compiled))
-    entries = [one._replace(loss=_Asked(one.loss, asking)) for one in compiled._flat_losses]
-    # A list of the model's knows the model, and would have it sent along.
+    entries = [one._replace(loss=_ProbedLoss(one.loss, probe)) for one in compiled._flat_losses]
+    # The model's own list refers to the model, which would be pickled with it.
     names = compiled.output_names and list(compiled.output_names)
     vars(copied).update(vars(compiled), _flat_losses=entries, output_names=names)
     vars(copied)["_metrics"] = [None] * len(entries)
@@ -140,31 +140,31 @@ def asked(compiled: Any, asking: Asking) -> Any:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """Stands in for a loss where it is called."""
+class _ProbedLoss:
+    """A loss that records its total and denominator when it is called."""
 
     loss: Any
-    asking: Asking
+    probe: LossProbe
 
     def __call__(self, target: Any, output: Any, sample_weight: Any = None) -> torch.Tensor:
-        reduced = self.asking.reduce(self.loss, target, output, sample_weight)
-        self.asking.found.append(reduced)
+        reduced = self.probe.reduce(self.loss, target, output, sample_weight)
+        self.probe.found.append(reduced)
         return reduced.number
 
 
-def _seen(
+def _inferred(
     function: Callable[..., Any], given: tuple[Any, ...], size: int
 ) -> tuple[torch.Tensor, Known | None, bool]:
-    """What a function makes of samples, what is known of that, and whether it asks for sizes."""
-    with KnownMeans(given, size) as watching:
+    """A function's value for samples, its reduction if known, and whether it reads sizes."""
+    with KnownMeans(given, size) as inference:
         value = function(*given)
-    return value, watching.known(value), watching.has_size
+    return value, inference.known(value), inference.has_size
 
 
 def _sums(function: Callable[..., Any], given: tuple[Any, ...]) -> ShareLoss:
-    """The total and weight of what a function makes of samples."""
+    """The total and weight of a function's value for samples."""
     size = int(_num_samples(given[1]))
-    value, known, _ = _seen(function, given, size)
+    value, known, _ = _inferred(function, given, size)
     is_mean = known is not None and known.weight is not None and not value.dim()
     total = value.sum() * (size if is_mean else 1)
     return ShareLoss(
@@ -173,14 +173,14 @@ def _sums(function: Callable[..., Any], given: tuple[Any, ...]) -> ShareLoss:
 
 
 def _function(loss: Any, given: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What ``loss.call`` comes to: the user's function alone, without Keras's look at shapes."""
+    """The function that ``loss.call`` calls: the user's, without Keras's checks of shapes."""
     if type(loss) is LossFunctionWrapper and not any(map(tree.is_nested, given)):
         return partial(loss.fn, **loss._fn_kwargs), squeeze_or_expand_to_same_rank(*given)
     return loss.call, given
 
 
 def _one_number(number: torch.Tensor, known: Known | None, size: float, loss: Any) -> Reduced:
-    """A loss that was reduced by its own function."""
+    """A loss whose own function reduces it to one number."""
     if number.dim():
         raise LossError(
             "A loss must reduce the values of its samples to one number.",
@@ -195,7 +195,7 @@ def _one_number(number: torch.Tensor, known: Known | None, size: float, loss: An
 def _reduced(
     reduction: str, values: torch.Tensor, sample_weight: Any, masks: Sequence[torch.Tensor]
 ) -> Reduced:
-    """As ``keras.src.losses.loss.reduce_weighted_values``, but for the division."""
+    """As ``keras.src.losses.loss.reduce_weighted_values``, without the division."""
     weights = None
     if sample_weight is not None:
         weights = ops.convert_to_tensor(sample_weight, dtype=values.dtype)
@@ -217,7 +217,7 @@ def _reduced(
         if weights is not None:
             return Reduced(total=total, weight=float(weights.sum()), is_by_sample=False)
     elif mask is not None:
-        # As many values as there are for each entry of the mask count with it.
+        # Each entry of the mask is for as many values.
         count = float(mask.sum()) * values.numel() / mask.numel()
         return Reduced(total=total, weight=count, is_by_sample=False)
     numel = (values if weights is None else torch.broadcast_tensors(values, weights)[0]).numel()
@@ -225,14 +225,14 @@ def _reduced(
 
 
 def masked(output: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """An output with its mask on it, as Keras has it."""
+    """An output with its mask attached, as in Keras."""
     if mask is not None and get_keras_mask(output) is None:
         set_keras_mask(output, mask)
     return output
 
 
 def masked_outputs(output: Tree) -> Tree:
-    """What the model has made of a share, with masks."""
+    """The model's outputs for a share, with masks."""
     return tree.map_structure(masked, output["outputs"], output["masks"])
 
 
@@ -241,7 +241,7 @@ def _num_samples(output: Any) -> float:
 
 
 def is_of_each_sample(function: Any, options: dict[str, Any]) -> bool:
-    """Whether a function is one of Keras's own that looks at one sample at a time."""
+    """Whether a function is one of Keras's own that gives each sample's value from it alone."""
     return (
         isinstance(function, FunctionType)
         and function.__module__.startswith("keras.src.")
@@ -251,13 +251,13 @@ def is_of_each_sample(function: Any, options: dict[str, Any]) -> bool:
 
 
 def is_by_sample(loss: Any) -> bool:
-    """Whether a loss is one of Keras's own that makes values of single samples."""
+    """Whether a loss is one of Keras's own that gives a value for each sample."""
     return type(loss).__module__ == LossFunctionWrapper.__module__ and is_of_each_sample(
         loss.fn, loss._fn_kwargs
     )
 
 
-def may_weigh(loss: Any) -> bool:
-    """Whether a loss may divide by something else than the number of samples."""
+def may_divide_by_weights(loss: Any) -> bool:
+    """Whether a loss may divide by anything but the number of samples."""
     ignores = getattr(loss, "_fn_kwargs", {}).get("ignore_class") is not None
     return ignores or getattr(loss, "reduction", None) == "mean_with_sample_weight"

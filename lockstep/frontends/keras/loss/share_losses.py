@@ -1,21 +1,20 @@
-"""Keras losses as what a share contributes to the loss of the global batch.
+"""Keras losses as the contributions of shares to the loss of the global batch.
 
 ``model.compile(loss=...)`` gives a tree of losses, each of which reduces the values of its samples
-to one number. Keras's own are asked for the two numbers that this one is made of, a total and what
-it is divided by, so that sums over the shares give what the whole batch would have given:
+to one number. Of Keras's own losses the total and the denominator are found, so that sums over the
+shares give the loss of the whole batch:
 
 - the default divides by the number of values, that is by the number of samples;
 - with masks it divides by the number of values that count, and ``"mean_with_sample_weight"`` by
-  the weights: what these are in the whole batch, the shares tell each other first;
+  the weights: the shares first exchange these sums, to know those of the whole batch;
 - ``"sum"`` does not divide: the sum over the shares is the sum.
 
-The user's own are watched (``parallel.loss.reduction_inference``). Where it is seen that what they
-return belongs to one sample each, or is a mean or a sum of that, the same holds; else the losses
-are taken on the whole batch (``parallel.loss.whole_batch``), as Keras takes them. So is what a
-model's own ``compute_loss`` makes of them (``frontends.keras.loss.computed_loss``).
+The reduction of the user's losses is inferred (``parallel.loss.reduction_inference``). If it is
+known, the same holds; otherwise the losses get the whole batch (``parallel.loss.whole_batch``), as
+in Keras. So does a model's own ``compute_loss`` (``frontends.keras.loss.computed_loss``).
 
-What layers add (``add_loss``, activity regularizers) counts as a mean or as a sum, whichever it was
-found to be (``frontends.keras.loss.add_loss``); penalties on weights are the same for every share.
+Losses that layers add (``add_loss``, activity regularizers) count as means or sums, as a trial has
+found (``frontends.keras.loss.add_loss``); penalties on weights are the same for every share.
 """
 
 import math
@@ -31,13 +30,13 @@ from lockstep.data.map_style.sources import Batch
 from lockstep.data.trees import Tree
 from lockstep.errors import LossError
 from lockstep.frontends.keras.loss.reductions import (
-    Asking,
+    LossProbe,
     Reduced,
-    asked,
     is_by_sample,
     masked,
     masked_outputs,
-    may_weigh,
+    may_divide_by_weights,
+    probed,
 )
 from lockstep.parallel.loss.share_losses import (
     JointLoss,
@@ -49,27 +48,27 @@ from lockstep.parallel.loss.share_losses import (
 )
 from lockstep.plan.spec import Plan
 
-# The weight of a share in which nothing counts, by masks or ignored classes: Keras makes a step if
-# that is so of all, with a loss and gradients of 0. Beside other weights it is rounded away.
-_OF_NOTHING = 1e-30
+# The weight of a share whose samples are all masked or ignored. If all shares are such, Keras makes
+# a step with a loss and gradients of 0; beside other weights it is rounded away.
+_EMPTY_WEIGHT = 1e-30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Additions:
-    """What comes on top of the losses that were compiled, and what was found out about these.
+    """What a trial has found of losses that layers add, and of outputs.
 
     Attributes:
-        are_sums: for each loss that layers add, whether it is a sum over the samples and not a
+        are_sums: for each loss that layers add, True for a sum over the samples and False for a
             mean; in training, and in evaluation.
-        unseen: the numbers of those that were 0, of which that is a guess.
-        has_penalties: there are penalties on weights.
-        has_masks: outputs come with masks.
-        has_rows: every output has an axis beside that of the samples. Without one, functions of
-            Keras's return one number for a batch.
+        zeros: the numbers of those that were 0, for which ``are_sums`` is a guess.
+        has_penalties: True if there are penalties on weights.
+        has_masks: True if outputs have masks.
+        has_rows: True if every output has an axis beside that of the samples. Without one,
+            functions of Keras's return one number for a batch.
     """
 
     are_sums: dict[bool, tuple[bool, ...]]
-    unseen: frozenset[int] = frozenset()
+    zeros: frozenset[int] = frozenset()
     has_penalties: bool = False
     has_masks: bool = False
     has_rows: bool = True
@@ -79,24 +78,23 @@ class Additions:
 
 
 class KerasLoss(LossAdapter):
-    """The losses of a compiled model, and what its layers add.
+    """The losses of a compiled model, and those that its layers add.
 
     Args:
-        compiled: the model's ``CompileLoss``, built; None where there are only additions.
-        additions: what layers add.
-        is_divided: batches are.
-
+        compiled: the model's ``CompileLoss``, built; None if there are only additions.
+        additions: losses that layers add.
+        is_divided: True if devices work on parts of a batch.
     """
 
     needs_targets = False
     _is_staged = False
 
     def __init__(self, compiled: Any, additions: Additions, *, is_divided: bool = True) -> None:
-        self._asking = Asking(additions.has_rows)
-        self.loss = None if compiled is None else asked(compiled, self._asking)
+        self._probe = LossProbe(additions.has_rows)
+        self.loss = None if compiled is None else probed(compiled, self._probe)
         self._additions = additions
         self.adds = any(additions.are_sums.values())
-        self._unseen = additions.unseen
+        self._zeros = additions.zeros
         entries = [] if compiled is None else compiled._flat_losses
         self._losses = [one.loss for one in entries]
         self._only = entries[0].loss if len(entries) == 1 and not entries[0].path else None
@@ -105,12 +103,12 @@ class KerasLoss(LossAdapter):
         )
         self.names = tuple(f"{one.name}_loss" for one in entries) if len(entries) > 1 else ()
         self.is_certain = additions.has_rows and all(map(is_by_sample, self._losses))
-        weighs = additions.has_masks or any(map(may_weigh, self._losses))
+        weighs = additions.has_masks or any(map(may_divide_by_weights, self._losses))
         if weighs and (len(entries) > 1 or additions):
             self.parts = LossParts(
                 names=(*(one.name for one in entries), "additions"), factors=(*self._factors, 1.0)
             )
-            # Shares that wait for each other's weights must all come to have some.
+            # Shares wait for each other's weights, so all must have some.
             self.takes_whole = is_divided and not self.is_certain
 
     def __call__(self, output: Tree, batch: Batch) -> ShareLoss | JointLoss:
@@ -118,14 +116,14 @@ class KerasLoss(LossAdapter):
         found = self._found(output, batch.targets)
         added = self.added(output, num_samples)
         if self.parts:
-            own = [self._alone(one, num_samples) for one in found]
+            own = [self._single(one, num_samples) for one in found]
             return JointLoss(losses=(*own, added), parts=self.parts, num_samples=num_samples)
         if len(found) == 1 and not added.values:
-            return self._alone(found[0], num_samples, self._factors[0])
-        return self._joined(found, added, num_samples)
+            return self._single(found[0], num_samples, self._factors[0])
+        return self._combined(found, added, num_samples)
 
     def run_on(self, plan: Plan, rank: int) -> None:
-        """It is going to be called on a rank."""
+        """Prepare for calls on a rank."""
         self._is_staged = plan.pipeline is not None and plan.num_shares > 1
 
     def user_losses(self) -> list[Any]:
@@ -134,36 +132,36 @@ class KerasLoss(LossAdapter):
         return [*self._losses, *variables]
 
     def _found(self, output: Tree, target: Tree) -> list[Reduced]:
-        """What each compiled loss makes of a share; where that is a guess, they are asked again."""
+        """Each compiled loss of a share; losses are restored if one of them is a guess."""
         if self.is_certain or self.sees_all:
             return self.reduced(output, target)
-        leave = _left_as_found(self._losses)
+        leave = _restorer_of(self._losses)
         found = self.reduced(output, target)
         if any(one.is_guess for one in found):
             leave()
         return found
 
     def reduced(self, output: Tree, target: Tree) -> list[Reduced]:
-        """What each compiled loss makes of a share."""
+        """Each compiled loss of a share."""
         if self.loss is None:
             return []
-        self._asking.sees_all, self._asking.batch_size = self.sees_all, self.batch_size
+        self._probe.sees_all, self._probe.batch_size = self.sees_all, self.batch_size
         values = output["outputs"], *target
         if self._only is not None and not any(map(tree.is_nested, values)):
             one = masked(values[0], output["masks"])
-            return [self._asking.reduce(self._only, target[0], one, target[1])]
-        self._asking.found = []
+            return [self._probe.reduce(self._only, target[0], one, target[1])]
+        self._probe.found = []
         self.loss(target[0], masked_outputs(output), target[1])
-        return self._asking.found
+        return self._probe.found
 
     def newly_adds(self, output: Tree) -> bool:
-        losses = output["losses"] if self._unseen else ()
-        seen = {number for number, rows in enumerate(losses) if rows.any()} & self._unseen
-        self._unseen -= seen
+        losses = output["losses"] if self._zeros else ()
+        seen = {number for number, rows in enumerate(losses) if rows.any()} & self._zeros
+        self._zeros -= seen
         return bool(seen)
 
     def added(self, output: Tree, num_samples: int) -> ShareLoss:
-        """What comes on top, as a total over the samples."""
+        """The losses and penalties that layers add, as a total over the samples."""
         losses, penalties = output["losses"], output["penalties"]
         are_sums = self._additions.are_sums[torch.is_grad_enabled()]
         if len(losses) != len(are_sums):
@@ -189,10 +187,10 @@ class KerasLoss(LossAdapter):
             values=values, seeds=seeds, total=math.fsum(totals), weight=float(num_samples)
         )
 
-    def _alone(self, one: Reduced, num_samples: int, factor: float = 1.0) -> ShareLoss:
-        """A loss by itself; one that is not divided is a total over all samples of the batch."""
+    def _single(self, one: Reduced, num_samples: int, factor: float = 1.0) -> ShareLoss:
+        """A single loss; a sum is divided by the samples of its share and scaled by the batch."""
         seed = factor * (1 if one.weight is not None else self.batch_size)
-        weight = float(num_samples) if one.weight is None else one.weight or _OF_NOTHING
+        weight = float(num_samples) if one.weight is None else one.weight or _EMPTY_WEIGHT
         return ShareLoss(
             values=(one.total,),
             seeds=(seed,),
@@ -201,9 +199,9 @@ class KerasLoss(LossAdapter):
             is_guess=one.is_guess,
         )
 
-    def _joined(self, found: Sequence[Reduced], added: ShareLoss, num_samples: int) -> ShareLoss:
-        """All losses as one total over the samples; a guess where they divide by something else."""
-        own = [self._alone(one, num_samples) for one in found]
+    def _combined(self, found: Sequence[Reduced], added: ShareLoss, num_samples: int) -> ShareLoss:
+        """All losses as one total over the samples; a guess if one has another denominator."""
+        own = [self._single(one, num_samples) for one in found]
         scales = [
             factor * num_samples / float(one.weight)
             for one, factor in zip(own, self._factors, strict=True)
@@ -225,9 +223,9 @@ class KerasLoss(LossAdapter):
         )
 
     def of_batch(self, shares: Sequence[Sums]) -> list[float]:
-        """The loss of a batch, and each of several, from what its shares have come to.
+        """The loss of a batch, and each of several, from the sums of its shares.
 
-        As Keras has it: what weighs nothing is 0.
+        As in Keras, a loss without weight is 0.
         """
         means = [mean(column) or 0.0 for column in zip(*shares, strict=True)]
         if not self.parts:
@@ -238,8 +236,8 @@ class KerasLoss(LossAdapter):
         return [whole, *(means[:-1] if self.names else [])]
 
 
-def _left_as_found(losses: Sequence[Any]) -> Callable[[], None]:
-    """What gives losses the attributes that they have now: one may count its calls."""
+def _restorer_of(losses: Sequence[Any]) -> Callable[[], None]:
+    """A function that restores the losses' attributes: a loss may count its calls."""
     before = [(loss, dict(vars(loss))) for loss in losses]
     values = [
         (value, value.value.clone())

@@ -29,16 +29,17 @@ _EXTRAS = (
 
 
 def use_fused_adam(optimizer: Any) -> None:
-    """Have a Keras optimizer, if it is an Adam, update with the kernel where that takes it."""
+    """Make a Keras optimizer, if it is an Adam, use the kernel for tensors that it supports."""
     if _is_adam(optimizer):
         plain = optimizer._parallel_update_step
         vars(optimizer)["_parallel_update_step"] = partial(_update_or, plain, optimizer)
 
 
 def step_bare_adam(optimizer: Any, grads: list[torch.Tensor], variables: Sequence[Any]) -> bool:
-    """A whole step, if it is no more than Adam's update of some variables without constraints.
+    """Make a whole step, if that is only Adam's update of variables without constraints.
 
-    What else Keras looks after in a step takes longer than the update of a small model.
+    Keras's other work in a step takes longer than the update of a small model. Returns False if the
+    step needs it.
     """
     is_bare = _is_adam(optimizer) and not any(getattr(optimizer, name) for name in _EXTRAS)
     if not is_bare or any(one.constraint or one.overwrite_with_gradient for one in variables):
@@ -65,14 +66,14 @@ def _update_or(
 def _update(
     adam: Any, grads: list[torch.Tensor], variables: Sequence[Any], learning_rate: Any
 ) -> bool:
-    """Update with the kernel, if it takes these tensors."""
+    """Update with the kernel; returns False for tensors that it does not support."""
     numbers = [adam._get_variable_index(variable) for variable in variables]
     slots = [adam._momentums, adam._velocities, *([adam._velocity_hats] if adam.amsgrad else [])]
     weights = [variable._value for variable in variables]
     momentums, velocities, *hats = ([kind[number]._value for number in numbers] for kind in slots)
     if not all(map(_is_taken, weights, grads, momentums, velocities)):
         return False
-    # What ``iterations`` is in Keras, which makes a variable of it.
+    # ``iterations`` as in Keras, which makes a variable of it.
     step = float(adam._iterations._value // (adam.gradient_accumulation_steps or 1)) + 1
     torch._fused_adam_(
         weights,
@@ -93,7 +94,7 @@ def _update(
 
 
 def _is_taken(weight: torch.Tensor, *others: torch.Tensor) -> bool:
-    """The kernel goes through memory in order, whatever the strides are."""
+    """Whether the kernel supports these: it ignores strides and reads memory in order."""
     return weight.dtype in _DTYPES and all(
         one.is_contiguous() and one.dtype == weight.dtype and one.shape == weight.shape
         for one in (weight, *others)

@@ -1,4 +1,4 @@
-"""Copies of a Keras optimizer, to be built for other variables than it was built for."""
+"""Copies of a Keras optimizer that can be built for other variables."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class Slot:
-    """What a variable of an optimizer is.
+    """The place of one of an optimizer's slot variables.
 
     Attributes:
         index: of the variable that it belongs to, among those that the optimizer was built for.
-        name: among the slots of that variable.
+        name: of the slot, among the slots of that variable.
     """
 
     index: int
@@ -25,21 +25,21 @@ class Slot:
 
 
 def own_variables(optimizer: Any) -> list[Any]:
-    """The count of steps, and the learning rate where it is a variable."""
+    """The step count, and the learning rate if it is a variable."""
     own = (optimizer._iterations, optimizer._learning_rate)
     return [one for one in own if isinstance(one, keras.Variable)]
 
 
-def made_variables(optimizer: Any) -> list[Any]:
-    """What building it has made, in that order: slots, and what is there once."""
+def built_variables(optimizer: Any) -> list[Any]:
+    """The variables that ``build`` made, in order: slots, and those that exist once."""
     own = {id(one) for one in own_variables(optimizer)}
     return [one for one in optimizer._variables if id(one) not in own]
 
 
 def unbuilt(optimizer: Any) -> Any:
-    """A copy that is to be built, with the same count of steps and learning rate."""
+    """A copy that is not built, with the same step count and learning rate."""
     copied = object.__new__(type(optimizer))
-    made = {id(one) for one in made_variables(optimizer)}
+    made = {id(one) for one in built_variables(optimizer)}
     contents = {
         name: value for name, value in vars(optimizer).items() if not _holds_any(value, made)
     }
@@ -66,29 +66,29 @@ def _holds_any(value: Any, ids: set[int]) -> bool:
 
 
 def built(template: Any, variables: Sequence[Any]) -> tuple[Any, list[Slot | None]]:
-    """A copy of an unbuilt optimizer, built; and for all that this has made, what it is.
+    """A built copy of an unbuilt optimizer, and the slot that each of its variables is.
 
-    None stands for what is no slot of a variable.
+    None is for variables that are no slot.
     """
     copied = unbuilt(template)
     numbers = {id(variable): number for number, variable in enumerate(variables)}
     found: dict[int, Slot] = {}
     make: Callable[..., Any] = copied.add_variable_from_reference
 
-    def noting(reference_variable: Any, name: str = "var", initializer: Any = "zeros") -> Any:
+    def record(reference_variable: Any, name: str = "var", initializer: Any = "zeros") -> Any:
         made = make(reference_variable, name=name, initializer=initializer)
         found[id(made)] = Slot(numbers[id(reference_variable)], name)
         return made
 
-    vars(copied)["add_variable_from_reference"] = noting
+    vars(copied)["add_variable_from_reference"] = record
     copied.build(list(variables))
     del vars(copied)["add_variable_from_reference"]
     found = {**listed_slots(copied, len(variables)), **found}
-    return copied, [found.get(id(one)) for one in made_variables(copied)]
+    return copied, [found.get(id(one)) for one in built_variables(copied)]
 
 
 def listed_slots(optimizer: Any, num_variables: int) -> dict[int, Slot]:
-    """Slots by their addresses, where they are in lists with one for each variable."""
+    """Slots by id, found in attributes that are lists with one for each variable."""
     return {
         id(one): Slot(number, name)
         for name, value in vars(optimizer).items()
@@ -97,8 +97,8 @@ def listed_slots(optimizer: Any, num_variables: int) -> dict[int, Slot]:
     }
 
 
-def stand_in(variable: Any, value: torch.Tensor) -> Any:
-    """A variable like another, with another value: a piece of the other's, say."""
+def variable_like(variable: Any, value: torch.Tensor) -> Any:
+    """A copy of a variable with another value, such as a piece of its own."""
     made = object.__new__(type(variable))
     vars(made).update(vars(variable), _value=value, _shape=tuple(value.shape))
     if tuple(value.shape) != tuple(variable.shape):
@@ -107,7 +107,7 @@ def stand_in(variable: Any, value: torch.Tensor) -> Any:
 
 
 def options_of(optimizer: Any) -> dict[str, Any]:
-    """What can be set of an optimizer: numbers, flags, the count of steps, the learning rate."""
+    """The options of an optimizer: numbers, flags, the step count, the learning rate."""
     options = {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
     options["iterations"] = int(optimizer._iterations.value)
     rate = optimizer._learning_rate
@@ -117,7 +117,7 @@ def options_of(optimizer: Any) -> dict[str, Any]:
 
 
 def set_options(optimizer: Any, options: dict[str, Any]) -> None:
-    """Take over what ``options_of`` another copy gave."""
+    """Set options that ``options_of`` returned for another copy."""
     plain = dict(options)
     rate = plain.pop("learning_rate", None)
     optimizer._iterations.assign(plain.pop("iterations"))

@@ -1,11 +1,11 @@
-"""A Keras optimizer in a loop of one's own: it steps on the gradients of all replicas.
+"""A Keras optimizer in a custom loop: it steps on the gradients of all replicas.
 
-A loop hands it gradients as it hands them to Keras's, by ``apply``, or has ``step`` take them from
-the weights. What replicas do together is the same as for an optimizer of torch
-(``custom_loops.stepping``); each steps a copy of the optimizer on its slices, as ranks of a fit do
+A loop passes gradients to ``apply``, as to a Keras optimizer, or ``step`` takes them from the
+weights. The exchange between replicas is that of torch optimizers (``custom_loops.stepping``); each
+replica steps a copy of the optimizer on its slices, as ranks of a fit do
 (``frontends.keras.optim.updater``).
 
-Gradients do not move to shared memory while backward runs: a loop may keep those that it was given.
+Gradients do not move to shared memory during backward, because a loop may keep the tensors.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,16 +27,16 @@ from lockstep.parallel.data_parallel.gradient_rules import GradientRules
 from lockstep.tracebacks import public_methods
 from lockstep.train.runtime.shared_options import SharedOptions, options_spec
 
-# What wraps other optimizers, and so is none that could be stepped on summed gradients.
+# Optimizers that wrap others: these cannot step on summed gradients.
 _WRAPPERS = (keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer)
 
-# The attribute of a learning rate: a variable, a schedule or a function; in a copy, a number.
+# The attribute with the learning rate: a variable, a schedule or a function; a number in a copy.
 _RATE = "_learning_rate"
 
 
 @public_methods
 class KerasReplicaOptimizer(ReplicaSteps):
-    """See ``CrossReplicaOptimizer``. What is not here is the Keras optimizer's own."""
+    """See ``CrossReplicaOptimizer``. All other attributes are the Keras optimizer's."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class KerasReplicaOptimizer(ReplicaSteps):
         if name.startswith("_"):
             object.__setattr__(self, name, value)
             return
-        if name != "learning_rate" and name not in _numbers_of(self._optimizer):
+        if name != "learning_rate" and name not in _float_options(self._optimizer):
             raise OptionError(
                 "An optimizer that steps across replicas lets only its learning rate and its float "
                 "options be set.",
@@ -166,7 +166,7 @@ class KerasReplicaOptimizer(ReplicaSteps):
 class _LoopUpdater(KerasUpdater):
     """Steps with the first replica's options, which a script may change at any step.
 
-    Learning rates that follow a schedule, or that a function gives, come as numbers, too.
+    Learning rates of schedules and functions are sent as numbers as well.
     """
 
     def __init__(self, optimizer: Any, variables: Mapping[str, Any]) -> None:
@@ -175,16 +175,16 @@ class _LoopUpdater(KerasUpdater):
         self._shared_options: SharedOptions | None = None
 
     def options_spec(self) -> TensorSpec:
-        return options_spec([_numbers_of(self.optimizer)])
+        return options_spec([_float_options(self.optimizer)])
 
     def share_options(self, tensor: torch.Tensor) -> None:
-        self._numbers = _numbers_of(self.optimizer)
+        self._numbers = _float_options(self.optimizer)
         self._shared_options = SharedOptions([self._numbers], tensor)
         self._set_numbers()
 
     def publish_options(self) -> None:
         if self._shared_options is not None:
-            self._shared_options.write([_numbers_of(self.optimizer)])
+            self._shared_options.write([_float_options(self.optimizer)])
 
     def step(self) -> None:
         if self._shared_options is not None:
@@ -193,15 +193,15 @@ class _LoopUpdater(KerasUpdater):
         super().step()
 
     def _set_numbers(self) -> None:
-        """Have the copies step with the numbers, and this replica's optimizer tell the rate."""
+        """Set the numbers in the copies, and the learning rate in this replica's optimizer."""
         rate = self.optimizer._learning_rate
         if isinstance(rate, keras.Variable) and float(rate.value) != self._numbers[_RATE]:
             rate.assign(self._numbers[_RATE])
         if not self.is_known:
             return  # the first replica steps its own
-        for copied in filter(None, (self._template, self._active, self._idle)):
-            decays = copied.weight_decay is not None  # else no variable of this copy does
-            vars(copied).update(self._numbers if decays else _undecayed(self._numbers))
+        for copied in filter(None, (self._template, self._active, self._dummy)):
+            decays = copied.weight_decay is not None  # None if no variable of this copy decays
+            vars(copied).update(self._numbers if decays else _without_decay(self._numbers))
 
 
 class _KerasState:
@@ -217,11 +217,11 @@ class _KerasState:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        own, told = _shapes(self.state_dict()), _shapes(state_dict)
-        if own != told:
+        own, given = _shapes(self.state_dict()), _shapes(state_dict)
+        if own != given:
             raise CheckpointError(
                 "The optimizer's state must have the same variables as the optimizer.",
-                received=f"{len(told)} variables where it has {len(own)}, or of other shapes",
+                received=f"{len(given)} variables where it has {len(own)}, or of other shapes",
                 fix="Make the same optimizer for the same model as when the state was saved.",
             )
         self._optimizer.load_own_variables(state_dict)
@@ -231,13 +231,13 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(torch.as_tensor(value).shape) for name, value in state.items()}
 
 
-def _numbers_of(optimizer: Any) -> dict[str, float]:
+def _float_options(optimizer: Any) -> dict[str, float]:
     """The options that may change at every step, by attribute."""
     numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, float)}
     return {**numbers, _RATE: float(optimizer._get_current_learning_rate())}
 
 
-def _undecayed(numbers: Mapping[str, float]) -> dict[str, float]:
+def _without_decay(numbers: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if name != "weight_decay"}
 
 
@@ -264,8 +264,8 @@ def _named(optimizer: Any, module: KerasModel) -> dict[str, Any]:
     """The variables that the optimizer steps, by name.
 
     Raises:
-        OptionError: it steps others than the model's.
-        ModelError: one of them is set, and not stepped.
+        OptionError: some are not the model's.
+        ModelError: a gradient overwrites one of them.
     """
     stepped = {id(variable) for variable in optimizer._trainable_variables}
     named = {name: one for name, one in module.variables.items() if id(one) in stepped}
@@ -288,7 +288,7 @@ def _named(optimizer: Any, module: KerasModel) -> dict[str, Any]:
 def _other_values(
     optimizer: Any, module: KerasModel, stepped: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """What else must be equal: all else of the model, and what the optimizer has kept so far."""
+    """Other tensors that must be equal: the rest of the model, and the optimizer's variables."""
     own = {name: one.detach() for name, one in module.named_parameters() if name not in stepped}
     kept = {
         f"variable {number} of the optimizer": variable._value.detach()
@@ -298,7 +298,7 @@ def _other_values(
 
 
 def _facts(optimizer: Any) -> dict[str, str]:
-    """What of the optimizer must be the same on all replicas; the first one's numbers count."""
-    changing = {"name", "iterations", "learning_rate", *_numbers_of(optimizer)}
+    """Facts of the optimizer that must be equal on all replicas; numbers are the first one's."""
+    changing = {"name", "iterations", "learning_rate", *_float_options(optimizer)}
     options = {name: value for name, value in options_of(optimizer).items() if name not in changing}
     return {"the optimizer": type(optimizer).__name__, "the optimizer's options": str(options)}

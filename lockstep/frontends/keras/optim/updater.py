@@ -1,14 +1,14 @@
-"""Keras optimizers as updaters: stepping on pieces, with slots by parameter name.
+"""Keras optimizers as updaters: they step on pieces of variables, with slots by parameter name.
 
-An optimizer of Keras keeps its slots in lists, a variable for each variable that it was built for.
+A Keras optimizer keeps its slots in lists, with a variable for each variable that it was built for.
 So a rank builds a copy for its own pieces: variables whose values are cut from the whole ones, with
-slots that are cut from the whole slots. Learning rate, schedule, clipping by value, weight decay,
-averages and accumulated gradients are the copy's as they are the optimizer's.
+slots that are cut from the whole slots. The copy has the optimizer's learning rate, schedule,
+clipping by value, weight decay, averages and accumulated gradients.
 
-How small the pieces may be depends on the optimizer. Most of Keras's own treat every element by
-itself; some treat a variable as a whole, and so does clipping by its norm, or a constraint on it.
-Of any other nothing is known, or it looks at all gradients at once: rank 0 alone steps it, the
-user's own object on the model's own variables, and that is exact whatever it does.
+How small the pieces may be depends on the optimizer. Most of Keras's own are elementwise. Some
+work on a whole variable, as do clipping by its norm and a constraint on it. All others are unknown,
+or need all gradients at once: only rank 0 steps the user's own object, on the model's own
+variables, which is exact for any optimizer.
 """
 
 from collections import defaultdict
@@ -25,12 +25,12 @@ from lockstep.frontends.keras.optim.fused_adam import step_bare_adam, use_fused_
 from lockstep.frontends.keras.optim.optimizer_copy import (
     Slot,
     built,
+    built_variables,
     listed_slots,
-    made_variables,
     options_of,
     set_options,
-    stand_in,
     unbuilt,
+    variable_like,
 )
 from lockstep.parallel.storage.allocator import temporary_memory
 from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey, Updater, assemble_slots
@@ -38,7 +38,8 @@ from lockstep.plan.layout import Extent, Piece
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.units import first_few
 
-# Exact types: a subclass may do anything. Keras makes some as subclasses of its own for torch.
+# Names of classes in keras.src: a user's subclass may do anything. Keras itself makes subclasses
+# for torch.
 _ELEMENTWISE = frozenset(
     (
         "Adadelta",
@@ -56,7 +57,7 @@ _ELEMENTWISE = frozenset(
 )
 _PARAMETERWISE = frozenset(("Adafactor", "Lamb", "Muon"))
 
-_Key = tuple[str, str]  # the name of a variable, and of its slot
+_Key = tuple[str, str]  # the names of a variable and of its slot
 
 
 class KerasUpdater(Updater):
@@ -74,56 +75,58 @@ class KerasUpdater(Updater):
         known = [one for one in optimizer._trainable_variables if id(one) in names]
         self._names = [names[id(one)] for one in known]
         self.parameters = frozenset(self._names)
-        # One that was built for another model, too, has slots of no use here.
+        # An optimizer that was built for another model as well has slots of that one.
         is_all = len(known) == len(optimizer._trainable_variables)
         self.is_known = is_all and _is_known(optimizer)
         self.is_elementwise = self.is_known and is_elementwise(optimizer, variables.values())
         self.shares_all = self.is_elementwise and not optimizer.use_ema
         self._template = unbuilt(optimizer)
-        self._undecayed = {
+        self._without_decay = {
             name
             for name, variable in variables.items()
             if id(variable) in getattr(optimizer, "_exclude_from_weight_decay", ())
         }
-        self._slots = self._own_slots()  # the user's variables
-        self._values: dict[_Key, torch.Tensor] = {}  # of slots, where there are no such variables
+        self._slots = self._user_slots()  # the user's variables
+        self._values: dict[_Key, torch.Tensor] = {}  # of slots, in helpers, which lack variables
         self._store: dict[_Key, torch.Tensor] = {}
         self._active: Any = None
-        self._steps_own = True  # one device steps the user's optimizer itself, as Keras does
-        self._idle: Any = None  # a copy for a variable that is no part of the model
+        self._may_step_directly = (
+            True  # one device steps the user's optimizer itself, as Keras does
+        )
+        self._dummy: Any = None  # a copy for a variable outside of the model
         self._pieces: list[BoundPiece] = []
-        self._stepped: list[Any] = []  # the variables that are stepped on, by piece
-        self._active_slots: list[dict[str, Any]] = []  # likewise, by name
+        self._step_variables: list[Any] = []  # by piece
+        self._active_slots: list[dict[str, Any]] = []  # by piece, and name
 
     def __getstate__(self) -> dict[str, Any]:
-        """What helpers need: the values of slots, but for those that lie in the store."""
+        """What helpers need: the values of slots that are not in the store."""
         own = {"optimizer": None, "owner": None, "_slots": {}, "_values": self._unshared()}
-        lists: dict[str, Any] = {"_pieces": [], "_stepped": [], "_active_slots": []}
-        state = {**vars(self), **own, "_active": None, "_idle": None, **lists}
+        lists: dict[str, Any] = {"_pieces": [], "_step_variables": [], "_active_slots": []}
+        state = {**vars(self), **own, "_active": None, "_dummy": None, **lists}
         return state if self.is_known else {**state, "_template": None}
 
     def _unshared(self) -> dict[_Key, torch.Tensor]:
-        """The values of the slots that do not lie in the store."""
+        """The values of the slots that are not in the store."""
         return {
             key: variable.value.detach()
             for key, variable in self._slots.items()
             if key not in self._store
         }
 
-    def _own_slots(self) -> dict[_Key, Any]:
-        """The variables of the user's optimizer, by what they are."""
+    def _user_slots(self) -> dict[_Key, Any]:
+        """The slot variables of the user's optimizer."""
         if not self.is_known:
             return {}
         with device("meta"):
             variables = [self._variables[name] for name in self._names]
             _, kinds = built(self._template, [_on_meta(variable) for variable in variables])
         keys = _keys(kinds, self._names)
-        return dict(zip(keys, made_variables(self.optimizer), strict=True))
+        return dict(zip(keys, built_variables(self.optimizer), strict=True))
 
     def divide(
         self, extents: Sequence[Extent], num_ranks: int, num_shares: int
     ) -> list[list[Piece]]:
-        self._steps_own = num_shares == 1
+        self._may_step_directly = num_shares == 1
         return super().divide(extents, num_ranks, num_shares)
 
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
@@ -131,16 +134,18 @@ class KerasUpdater(Updater):
         own = [self._variables[bound.name] for bound in pieces]
         pairs = list(zip(own, pieces, strict=True))
         is_whole = pieces and all(variable._value is bound.tensor for variable, bound in pairs)
-        if not self.is_known or (self._steps_own and self.optimizer is not None and is_whole):
-            self._active, self._stepped = self.optimizer, own
+        if not self.is_known or (
+            self._may_step_directly and self.optimizer is not None and is_whole
+        ):
+            self._active, self._step_variables = self.optimizer, own
             return
-        self._stepped = [stand_in(variable, bound.tensor) for variable, bound in pairs]
-        self._active, kinds = built(self._template, self._stepped)
+        self._step_variables = [variable_like(variable, bound.tensor) for variable, bound in pairs]
+        self._active, kinds = built(self._template, self._step_variables)
         self._exclude_from_decay()
         use_fused_adam(self._active)
         self._active_slots = [{} for _ in pieces]
         keys = _keys(kinds, [bound.name for bound in pieces])
-        for key, kind, made in zip(keys, kinds, made_variables(self._active), strict=True):
+        for key, kind, made in zip(keys, kinds, built_variables(self._active), strict=True):
             whole = self._whole(key)
             if kind is None:
                 made._value = whole
@@ -149,30 +154,30 @@ class KerasUpdater(Updater):
                 self._active_slots[kind.index][kind.name] = made
 
     def _whole(self, key: _Key) -> torch.Tensor:
-        """The whole value of a slot, in memory that may be written to."""
+        """The whole value of a slot, in writable memory."""
         if key in self._store:
             return self._store[key]
         return self._slots[key]._value if key in self._slots else self._values[key]
 
     def _cut(self, whole: torch.Tensor, bound: BoundPiece, *, is_shared: bool) -> torch.Tensor:
-        """A slot's piece; a slot that lies in memory as its parameter is cut where that is."""
+        """A slot's piece; a slot with its parameter's layout in memory is cut where that is."""
         if bound.piece.stop - bound.piece.start == self._variables[bound.name]._value.numel():
             return whole
-        assert is_shared or whole.dim() == 0  # who cuts parameters has their slots in the store
+        assert is_shared or whole.dim() == 0  # if parameters are cut, slots are in the store
         return cut_piece(whole, bound.piece) if is_shared else whole
 
     def _exclude_from_decay(self) -> None:
-        """What is excluded from weight decay is known by its address."""
+        """Exclude the pieces of excluded variables, which Keras knows by id, from weight decay."""
         excluded = {
             id(variable)
-            for variable, bound in zip(self._stepped, self._pieces, strict=True)
-            if bound.name in self._undecayed
+            for variable, bound in zip(self._step_variables, self._pieces, strict=True)
+            if bound.name in self._without_decay
         }
         active = self._active
         vars(active).update(
             _exclude_from_weight_decay=excluded, _exclude_from_weight_decay_cache={}
         )
-        if not any(active._use_weight_decay(variable) for variable in self._stepped):
+        if not any(active._use_weight_decay(variable) for variable in self._step_variables):
             vars(active)["weight_decay"] = None
 
     def slot_keys(self) -> list[SlotKey]:
@@ -193,7 +198,7 @@ class KerasUpdater(Updater):
             for key, stored in self._store.items()
             if self._slots[key]._value.data_ptr() != stored.data_ptr()
         ]
-        # All are copied before any moves: some may be views of the same memory.
+        # Copy all before any moves: some may be views of the same memory.
         values = [value.clone() for value, _ in moved]
         for (value, stored), copied in zip(moved, values, strict=True):
             value.data = stored.copy_(copied)
@@ -205,17 +210,17 @@ class KerasUpdater(Updater):
             return
         used = [
             (bound.tensor.grad, variable)
-            for bound, variable in zip(self._pieces, self._stepped, strict=True)
+            for bound, variable in zip(self._pieces, self._step_variables, strict=True)
             if bound.tensor.grad is not None
         ]
         if not used:
-            self._average_own()
-            self._step_on_nothing()
+            self._update_averages()
+            self._count_step()
             return
         grads, variables = map(list, zip(*used, strict=True))
         if optimizer is not self.optimizer and step_bare_adam(optimizer, grads, variables):
             return
-        # Losses are not scaled here, so gradients are not to be scaled back.
+        # Losses are not scaled here, so gradients must not be unscaled.
         scale = vars(optimizer).pop("loss_scale_factor")
         vars(optimizer)["loss_scale_factor"] = None
         try:
@@ -223,8 +228,8 @@ class KerasUpdater(Updater):
         finally:
             vars(optimizer)["loss_scale_factor"] = scale
 
-    def _average_own(self) -> None:
-        """Averages move in every step, be there gradients or not."""
+    def _update_averages(self) -> None:
+        """Update moving averages, which move in steps without gradients, too."""
         optimizer = self._active
         if not (self.is_known and optimizer.use_ema):
             return
@@ -237,27 +242,27 @@ class KerasUpdater(Updater):
     @torch.no_grad()
     def count_steps(self, number: int) -> None:
         for _ in range(number):
-            self._step_on_nothing()
+            self._count_step()
 
-    def _step_on_nothing(self) -> None:
-        """Have what an optimizer has once, its count of steps and the like, go on."""
+    def _count_step(self) -> None:
+        """Advance what an optimizer has once, such as its step count."""
         if not self.is_known:
             self._active._iterations.assign_add(1)
             return
-        if self._idle is None:
-            every = list(self._variables.values())  # those of other stages have no values here
+        if self._dummy is None:
+            every = list(self._variables.values())  # on the meta device for other stages
             here = [one for one in every if not one._value.is_meta]
             like = (here or every)[0]
             idle = like._value.detach().new_zeros(1, device=None if here else "cpu")
-            variable = stand_in(like, idle)
-            self._idle, kinds = built(self._template, [variable])
+            variable = variable_like(like, idle)
+            self._dummy, kinds = built(self._template, [variable])
             for key, kind, made in zip(
-                _keys(kinds, [""]), kinds, made_variables(self._idle), strict=True
+                _keys(kinds, [""]), kinds, built_variables(self._dummy), strict=True
             ):
                 if kind is None:
                     made._value = self._whole(key)
-        (variable,) = self._idle._trainable_variables
-        self._idle.apply([torch.zeros_like(variable._value)], [variable])
+        (variable,) = self._dummy._trainable_variables
+        self._dummy.apply([torch.zeros_like(variable._value)], [variable])
 
     def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
         if self._active is None or self._active is self.optimizer:
@@ -281,7 +286,7 @@ class KerasUpdater(Updater):
         )
 
     def take_slots(self, pieces: Sequence[PieceSlots]) -> None:
-        """Give the user's optimizer the slots that other ranks have kept to themselves."""
+        """Give the user's optimizer the slots that other ranks have in memory of their own."""
         if self._active is self.optimizer:
             return
         parameters = {name: variable._value for name, variable in self._variables.items()}
@@ -300,22 +305,22 @@ class KerasUpdater(Updater):
 
     def load_state(self, state: TrainingState) -> None:
         slots = self._named_slots()
-        told = {(name, slot) for name, own in state.optimizer.items() for slot in own}
-        if told != slots.keys():
-            raise _other_slots(sorted(map(str, told ^ slots.keys())))
-        set_options(self._known_optimizer, state.options[0])
+        saved = {(name, slot) for name, own in state.optimizer.items() for slot in own}
+        if saved != slots.keys():
+            raise _other_slots(sorted(map(str, saved ^ slots.keys())))
+        set_options(self._local_optimizer, state.options[0])
         for (name, slot), variable in slots.items():
             variable.assign(state.optimizer[name][slot])
 
     @property
-    def _known_optimizer(self) -> Any:
-        """The user's; in a helper, which has it not, the copy that it steps."""
+    def _local_optimizer(self) -> Any:
+        """The user's; in a helper, which lacks it, the copy that it steps."""
         return self._active if self.optimizer is None else self.optimizer
 
     def _named_slots(self) -> dict[_Key, Any]:
-        """The variables of the known optimizer, but for its options, by parameter and slot.
+        """The variables of the local optimizer, without its options, by parameter and slot.
 
-        What belongs to no parameter is called as the attribute that holds it, or by its path.
+        A variable that belongs to no parameter is named by its attribute, or by its path.
         """
         known = {id(variable): key for key, variable in self._slots.items() if key[0]}
         if self.optimizer is None:
@@ -327,13 +332,13 @@ class KerasUpdater(Updater):
             for key, slot in listed_slots(self.optimizer, len(trained)).items():
                 if (name := trained[slot.index]) is not None:
                     known[key] = name, slot.name
-        held = {id(one): ("", name) for name, one in vars(self._known_optimizer).items()}
+        attributes = {id(one): ("", name) for name, one in vars(self._local_optimizer).items()}
         numbers: dict[str, count[int]] = defaultdict(count)
         return {
             known.get(id(one))
-            or held.get(id(one))
+            or attributes.get(id(one))
             or ("", f"{one.path} {next(numbers[one.path])}"): one
-            for one in made_variables(self._known_optimizer)
+            for one in built_variables(self._local_optimizer)
         }
 
     def changing(self) -> Any:
@@ -348,7 +353,7 @@ class KerasUpdater(Updater):
             self._whole(key).copy_(value)
 
     def unshared_slots(self) -> list[Any]:
-        """The variables of the user's optimizer that other ranks have copies of."""
+        """The variables of the user's optimizer of which other ranks have copies."""
         return [variable for key, variable in self._slots.items() if key not in self._store]
 
     def recover(self) -> list[str]:
@@ -359,7 +364,7 @@ class KerasUpdater(Updater):
         return [name for name in self._names if name in lost - known]
 
     def options(self) -> list[dict[str, Any]]:
-        return [options_of(self._known_optimizer)]
+        return [options_of(self._local_optimizer)]
 
     def set_options(self, options: list[dict[str, Any]]) -> None:
         if self._active is not None:
@@ -367,7 +372,7 @@ class KerasUpdater(Updater):
 
 
 def _keys(kinds: Sequence[Slot | None], names: Sequence[str]) -> list[_Key]:
-    """Names for what building has made; what is there once is numbered."""
+    """Keys of the variables that ``build`` made; those that are no slot are numbered."""
     numbers = count()
     return [
         ("", str(next(numbers))) if kind is None else (names[kind.index], kind.name)
@@ -384,12 +389,12 @@ def _other_slots(differing: Sequence[str]) -> CheckpointError:
 
 
 def _on_meta(variable: Any) -> Any:
-    """A variable of the same shape, without memory."""
-    return stand_in(variable, torch.empty_like(variable._value, device="meta"))
+    """A copy of a variable on the meta device."""
+    return variable_like(variable, torch.empty_like(variable._value, device="meta"))
 
 
 def _is_known(optimizer: Any) -> bool:
-    """Whether its class alone says what a step does, and variable by variable."""
+    """Whether the optimizer's class determines its step, and it steps variable by variable."""
     kind = type(optimizer)
     is_own = kind.__module__.startswith("keras.src.") and issubclass(kind, optimizers.Optimizer)
     named = kind.__name__ in (*_ELEMENTWISE, *_PARAMETERWISE)
@@ -397,6 +402,6 @@ def _is_known(optimizer: Any) -> bool:
 
 
 def is_elementwise(optimizer: Any, variables: Iterable[Any]) -> bool:
-    """Whether it treats every element of these variables by itself, so that pieces may be cut."""
+    """Whether the optimizer steps these variables elementwise, so that pieces may be cut."""
     is_free = all(variable.constraint is None for variable in variables)
     return type(optimizer).__name__ in _ELEMENTWISE and is_free and not optimizer.clipnorm

@@ -1,4 +1,4 @@
-"""Several Keras optimizers, each with variables of its own, of which one steps at a time."""
+"""Several Keras optimizers, each with variables of its own: one steps at a time, or all."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from lockstep.train.optim.updater_sets import UpdaterSet
 
 
 class OptimizerList(list[Any]):
-    """Several optimizers: what owns their slots."""
+    """Several optimizers, as the owner of their slots."""
 
     def is_of(self, optimizers: Sequence[Any]) -> bool:
         """Whether these are the same optimizers."""
@@ -30,8 +30,8 @@ class KerasUpdaterSet(UpdaterSet):
     Args:
         optimizers: in the order of their turns.
         variables: the model's variables by the names of their Parameters.
-        whole: the ``MultiOptimizer`` that they are, and then all of them make every step; None
-            where they take turns.
+        whole: the ``MultiOptimizer`` that they belong to: all of them step every time; None if
+            they take turns.
     """
 
     def __init__(
