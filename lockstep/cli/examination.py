@@ -208,11 +208,11 @@ def _share_memory() -> None:
 
 def _start_helpers() -> tuple[float, float]:
     """Seconds until the first helper is there, and until another one is."""
-    from lockstep.launch.workers.fork_server import Template
+    from lockstep.launch.workers.fork_server import ForkServerBackend
     from lockstep.launch.workers.team import Team
     from lockstep.train.runtime.session import PRELOAD
 
-    template = Template(1, PRELOAD)
+    template = ForkServerBackend(1, PRELOAD)
     try:
         times = []
         for _ in range(2):

@@ -336,7 +336,7 @@ def test_a_killed_follower_is_seen_at_once(where: str, number: int, tmp_path: Pa
         said = leader.wait_for_line("WorkerError ")
         assert time.monotonic() - killed < AT_ONCE_SECONDS
         assert said.startswith(f"Rank {number} (process {victim.pid}) ended (at {number}): its ")
-        assert "process is gone" in said
+        assert "process has ended" in said
         other = followers[2 - number]
         assert re.search("WorkerError Rank 0 .* has (ended|given up)", finish(other)[1])
 
@@ -350,9 +350,7 @@ def test_a_killed_leader_is_seen_at_once_wherever_one_waits(tmp_path: Path) -> N
         for follower in followers:
             said = follower.wait_for_line("WorkerError ")
             assert time.monotonic() - killed < AT_ONCE_SECONDS
-            expected = (
-                f"Rank 0 of this host (process {leader.process.pid}) has ended: what it wrote"
-            )
+            expected = f"Rank 0 of this host (process {leader.process.pid}) has ended: its output"
             assert said.startswith(expected)
 
 
@@ -409,7 +407,7 @@ def lead():
         (child,) = follower.others()
         follower.process.kill()
         killed = time.monotonic()
-        assert "process is gone" in leader.wait_for_line("WorkerError Rank 1 ")
+        assert "process has ended" in leader.wait_for_line("WorkerError Rank 1 ")
         assert time.monotonic() - killed < AT_ONCE_SECONDS
         assert finish(leader)[0] == 0
         os.kill(child, signal.SIGKILL)
@@ -449,9 +447,9 @@ def test_ctrl_c_in_a_follower(tmp_path: Path) -> None:
     ("afterwards", "expected"),
     core_of(
         [
-            ("os._exit(0)", "its process is gone"),
+            ("os._exit(0)", "its process has ended"),
             ("time.sleep(WAIT)", "it is not ready after 2 s"),
-            ("attachment.close(); time.sleep(WAIT)", "its process lives, but has left the call"),
+            ("attachment.close(); time.sleep(WAIT)", "its process runs, but has left the call"),
         ],
         lambda afterwards, _: afterwards == "os._exit(0)",
     ),
@@ -482,7 +480,7 @@ def follow():
         for done in range(2):
             assert leader.wait_for_line("") == "done None", done
         said = leader.wait_for_line("WorkerError ")
-        assert said.startswith("Rank 2 did not come to this call. Received: ")
+        assert said.startswith("Rank 2 did not take part in this call. Received: ")
         assert expected in said
         assert f"(process {scripts[2].process.pid}, number 2 of its host)" in said
         for script in scripts:

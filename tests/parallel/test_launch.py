@@ -15,9 +15,9 @@ import pytest
 
 from lockstep.errors import WorkerError
 from lockstep.launch.workers import fork_server as template_module
-from lockstep.launch.workers.fork_server import Template
+from lockstep.launch.workers.fork_server import ForkServerBackend
 from lockstep.launch.workers.link import Link, Message
-from lockstep.launch.workers.pool import give_back, keep_teams, take_team, warm_template
+from lockstep.launch.workers.pool import give_back, keep_teams, take_team, warm_server
 from lockstep.launch.workers.team import Team
 from tests.control_groups import num_descriptors
 from tests.faults.processes import is_alive, wait_until
@@ -155,8 +155,8 @@ def test_kept_teams_serve_the_next() -> None:
     ("program", "expected"),
     core_of(
         [
-            ("/nonexistent/python", r"cannot be started. Received: .*No such file"),
-            ("/", r"cannot be started. Received: .*Permission denied"),
+            ("/nonexistent/python", r"could not be started. Received: .*No such file"),
+            ("/", r"could not be started. Received: .*Permission denied"),
             # The ranks' template is gone: which of them is looked at first after that is chance.
             ("/bin/false", r"Rank [12]'s process could not start: it left with exit status 1"),
             ("broken", r"(?s)could not start: it left with exit status 3.*standard error:\nsorry"),
@@ -179,11 +179,13 @@ def test_interpreters_that_do_not_start(
     gc.collect()  # what other tests have left behind
     before = num_descriptors()
     with pytest.raises(WorkerError, match=expected):
-        start_and_end(partial(Template, None, ()), timeout_seconds)
+        start_and_end(partial(ForkServerBackend, None, ()), timeout_seconds)
     assert num_descriptors() == before
 
 
-def start_and_end(make_template: Callable[[], Template], timeout_seconds: float = 60.0) -> None:
+def start_and_end(
+    make_template: Callable[[], ForkServerBackend], timeout_seconds: float = 60.0
+) -> None:
     team = Team(2, make_template, start_timeout_seconds=timeout_seconds)
     try:
         team.wait_until_ready()
@@ -193,12 +195,12 @@ def start_and_end(make_template: Callable[[], Template], timeout_seconds: float 
 
 def test_an_import_that_fails_shows_its_traceback() -> None:
     with pytest.raises(WorkerError, match="No module named 'no_such_module'"):
-        start_and_end(partial(Template, None, ("no_such_module",)))
+        start_and_end(partial(ForkServerBackend, None, ("no_such_module",)))
 
 
 def test_a_template_that_is_stopped_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_module, "_END_TIMEOUT_SECONDS", 1.0)
-    template = Template(None, ())
+    template = ForkServerBackend(None, ())
     team = Team(1, lambda: template)
     pids = team.pids()
     template._process.send_signal(signal.SIGSTOP)
@@ -210,16 +212,16 @@ def test_a_template_that_is_stopped_is_replaced(monkeypatch: pytest.MonkeyPatch)
 def test_a_template_is_made_anew_when_what_libraries_read_has_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first = warm_template(1, ())
-    assert warm_template(1, ()) is first
+    first = warm_server(1, ())
+    assert warm_server(1, ()) is first
     monkeypatch.setenv("SOME_OTHER_VARIABLE", "1")
-    assert warm_template(1, ()) is first
+    assert warm_server(1, ()) is first
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
-    second = warm_template(1, ())
+    second = warm_server(1, ())
     assert second is not first
     second.close()
     monkeypatch.undo()
-    third = warm_template(1, ())
+    third = warm_server(1, ())
     assert third is not second
     assert third.is_alive
 
@@ -227,7 +229,7 @@ def test_a_template_is_made_anew_when_what_libraries_read_has_changed(
 def test_variables_reach_helpers_of_a_template_that_is_older(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    warm_template(1, ())
+    warm_server(1, ())
     monkeypatch.setenv("SOME_OTHER_VARIABLE", "its value")
     with keep_teams():  # whose teams are all fresh
         team = take_team(1, 1)
@@ -248,7 +250,7 @@ def test_a_fork_that_fails_is_reported(
     link, _ = ends = Link.pair()
     reports, writer = os.pipe()
     passed = os.dup(0)
-    fork_server = template_module._ForkServer(link, writer)
+    fork_server = template_module._ServerLoop(link, writer)
     monkeypatch.setattr(os, "fork", refuse)
     fork_server._fork(Message(template_module.FORK, pickle.dumps((7, 1, [], {})), (passed,)))
     assert struct.unpack("<qi", os.read(reports, 100)) == (7, 1)
@@ -266,7 +268,7 @@ def test_without_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS: each helper is an interpreter of its own."""
     monkeypatch.setattr(template_module, "FORKS", False)
     before = num_descriptors()
-    team = Team(2, partial(Template, 1, ()))
+    team = Team(2, partial(ForkServerBackend, 1, ()))
     pids = team.pids()
     assert len(set(pids)) == 2
     for body in (b"one", b"two"):
@@ -295,7 +297,7 @@ def test_a_template_imports_once_for_all_later_helpers(
         "with open(__file__ + '.log', 'a') as log:\n    log.write('x')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    template = Template(None, ())
+    template = ForkServerBackend(None, ())
     try:
         start_and_end(lambda: template)
         template.load(["imported_once", "no_such_module"])

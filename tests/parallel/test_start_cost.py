@@ -34,7 +34,7 @@ def test_the_first_steps_of_a_helper_do_not_import_for_seconds(
 ) -> None:
     # The template and the helpers of other tests may have imported it: Keras does, and torch's own
     # recomputation.
-    monkeypatch.setattr(pool, "_templates", {})
+    monkeypatch.setattr(pool, "_servers", {})
     with keep_teams():
         fit(make_trainer(2, check_imports, step=2))
 

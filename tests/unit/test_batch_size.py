@@ -17,7 +17,7 @@ from lockstep import errors
 from lockstep.cluster.memory_limits import FreeMemory, Kills
 from lockstep.data.map_style.sources import as_source
 from lockstep.launch.health.failure import describe_exit
-from lockstep.launch.workers.fork_server import Template
+from lockstep.launch.workers.fork_server import ForkServerBackend
 from lockstep.train.batch_size_search import batch_size as batch_sizes
 from lockstep.train.batch_size_search.batch_size_cache import BatchSizeCache, file_path
 from lockstep.train.batch_size_search.search_algorithm import Doubling, Measured, TooLarge, Trial
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-class Kept(Template):
+class Kept(ForkServerBackend):
     """One for the trials of all searches; in ``faults/test_batch_size_limits`` each has its own."""
 
     def close(self) -> None:
@@ -48,13 +48,14 @@ class Kept(Template):
 def template() -> Iterator[Kept]:
     kept = Kept(None, (*session.PRELOAD, "torch._dynamo", "tests.short_trials", __name__))
     yield kept
-    Template.close(kept)
+    ForkServerBackend.close(kept)
 
 
 @pytest.fixture(autouse=True)
 def one_template(template: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "lockstep.train.batch_size_search.trial_process.Template", lambda threads, preload: template
+        "lockstep.train.batch_size_search.trial_process.ForkServerBackend",
+        lambda threads, preload: template,
     )
 
 

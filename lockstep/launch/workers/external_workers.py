@@ -1,8 +1,8 @@
-"""Attached processes: helpers that a launcher has started, and that run the user's script.
+"""External workers: helpers that a launcher has started, and that run the user's script.
 
-Under torchrun and srun nobody has to start helpers: there is a process for each device, and each
-runs the whole script. Process 0 of a host leads: it has a ``Team`` of the others, as it would have
-one of its own helpers. The others come to the same ``fit`` as the leader, and serve it there::
+torchrun and srun start a process for each device, and each of them runs the whole script. Process 0
+of a host leads: it has a ``Team`` of the others, as of helpers that it starts itself. The others
+reach the same ``fit`` as the leader, and serve its calls there::
 
     leader                                  follower
     ──────                                  ────────
@@ -11,11 +11,11 @@ one of its own helpers. The others come to the same ``fit`` as the leader, and s
     team.finish    ◀── RETURN ──            ... returns; the script goes on
     team.call      ◀── READY, CALL ──▶      attachment.serve_call
 
-A follower is the user's process, not ours: nobody kills it or sends it signals, its handlers,
-search path and working directory are what they were when a call is over, and what fails in a call
-is raised in it as well. Messages may be unpickled: they come from a process of the same user.
+A follower is the user's process: Lockstep neither kills it nor sends it signals. After a call its
+signal handlers, search path and working directory are as before, and an exception in a call is also
+raised in the follower. Messages may be unpickled: they come from a process of the same user.
 
-After any failure both ends hang up, and meet anew for the next call. Linux only.
+After a failure both ends close the connection, and meet again for the next call. Linux only.
 """
 
 import importlib
@@ -54,8 +54,8 @@ from lockstep.launch.workers.process_state import PeerProcess, StoppedProcessTim
 from lockstep.launch.workers.team import Team, working_directory
 from lockstep.launch.workers.worker_backend import WorkerBackend
 
-# From the leader, once: the follower's rank, with descriptors of its diagnostics file and of the
-# event by which it is asked for its stacks.
+# The leader's first message: the follower's rank, with descriptors of its diagnostics file and of
+# the event that requests its stacks.
 WELCOME = b"W"
 
 
@@ -76,86 +76,86 @@ def attach_team(
         place: this process's.
         secret: the job's, if it has one.
         num_helpers: processes to wait for.
-        timeout_seconds: longest wait for them here, and for each of them to come to a call.
+        timeout_seconds: longest wait for them here, and for each of them at the start of a call.
         first_rank: process 1's rank; the others have the next.
 
     Raises:
-        WorkerError: some have not come; with their numbers.
+        WorkerError: some did not connect; with their numbers.
     """
     assert place.leads
     assert num_helpers > 0
     local_peers = meet_followers(
         place, secret, num_followers=num_helpers, timeout_seconds=timeout_seconds
     )
-    origin = _Followers(place, local_peers)
+    backend = _Followers(place, local_peers)
     try:
         return Team(
             num_helpers,
-            lambda: origin,
+            lambda: backend,
             first_rank=first_rank,
             start_timeout_seconds=timeout_seconds,
         )
     except BaseException:
-        origin.close()
+        backend.close()
         raise
 
 
 class _Followers(WorkerBackend):
-    """Followers, numbered as the processes of their host are."""
+    """Followers, with the numbers of their host's processes."""
 
     stays_ready = False
 
     def __init__(self, place: Place, local_peers: Sequence[LocalPeer]) -> None:
         self._place = place
-        self._coming = dict(enumerate(local_peers, 1))
+        self._unclaimed = dict(enumerate(local_peers, 1))
         self._peers: dict[int, PeerProcess] = {}
         self._stack_events: dict[int, int] = {}
 
     def start_helper(self, rank: int, diagnostics: DiagnosticsFile) -> tuple[int, Link]:
         event = make_event()
-        number = min(self._coming)
-        local_peer = self._coming.pop(number)
+        number = min(self._unclaimed)
+        local_peer = self._unclaimed.pop(number)
         self._peers[number], self._stack_events[number] = local_peer.peer, event
         link = Link(local_peer.sock)
-        with suppress(OSError):  # it is gone: that shows in the first call
+        with suppress(OSError):  # it has ended: the first call raises that
             link.send(Message(WELCOME, str(rank).encode(), (diagnostics.descriptor, event)))
         return number, link
 
     def note_ready(self) -> None:
-        pass  # the process was there before
+        pass  # the process already ran
 
     def has_ended(self, number: int) -> bool:
         return self._peers[number].has_ended()
 
     def describe_end(self, number: int) -> str:
         if self._peers[number].is_ending():
-            return "its process is gone; what it wrote, or its launcher, says why"
-        return "its process lives, but has left the call"
+            return "its process has ended; its output or its launcher says why"
+        return "its process runs, but has left the call"
 
-    def describe_absence(self, number: int, rank: int, reason: str, said: str) -> str:
+    def describe_absence(self, number: int, rank: int, reason: str, output: str) -> str:
         return problem(
-            f"Rank {rank} did not come to this call.",
+            f"Rank {rank} did not take part in this call.",
             received=f"{reason} (process {self._peers[number].pid}, number {number} of its host)",
             fix=f"Every process that {self._place.launcher} has started must run the same script, "
             "and call fit, evaluate and predict as often as process 0.",
         )
 
     def read_new(self) -> str:
-        return ""  # what they write is not ours
+        return ""  # their output goes to their launcher
 
     def ask_for_stacks(self, number: int) -> None:
         notify(self._stack_events[number])
 
     def end(self, numbers: Sequence[int]) -> None:
-        """They are told by their links, and go on with what is after the call."""
+        """Forget them: closing their links ends their call, and their scripts go on."""
         for number in numbers:
             self._peers.pop(number).close()
             os.close(self._stack_events.pop(number))
 
     def close(self) -> None:
-        """Hang up on those of which no helper has been made."""
-        while self._coming:
-            self._coming.popitem()[1].close()
+        """Close the connections of processes that have not become helpers."""
+        while self._unclaimed:
+            self._unclaimed.popitem()[1].close()
 
 
 # --- a follower's side ---------------------------------------------------------------------------
@@ -167,36 +167,36 @@ def attach(place: Place, secret: bytes | None, *, timeout_seconds: float) -> "At
     Args:
         place: this process's, which does not lead.
         secret: the job's, if it has one.
-        timeout_seconds: longest wait for the leader, which may come later.
+        timeout_seconds: longest wait for the leader, which may start later.
 
     Raises:
-        WorkerError: it has not come, or sends this process away.
+        WorkerError: it did not connect in time, or refuses this process.
     """
     assert not place.leads
     return Attachment(meet_leader(place, secret, timeout_seconds=timeout_seconds))
 
 
 class Attachment:
-    """A follower's hold on its leader, from one call to the next."""
+    """A follower's connection to its leader, which lasts for many calls."""
 
     def __init__(self, leader: LocalPeer) -> None:
         self._leader = _LeadingProcess(leader)
-        self._rank = 0  # until the leader says it
+        self._rank = 0  # until WELCOME
         self._descriptors: list[int] = []  # of the diagnostics file and the event
-        self._finalizer = weakref.finalize(self, _hang_up, self._leader, self._descriptors)
-        give_up_in_forks(self, "close")  # the leader must see when the script itself hangs up
+        self._finalizer = weakref.finalize(self, _close, self._leader, self._descriptors)
+        give_up_in_forks(self, "close")  # the leader must see when the script itself closes it
 
     @property
     def is_open(self) -> bool:
-        """Whether another call can be served."""
+        """True if another call can be served."""
         return self._finalizer.alive
 
     def serve_call(self) -> bytes:
-        """Wait for the leader's next call, and do what it says; returns what that returns.
+        """Wait for the leader's next call, run its function, and return the result.
 
         Raises:
-            WorkerError: the leader has ended, or given up.
-            BaseException: what the call raised; the leader is told.
+            WorkerError: the leader has ended, or given up the call.
+            BaseException: the function's own exception, which the leader gets too.
         """
         assert self.is_open
         try:
@@ -212,20 +212,20 @@ class Attachment:
         return result
 
     def leader_loss(self) -> WorkerError | None:
-        """Between calls: how the leader has ended, failed or given up; None while it is there."""
+        """Between calls: how the leader ended, failed or gave up; None while it is connected."""
         return self._leader.loss()
 
     @property
     def has_leader_failed(self) -> bool:
-        """Whether the leader itself has told of an error, as ``leader_loss`` has found."""
-        return self._leader.has_told
+        """True if ``leader_loss`` was the leader's own exception."""
+        return self._leader.has_sent_failure
 
     def check_answering(self, waited_seconds: float) -> None:
-        """Raise a WorkerError if the leader was stopped, and has not gone on."""
+        """Raise a WorkerError if the leader is stopped."""
         self._leader.check_answering(waited_seconds)
 
     def close(self) -> None:
-        """Hang up: the leader is told nothing else, and its next call fails."""
+        """Close the connection, without a message: the leader's next call fails."""
         self._finalizer()
 
     def _await_call(self) -> Message:
@@ -258,14 +258,14 @@ class Attachment:
 
 
 class _LeadingProcess(Leader):
-    """The process that leads the host. This one outlives it, and raises."""
+    """The process that leads the host. This process outlives it, and raises its failure."""
 
     def __init__(self, local_peer: LocalPeer) -> None:
         self._link = Link(local_peer.sock)
         self._peer = local_peer.peer
-        self._standstill = StoppedProcessTimer()
-        self._is_whole = True  # whether all that was begun to be sent has been sent
-        self.has_told = False  # of an error of its own
+        self._stopped_timer = StoppedProcessTimer()
+        self._is_link_usable = True  # no message was sent in part
+        self.has_sent_failure = False
 
     def send(self, message: Message) -> None:
         self._send(message, self.look_around)
@@ -274,20 +274,20 @@ class _LeadingProcess(Leader):
         return self._receive(self.look_around)
 
     def look_around(self, waited_seconds: float) -> None:
-        """Raise WorkerError if the leader has ended or given up, or is stopped."""
+        """Raise WorkerError if the leader has ended, given up the call, or is stopped."""
         if (loss := self.loss()) is not None:
             raise loss
         self.check_answering(waited_seconds)
 
     def check_answering(self, waited_seconds: float) -> None:
-        """Raise WorkerError if it was stopped, and has not gone on."""
-        if self._standstill.is_over_limit(self._peer.pid, waited_seconds):
+        """Raise WorkerError if the leader is stopped."""
+        if self._stopped_timer.is_over_limit(self._peer.pid, waited_seconds):
             raise WorkerError(
                 f"Rank 0 of this host (process {self._peer.pid}) is stopped, as by SIGSTOP."
             )
 
     def loss(self) -> WorkerError | None:
-        """Why the leader is not there any more; None while it is."""
+        """How the leader ended, failed or gave up; None while it is connected."""
         return self._loss() if self._link.is_cut else None
 
     def receive_idly(self) -> Message:
@@ -295,23 +295,23 @@ class _LeadingProcess(Leader):
         return self._receive(Idleness(self.look_around))
 
     def send_failure(self, error: BaseException) -> None:
-        """Tell what has failed here, if the leader can be told anything."""
-        if self._is_whole:
+        """Send the leader this failure, if the link can still carry a message."""
+        if self._is_link_usable:
             with suppress(OSError, WorkerError):
                 self._send(Message(FAIL, pack_failure(error)), give_up)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._link.close()
         self._peer.close()
 
     def _send(self, message: Message, look_around: LookAround) -> None:
-        self._is_whole = False
+        self._is_link_usable = False
         try:
             self._link.send(message, look_around)
         except BrokenPipeError as error:
             raise self._loss() from error
-        self._is_whole = True
+        self._is_link_usable = True
 
     def _receive(self, look_around: LookAround) -> Message:
         try:
@@ -319,33 +319,33 @@ class _LeadingProcess(Leader):
         except EOFError as error:
             raise self._loss() from error
         if message.kind == FAIL:
-            raise _trouble(message)
+            raise _failure_in(message)
         return message
 
     def _loss(self) -> WorkerError:
-        """Why the leader is not there any more: what it has said last, or what can be seen."""
+        """The leader's last message, if it is a failure; otherwise how its process ended."""
         with suppress(EOFError):
             while (message := self._link.take_one()) is not None:
                 for descriptor in message.descriptors:
                     os.close(descriptor)
                 if message.kind == FAIL:
-                    self.has_told = True
-                    return _trouble(message)
+                    self.has_sent_failure = True
+                    return _failure_in(message)
         what = (
-            "has ended: what it wrote, or its launcher, says why"
+            "has ended: its output or its launcher says why"
             if self._peer.is_ending()
             else "has given up this call: its own error says why"
         )
         return WorkerError(f"Rank 0 of this host (process {self._peer.pid}) {what}.")
 
 
-def _trouble(message: Message) -> WorkerError:
+def _failure_in(message: Message) -> WorkerError:
     return failure_error("rank 0 of this host", unpack_failure(message.payload))
 
 
 @contextmanager
 def _search_path(path: Sequence[str]) -> Iterator[None]:
-    """Within the block the leader's search path, by which it names modules."""
+    """Within the block, use the leader's module search path."""
     own = list(sys.path)
     sys.path[:] = path
     importlib.invalidate_caches()  # the script may have written modules since the last call
@@ -357,11 +357,11 @@ def _search_path(path: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _working_directory(directory: str | None) -> Iterator[None]:
-    """Within the block the leader's working directory, by which it names files."""
+    """Within the block, use the leader's working directory: its relative paths refer to it."""
     if directory is None or directory == working_directory():
         yield
         return
-    own = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)  # it may have no name any more
+    own = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)  # it may have been removed
     try:
         os.chdir(directory)
         yield
@@ -370,7 +370,7 @@ def _working_directory(directory: str | None) -> Iterator[None]:
         os.close(own)
 
 
-def _hang_up(leader: _LeadingProcess, descriptors: list[int]) -> None:
+def _close(leader: _LeadingProcess, descriptors: list[int]) -> None:
     leader.close()
     while descriptors:
         os.close(descriptors.pop())

@@ -1,13 +1,14 @@
-"""The template: a warm interpreter from which helpers are forked.
+"""The fork server: a warm interpreter from which helpers are forked.
 
 ``import torch`` takes a second or more. One process imports it once; a helper is then a fork of
-that process, there in milliseconds, and shares its memory. The template has run nothing, so what
-makes forks dangerous (threads, OpenMP, CUDA) has not begun in it; it is never a fork of the script.
+that process, starts in milliseconds, and shares its memory. The server has run no user code, so
+nothing that makes forks dangerous (threads, OpenMP, CUDA) has started in it; it is never a fork of
+the script.
 
-The script's death kills the template, and the template's death kills the helpers, all by the
-kernel. As their parent it tells rank 0 how each of them ended.
+The kernel kills the server when the script dies, and the helpers when the server dies. As their
+parent, the server reports to rank 0 how each of them ended.
 
-macOS forbids its numerical libraries in forks: there a template becomes the one helper itself.
+macOS forbids its numerical libraries in forks: there each server becomes one helper itself.
 """
 
 import gc
@@ -50,8 +51,8 @@ FORKS = sys.platform == "linux"
 _END_TIMEOUT_SECONDS = 5.0
 _DEATH_TIMEOUT_SECONDS = 5.0
 
-# Variables that the interpreter and its libraries read once, when they are loaded. All others a
-# helper has from the script as they are when it starts.
+# Variables that the interpreter and its libraries read once, when they are loaded. A helper gets
+# the script's values of all others when it starts.
 _READ_ON_LOADING = (
     *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
     *("TORCH_", "PYTORCH_", "ATEN_", "CUDA_", "NVIDIA_", "HIP_", "ROCR_"),
@@ -60,16 +61,19 @@ _READ_ON_LOADING = (
 _REPORT = struct.Struct("<qi")  # a helper's number, its exit status
 
 
-class Template(WorkerBackend):
-    """The script's end of a template process.
+class ForkServerBackend(WorkerBackend):
+    """The script's end of a fork server's process.
 
-    Takes no lock: a Trainer's finalizer may be called by the garbage collector during any
-    of these methods. Requests are small and go out in one system call, reports come in whole.
+    Takes no lock: the garbage collector may call a Trainer's finalizer during any of these
+    methods. A request is sent, and a report read, by one system call.
 
     Args:
-        threads: OpenMP threads it and its helpers start with; None leaves the environment's
-            setting.
+        threads: OpenMP threads that the server and its helpers start with; None keeps the
+            environment's setting.
         preload: modules to import before any helper is forked.
+
+    Attributes:
+        is_ready: a helper has started, so all imports are done.
 
     Raises:
         WorkerError: it cannot be started.
@@ -79,14 +83,14 @@ class Template(WorkerBackend):
 
     def __init__(self, threads: int | None, preload: tuple[str, ...]) -> None:
         self.forks = FORKS
-        self.is_warm = False  # until a helper has come from it: it may still import
+        self.is_ready = False
         self.threads = threads
         self._loaded = set(preload)
         self._loaded_with = _variables_of_libraries()
         self.diagnostics = DiagnosticsFile()
         self._numbers = itertools.count(1)
         self._statuses: dict[int, int] = {}
-        self._kills: dict[int, Kills | None] = {}  # when a helper started
+        self._kills: dict[int, Kills | None] = {}  # the kernel's count when a helper started
         self._link, theirs = Link.pair()
         self._reports, reports = _report_pipe()
         code = (
@@ -112,30 +116,30 @@ class Template(WorkerBackend):
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can start helpers."""
+        """True if it can start helpers."""
         return self._finalizer.alive and self._process.poll() is None
 
     @property
     def is_current(self) -> bool:
-        """Whether its libraries were loaded in an environment like the script's now."""
+        """True if its libraries were loaded with the script's present variables."""
         return self._loaded_with == _variables_of_libraries()
 
     def load(self, modules: Sequence[str]) -> None:
-        """Have it import modules, unless it has, before it starts another helper.
+        """Have it import new modules before it starts another helper.
 
-        One that cannot be imported is left to helpers: they say who needs it.
+        A module that cannot be imported is left to the helpers, whose errors say what needs it.
         """
         new = [module for module in modules if module not in self._loaded]
         if new:
             self._loaded.update(new)
-            self.is_warm = False  # it obeys when it has done so
+            self.is_ready = False  # it handles nothing else until then
             self._send(Message(LOAD, pickle.dumps(new)))
 
     def start_helper(self, rank: int, diagnostics: DiagnosticsFile) -> tuple[int, Link]:
         number = next(self._numbers)
         self._kills[number] = memory_kills()
         ours, theirs = Link.pair()
-        # Where the script was started without one, that number may be a file of its own by now.
+        # If the script was started without a stream, its number may be another file by now.
         streams = ((1, sys.__stdout__), (2, sys.__stderr__))
         stdio = [number for number, stream in streams if stream is not None and _is_open(number)]
         payload = pickle.dumps((number, rank, stdio, environment(self.threads)))
@@ -144,7 +148,7 @@ class Template(WorkerBackend):
         return number, ours
 
     def note_ready(self) -> None:
-        self.is_warm = True
+        self.is_ready = True
 
     def has_ended(self, number: int) -> bool:
         return self.status(number) is not None
@@ -158,53 +162,53 @@ class Template(WorkerBackend):
             time.sleep(0.005)
         return "its link is closed"
 
-    def describe_absence(self, number: int, rank: int, reason: str, said: str) -> str:
+    def describe_absence(self, number: int, rank: int, reason: str, output: str) -> str:
         return (
-            f"Rank {rank}'s process could not start: {reason}. It was to run {sys.executable}. "
-            f"Its standard error:\n{self.read_new() + said or '(empty)'}"
+            f"Rank {rank}'s process could not start: {reason}. Its interpreter is "
+            f"{sys.executable}. Its standard error:\n{self.read_new() + output or '(empty)'}"
         )
 
     def read_new(self) -> str:
-        return self.diagnostics.read_new()  # warnings of imports, most likely
+        return self.diagnostics.read_new()  # usually warnings of imports
 
     def ask_for_stacks(self, number: int) -> None:
         self.signal([number], STACKS_SIGNAL)
 
     def status(self, number: int) -> int | None:
-        """How a helper ended, negative for a signal, or None while it lives."""
+        """A helper's exit status, negative for a signal; None while it runs."""
         self._take_reports()
         if number not in self._statuses:
-            return self._process.poll()  # helpers live no longer than their template
+            return self._process.poll()  # helpers end with their server
         return self._statuses[number]
 
     def signal(self, numbers: Sequence[int], number_of_signal: int) -> None:
-        """Send a signal to those of the helpers that live."""
+        """Send a signal to the helpers that run."""
         if self.forks:
-            # Not from here: only a parent knows that a process id still means its child.
+            # By the server: only a parent knows that a process id is still its child's.
             self._send(Message(SIGNAL, pickle.dumps((list(numbers), number_of_signal))))
         else:
             self._process.send_signal(number_of_signal)
 
     def end(self, numbers: Sequence[int]) -> None:
-        """Kill helpers, and return when they are gone."""
+        """Kill helpers, and return when they have ended."""
         self.signal(numbers, signal.SIGKILL)
-        if self.forks and not self.is_warm:
-            return  # it still imports, and obeys when it has done so
+        if self.forks and not self.is_ready:
+            return  # it still imports, and kills them after that
         deadline = time.monotonic() + _END_TIMEOUT_SECONDS
         while any(self.status(number) is None for number in numbers):
-            if time.monotonic() > deadline:  # the template is stopped: all go with it
+            if time.monotonic() > deadline:  # the server is stopped: end it and all its helpers
                 self.close()
                 return
             time.sleep(0.001)
 
     def close(self) -> None:
-        """End the template, and all its helpers with it."""
+        """End the server, and all its helpers with it."""
         self._finalizer()
 
     def abandon(self) -> None:
-        """In a fork of the script: the template is not ours, our ends of its files are."""
+        """In a fork of the script, whose parent owns the server: close this end's files."""
         if self._finalizer.detach():
-            self._process.returncode = 0  # keeps it from being waited for, and from warning
+            self._process.returncode = 0  # Popen then neither waits for it nor warns
             _close(self._link, self._reports, self.diagnostics)
 
     def _send(self, message: Message) -> None:
@@ -252,7 +256,7 @@ def _is_open(descriptor: int) -> bool:
     return True
 
 
-# --- in the template's process -------------------------------------------------------------------
+# --- in the server's process ---------------------------------------------------------------------
 
 
 def main(
@@ -268,11 +272,11 @@ def main(
     _import(preload)
     with suppress(EOFError):  # the script has closed the link
         if forks:
-            _ForkServer(link, reports).run()
+            _ServerLoop(link, reports).run()
         while (message := link.receive()).kind == LOAD:
             _load(message)
         _become_helper(message, parent)
-    os._exit(0)  # there is nothing to tidy up, and much to tear down
+    os._exit(0)  # without the interpreter's slow shutdown: there is nothing to clean up
 
 
 def _load(message: Message) -> None:
@@ -282,18 +286,18 @@ def _load(message: Message) -> None:
 
 
 def _import(modules: Sequence[str]) -> None:
-    gc.disable()  # it would look for garbage many times
+    gc.disable()  # it would run many times
     try:
         for module in modules:
             import_module(module)
     finally:
         gc.collect()
-        gc.freeze()  # what is here now is here to stay: no helper's collector need look at it
+        gc.freeze()  # helpers' collectors skip the objects that exist now
         gc.enable()
 
 
-class _ForkServer:
-    """Forks children, passes signals on, reports deaths."""
+class _ServerLoop:
+    """The server's loop: forks children, passes signals on to them, reports their ends."""
 
     def __init__(self, link: Link, reports: int) -> None:
         self._link = link
@@ -305,19 +309,19 @@ class _ForkServer:
             end.setblocking(False)
 
     def run(self) -> None:
-        """Raises EOFError in the end."""
+        """Handle messages until the link is closed, which raises EOFError."""
         signal.signal(signal.SIGCHLD, _ignore)
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         while True:
             is_readable([self._link, self._woken], None)
             with suppress(BlockingIOError):
                 self._woken.recv(4096)
-            self._reap()  # before any signal is passed on: a process id may mean another by now
+            self._reap()  # before signals are passed on: a process id may be another's by now
             # One by one: a child must not inherit the descriptors of the next.
             while (message := self._link.take_one()) is not None:
-                self._obey(message)
+                self._handle(message)
 
-    def _obey(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         if message.kind == FORK:
             self._fork(message)
             return
@@ -333,7 +337,7 @@ class _ForkServer:
         number = pickle.loads(message.payload)[0]
         try:
             with warnings.catch_warnings():
-                # OpenBLAS has threads from its import on, and stops them around a fork.
+                # OpenBLAS starts threads when it is imported, and stops them around a fork.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
         except OSError:
@@ -360,7 +364,7 @@ class _ForkServer:
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(status)  # a fork must never go on with the template's own work
+            os._exit(status)  # a fork must never continue the server's loop
 
     def _reap(self) -> None:
         for number, pid in list(self._children.items()):
@@ -374,7 +378,7 @@ class _ForkServer:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """With a handler, unlike SIG_IGN, children wait to be reaped, and their end wakes the loop."""
+    """Unlike SIG_IGN, a handler keeps children until they are reaped; their end wakes the loop."""
 
 
 def _become_helper(message: Message, parent: int) -> None:

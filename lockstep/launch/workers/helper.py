@@ -1,7 +1,7 @@
-"""The helper process: waits for calls from the script's process, and dies with it.
+"""The helper process: runs calls from the script's process, and dies with it.
 
-A helper knows its rank and one socket. It never imports the script's ``__main__``: what is defined
-there arrives by value.
+A helper has its rank and one socket. It never imports the script's ``__main__``: objects of classes
+and functions that are defined there are sent by value.
 """
 
 import ctypes
@@ -28,14 +28,14 @@ CALL, DATA, RETURN, FAIL, PING, READY, FORGET = b"C", b"D", b"R", b"F", b"P", b"
 # Sent by the script's process when a wait takes too long; see ``Team.raise_timeout``.
 STACKS_SIGNAL = signal.SIGUSR1
 
-_TIDY_AFTER_SECONDS = 0.2
+_COLLECT_AFTER_SECONDS = 0.2
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
 
 class Leader(ABC):
-    """Rank 0 of this host, as a helper sees it: the link, and what becomes of a helper without."""
+    """Rank 0 of this host as a helper sees it: messages, and what to do if it has ended."""
 
     @abstractmethod
     def send(self, message: Message) -> None:
@@ -43,19 +43,19 @@ class Leader(ABC):
 
     @abstractmethod
     def receive(self) -> Message:
-        """Wait for a message, however long."""
+        """Wait for a message, without a limit."""
 
     @abstractmethod
     def look_around(self, waited_seconds: float) -> None:
-        """Do not wait on if rank 0 has ended."""
+        """Stop waiting if rank 0 has ended: raise, or end this process."""
 
 
 class HelperContext:
-    """What a called function gets: who it is, and the way to rank 0.
+    """The first argument of a called function: this helper's rank, and messages to rank 0.
 
     Attributes:
         rank: this helper's.
-        kept: what calls leave for later ones, by name.
+        kept: objects that calls keep for later calls, by name.
     """
 
     def __init__(self, rank: int, leader: Leader) -> None:
@@ -68,18 +68,18 @@ class HelperContext:
         self._leader.send(Message(DATA, payload, descriptors))
 
     def receive(self) -> tuple[bytes, tuple[int, ...]]:
-        """Wait for data from rank 0, however long: rank 0 ends helpers that need not wait on."""
+        """Wait for data from rank 0, without a limit: rank 0 ends helpers after a failure."""
         message = self._leader.receive()
         assert message.kind == DATA, message.kind
         return message.payload, message.descriptors
 
     def look_around(self, waited_seconds: float) -> None:
-        """To be called now and then in any wait: there is nothing to wait for without rank 0."""
+        """Call it repeatedly in every wait: it stops the wait if rank 0 has ended."""
         self._leader.look_around(waited_seconds)
 
 
-class _Parent(Leader):
-    """The script's process, or the template in its place: this process dies with it."""
+class _ParentLeader(Leader):
+    """Rank 0 for a helper that dies with its parent, the script's process or a fork server."""
 
     def __init__(self, link: Link, parent: int) -> None:
         self._link = link
@@ -92,7 +92,7 @@ class _Parent(Leader):
         return self._link.receive(self.look_around)
 
     def look_around(self, waited_seconds: float) -> None:
-        """End this process if its parent has ended: where the kernel does not see to it."""
+        """End this process if its parent has ended, on systems whose kernel does not do it."""
         if os.getppid() != self._parent:
             leave()
 
@@ -103,8 +103,8 @@ def serve_calls(rank: int, link: Link, diagnostics_descriptor: int, parent: int)
     Args:
         rank: this helper's.
         link: to rank 0.
-        diagnostics_descriptor: a file for stacks, when asked for and when this process crashes.
-        parent: the process that this one dies with.
+        diagnostics_descriptor: a file for stacks, on request and when this process crashes.
+        parent: the id of the process with which this one dies.
     """
     leave_signals_to_script()
     name_process(f"lockstep:{rank}")
@@ -112,8 +112,8 @@ def serve_calls(rank: int, link: Link, diagnostics_descriptor: int, parent: int)
     faulthandler.register(STACKS_SIGNAL, file=diagnostics_descriptor, all_threads=True, chain=False)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # helpers are killed: they flush nothing then
-    leader = _Parent(link, parent)
+            stream.reconfigure(line_buffering=True)  # a killed helper does not flush
+    leader = _ParentLeader(link, parent)
     context = HelperContext(rank, leader)
     ready = Message(READY, str(os.getpid()).encode())
     try:
@@ -126,32 +126,32 @@ def serve_calls(rank: int, link: Link, diagnostics_descriptor: int, parent: int)
                 link.send(_answer(context, message))
             elif message.kind == FORGET:
                 context.kept.clear()
-            # Anything else is for a call that has failed here, as rank 0 will see.
-    except (EOFError, OSError):  # rank 0 has closed the link: there is nothing left to do
+            # Other messages belong to a call that has failed here, as rank 0 will see.
+    except (EOFError, OSError):  # rank 0 has closed the link
         link.close()
 
 
 class Idleness:
-    """What an idle helper does while it waits: look around, and once tidy up.
+    """Looks around for an idle helper, and collects garbage once.
 
-    What a call made must not outlive it: its shared memory counts on all ranks.
+    A call's objects must not outlive it: every rank's reference keeps its shared memory alive.
     """
 
     def __init__(self, look_around: LookAround) -> None:
         self._look_around = look_around
-        self._is_tidy = False
+        self._has_collected = False
 
     def __call__(self, waited_seconds: float) -> None:
         self._look_around(waited_seconds)
-        if waited_seconds > _TIDY_AFTER_SECONDS and not self._is_tidy:
+        if waited_seconds > _COLLECT_AFTER_SECONDS and not self._has_collected:
             gc.collect()
-            self._is_tidy = True
+            self._has_collected = True
 
 
 def _answer(context: HelperContext, call: Message) -> Message:
     try:
         answer = Message(RETURN, _run(context, call))
-    except BaseException as error:  # SystemExit as well: a model that exits has failed
+    except BaseException as error:  # also SystemExit: a model that exits has failed
         answer = Message(FAIL, pack_failure(error))
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # there may be none, or a broken pipe
@@ -169,7 +169,7 @@ def _run(context: HelperContext, call: Message) -> bytes:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, also when stopped or deep in C."""
+    """Have the kernel kill this process when its parent ends, even if it is stopped or runs C."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -177,18 +177,18 @@ def die_with(parent: int) -> None:
 
 
 def leave_signals_to_script() -> None:
-    """Go on after Ctrl-C, and after SIGTERM to all processes of a job: the script ends this one."""
+    """Ignore Ctrl-C, and SIGTERM to all processes of a job: the script ends this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _ignore)
     os.register_at_fork(after_in_child=_end_on_sigterm)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Not SIG_IGN, which programs that are started here would inherit."""
+    """Not SIG_IGN, which programs started by this process would inherit."""
 
 
 def _end_on_sigterm() -> None:
-    """In a fork: whoever made it may end it by that."""
+    """In a fork, whose maker may end it by SIGTERM: restore the default."""
     if signal.getsignal(signal.SIGTERM) is _ignore:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -1,7 +1,7 @@
-"""Fresh interpreters: Python processes of the script's kind that end with it.
+"""Fresh interpreters: Python processes like the script's, which end with it.
 
-They get the script's interpreter, options, environment, working directory and module search path,
-and nothing of its state. No ``if __name__`` guard is needed: the script's file is never run.
+They have the script's interpreter, options, environment, working directory and module search path,
+but nothing of its state. No ``if __name__`` guard is needed: they never run the script's file.
 """
 
 import os
@@ -23,10 +23,10 @@ def start_interpreter(
     """Start a fresh interpreter that runs ``code``.
 
     Args:
-        code: Python source; ``lockstep`` and all that the script can import can be imported.
-        descriptors: passed on under their own numbers.
-        diagnostics: takes the standard error.
-        threads: OpenMP threads it starts with; None leaves the environment's setting.
+        code: Python source, which can import ``lockstep`` and all that the script can import.
+        descriptors: passed on under the same numbers.
+        diagnostics: the file for the standard error.
+        threads: OpenMP threads that it starts with; None keeps the environment's setting.
 
     Raises:
         WorkerError: it cannot be started.
@@ -42,17 +42,17 @@ def start_interpreter(
             lambda: subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                # Where there is none, the first file that is opened there would take its number.
+                # If there is none, the first file that the process opens would take its number.
                 stdout=subprocess.DEVNULL if sys.__stdout__ is None else None,
                 stderr=diagnostics.descriptor,
                 env=environment(threads),
                 pass_fds=descriptors,
-                process_group=0,  # Ctrl-C in the terminal is for the script, which then ends us
+                process_group=0,  # Ctrl-C in the terminal must reach only the script
             )
         )
     except OSError as error:
         raise WorkerError(
-            "A helper process cannot be started.",
+            "A helper process could not be started.",
             received=f"{error} (the interpreter is {sys.executable!r})",
             fix="Check sys.executable, and the limits on processes and memory.",
         ) from error
@@ -60,8 +60,8 @@ def start_interpreter(
 
 def environment(threads: int | None) -> dict[str, str]:
     """The script's environment for processes with this many OpenMP threads."""
-    own = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    return {**os.environ, **own}
+    changed = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    return {**os.environ, **changed}
 
 
 _Request = tuple[Callable[[], Any], "SimpleQueue[Any]"]
@@ -73,14 +73,14 @@ def _spawn(make: Callable[[], "subprocess.Popen[bytes]"]) -> "subprocess.Popen[b
     """Start a process from a thread that lives as long as this process.
 
     The kernel kills a process when the *thread* that started it ends (man 2 prctl,
-    PR_SET_PDEATHSIG), and ``fit`` may be called from a short-lived one. Also, Ctrl-C never cuts a
-    start in half there.
+    PR_SET_PDEATHSIG), and ``fit`` may be called from a short-lived one. Also, Ctrl-C never
+    interrupts a start in that thread.
     """
     answers: SimpleQueue[Any] = SimpleQueue()
     _spawner().put((make, answers))
     try:
         answer = answers.get()
-    except BaseException:  # Ctrl-C: nobody waits for the process any more
+    except BaseException:  # Ctrl-C: the process is not needed any more
         _spawner().put((lambda: _end(answers.get()), SimpleQueue()))
         raise
     if isinstance(answer, BaseException):
@@ -117,7 +117,7 @@ def _serve_requests(requests: "SimpleQueue[_Request]") -> None:
 
 
 def _forget_spawner() -> None:
-    """A fork has no threads: it needs a spawner of its own."""
+    """A fork has no threads: it needs its own spawner."""
     global _requests, _lock
     _requests, _lock = None, threading.Lock()
 

@@ -1,8 +1,8 @@
 """A link: framed messages with file descriptors over a Unix socket pair.
 
-The socket is inherited by the helper at its start: nobody else can reach it, which is why its
-messages may be unpickled. No call blocks in the kernel for long: while it waits, it calls
-``look_around`` 50 times a second, which raises to give up; an idle process calls it once a second.
+The helper inherits the socket at its start. No other process can reach it, so its messages may be
+unpickled. No call blocks in the kernel for long: while it waits, it calls ``look_around`` 50 times
+a second, which raises to give up; an idle process calls it once a second.
 """
 
 import array
@@ -26,11 +26,10 @@ from lockstep.channel.polling import (
     wait_on,
 )
 
-# The time from one look around to the next of one that is idle: a script may keep many helpers,
-# which should cost it nothing.
+# How often an idle process looks around: a script may keep many idle helpers.
 IDLE_LOOK_AROUND_SECONDS = 1.0
 
-# Longest try to tell others of a failure, who may be stopped.
+# The longest try to report a failure to other processes, which may be stopped.
 give_up = give_up_after(5.0)
 
 _HEADER = struct.Struct("<cBQ")  # kind, number of descriptors, payload bytes
@@ -41,7 +40,7 @@ _CHUNK_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Message:
-    """One message: a kind, bytes, and descriptors that now belong to the receiver."""
+    """One message: a kind, bytes, and descriptors, which the receiver owns."""
 
     kind: bytes
     payload: bytes = b""
@@ -69,7 +68,7 @@ class Link:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the other end is closed, be there messages left to read or not."""
+        """True if the other end is closed, even if messages are left to read."""
         return has_hung_up(self)
 
     def send(self, message: Message, look_around: LookAround = wait_on) -> None:
@@ -83,7 +82,7 @@ class Link:
         header = _HEADER.pack(message.kind, len(message.descriptors), len(message.payload))
         rights = array.array("i", message.descriptors)
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if message.descriptors else []
-        # In one piece where there is room, so that a small message goes out whole or not at all.
+        # In one call if there is room, so that a small message is sent whole or not at all.
         parts = deque([memoryview(header), memoryview(message.payload)])
         while parts:
             try:
@@ -98,21 +97,22 @@ class Link:
         """Wait for a whole message.
 
         Args:
-            look_around: called again and again meanwhile.
-            is_idle: whether there is nothing else to do: after a second it is called once a second.
+            look_around: called repeatedly while waiting.
+            is_idle: True to call it only once a second, after the first second.
 
         Raises:
             EOFError: the other end is closed.
         """
         watch = Stopwatch()
         while (message := self.take_one()) is None:
-            rests = is_idle and watch.seconds > IDLE_LOOK_AROUND_SECONDS
-            if not is_readable([self], IDLE_LOOK_AROUND_SECONDS if rests else LOOK_AROUND_SECONDS):
+            is_resting = is_idle and watch.seconds > IDLE_LOOK_AROUND_SECONDS
+            seconds = IDLE_LOOK_AROUND_SECONDS if is_resting else LOOK_AROUND_SECONDS
+            if not is_readable([self], seconds):
                 look_around(watch.tick())
         return message
 
     def take(self) -> list[Message]:
-        """The messages that have come in whole. Does not wait.
+        """All complete messages that have arrived. Does not wait.
 
         Raises:
             EOFError: the other end is closed, and there is no message left.
@@ -127,7 +127,7 @@ class Link:
         return messages
 
     def take_one(self) -> Message | None:
-        """The next message, if it has come in whole. Does not wait, nor touch the one after it.
+        """The next message, if it has arrived completely. Reads nothing beyond it; does not wait.
 
         Raises:
             EOFError: the other end is closed.
@@ -140,7 +140,7 @@ class Link:
         return Message(kind, payload, descriptors)
 
     def close(self) -> None:
-        """Close this end, and the descriptors of a message that never came in whole."""
+        """Close this end, and the descriptors of an incomplete message."""
         self._socket.close()
         while self._descriptors:
             os.close(self._descriptors.popleft())
@@ -151,7 +151,7 @@ class Link:
         try:
             data, ancillary, _, _ = self._socket.recvmsg(min(most, _CHUNK_BYTES), room, flags)
         except ConnectionError as error:
-            raise EOFError("the other end of the link is gone") from error
+            raise EOFError("the connection was reset by the other end of the link") from error
         for level, kind, rights in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 received = array.array("i")
@@ -163,7 +163,7 @@ class Link:
 
 
 def _above_stdio(sock: socket.socket) -> socket.socket:
-    """The same socket, but never as descriptor 0 to 2, which a script may have closed."""
+    """The socket, but not as descriptor 0, 1 or 2, which a script may have closed."""
     if sock.fileno() >= _FIRST_DESCRIPTOR:
         return sock
     with sock:

@@ -1,11 +1,11 @@
-"""Where teams come from and go to.
+"""A pool of teams.
 
-Helpers are forked from a template that lives as long as the script, so that the start of an
-interpreter and its imports are paid once (see ``template``).
+Helpers are forked from a server that lives as long as the script, so that it starts one interpreter
+and imports modules once (``fork_server``).
 
-By default every trainer has a team of its own, fresh, and ended with it. Inside ``keep_teams``
-teams go on living and serve the next that asks for their size, but for those that are too many. A
-kept helper has the modules it imported, so this is for code that does not change meanwhile.
+By default every trainer has its own fresh team, which ends with it. Inside ``keep_teams`` a few
+idle teams stay alive, and serve the next trainer that needs their size. A kept helper has the
+modules that it imported, so this is for code that does not change meanwhile.
 """
 
 import sys
@@ -14,22 +14,22 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 
-from lockstep.launch.workers.fork_server import FORKS, Template
+from lockstep.launch.workers.fork_server import FORKS, ForkServerBackend
 from lockstep.launch.workers.team import Team
 
-# Idle teams of a kind that are kept: as many as trainers commonly take turns.
+# Idle teams kept of each kind: as many as trainers usually alternate.
 _MOST_IDLE = 2
 
 _Key = tuple[int, int | None, tuple[str, ...], int]
 _kept: ContextVar[dict[_Key, list[Team]] | None] = ContextVar("kept_teams", default=None)
 
 # By interpreter and threads; processes are state of the process, not of a task.
-_templates: dict[tuple[str, int | None], Template] = {}
+_servers: dict[tuple[str, int | None], ForkServerBackend] = {}
 
 
 @contextmanager
 def keep_teams() -> Iterator[None]:
-    """Within the block, hand teams on instead of ending them; end them with the block."""
+    """Within the block, keep teams for the next trainer; end them with the block."""
     pool: dict[_Key, list[Team]] = {}
     token = _kept.set(pool)
     try:
@@ -48,13 +48,13 @@ def take_team(
     *,
     first_rank: int = 1,
 ) -> Team:
-    """A living team, kept or fresh.
+    """A team that is alive, kept or fresh.
 
     Args:
-        num_helpers: processes it has.
-        threads: OpenMP threads each helper starts with; None leaves the environment's setting.
-        preload: modules that a fresh team's helpers should have imported.
-        first_rank: of the helpers; the others have the next.
+        num_helpers: its processes.
+        threads: OpenMP threads that each helper starts with; None keeps the environment's setting.
+        preload: modules that helpers of a fresh team have imported before they start.
+        first_rank: the first helper's; the others have the next.
     """
     idle = (_kept.get() or {}).get((num_helpers, threads, preload, first_rank), [])
     while idle:
@@ -62,17 +62,17 @@ def take_team(
         if team.answers():
             return team
         team.close()
-    return Team(num_helpers, partial(warm_template, threads, preload), first_rank=first_rank)
+    return Team(num_helpers, partial(warm_server, threads, preload), first_rank=first_rank)
 
 
 def expect_team(threads: int | None, preload: tuple[str, ...] = ()) -> None:
-    """A fresh team is going to be asked for: its template starts meanwhile."""
+    """Start the server of a fresh team in advance."""
     if FORKS:
-        warm_template(threads, preload)
+        warm_server(threads, preload)
 
 
 def give_back(team: Team, threads: int | None, preload: tuple[str, ...] = ()) -> None:
-    """Done with a team: keep it for others who ask for the same, or end it."""
+    """Return a team: keep it for the next trainer that needs the same, or end it."""
     key = (team.num_helpers, threads, preload, team.first_rank)
     pool = _kept.get()
     idle = None if pool is None else pool.setdefault(key, [])
@@ -82,17 +82,17 @@ def give_back(team: Team, threads: int | None, preload: tuple[str, ...] = ()) ->
         team.close()
 
 
-def warm_template(threads: int | None, preload: tuple[str, ...]) -> Template:
-    """The template for helpers of this kind, started now if there is none.
+def warm_server(threads: int | None, preload: tuple[str, ...]) -> ForkServerBackend:
+    """The server for helpers of this kind, started now if there is none.
 
-    One that came from another environment is dropped: it ends with the last of its helpers. One
-    that lacks some of the modules imports them.
+    A server of another environment is dropped, and ends with the last of its helpers. A server that
+    lacks some of the modules imports them.
     """
     key = (sys.executable, threads)
-    template = _templates.get(key)
-    if template is None or not (template.is_alive and template.is_current):
-        template = Template(threads, preload)
-        if template.forks:
-            _templates[key] = template
-    template.load(preload)
-    return template
+    server = _servers.get(key)
+    if server is None or not (server.is_alive and server.is_current):
+        server = ForkServerBackend(threads, preload)
+        if server.forks:
+            _servers[key] = server
+    server.load(preload)
+    return server

@@ -1,8 +1,8 @@
-"""A peer: the process at the other end of a Unix socket, neither our parent nor our child.
+"""The state of another process: stopped, ended, or alive.
 
-The kernel says who it is, so it cannot lie about that. Nobody but its parent is told its exit
-status; that it has ended, a descriptor of the process says for certain, where a process id may mean
-another process by then.
+``PeerProcess`` is the process at the other end of a Unix socket. The kernel names it, so it cannot
+pretend to be another. Only its parent gets its exit status; a descriptor of the process (pidfd)
+shows reliably that it has ended, whereas another process may get its id.
 
 Linux only.
 """
@@ -18,20 +18,20 @@ from lockstep.channel.polling import Stopwatch, is_readable
 
 _CREDENTIALS = struct.Struct("3i")  # process id, user id, group id
 
-# A process that ends closes its sockets before it counts as ended.
+# A process closes its sockets before the kernel reports its end.
 _ENDING_SECONDS = 1.0
 
 _STOP_SECONDS = 0.05
 
-# A process that computes nothing for so long is lost. What has computed for long may go on.
+# A process that is stopped for so long is lost. One that computes for longer is not.
 STOPPED_SECONDS = 30.0
 
-# Who waits for less does not look: mostly nobody is stopped.
+# Shorter waits are not worth a look at /proc.
 _PATIENCE_SECONDS = 1.0
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, as by Ctrl-Z, and for longer than a tracer's glance takes."""
+    """True if a process is stopped, as by Ctrl-Z, for longer than a tracer needs to read it."""
     if not _is_stopped_now(pid):
         return False
     time.sleep(_STOP_SECONDS)
@@ -39,13 +39,13 @@ def is_stopped(pid: int) -> bool:
 
 
 class StoppedProcessTimer:
-    """How long a process has been stopped, as whoever waits for it has seen."""
+    """Counts how long a process that this one waits for has been stopped."""
 
     def __init__(self) -> None:
         self._watch: Stopwatch | None = None
 
     def is_over_limit(self, pid: int, waited_seconds: float) -> bool:
-        """Whether it is lost; to be asked all the while, with the seconds waited so far."""
+        """True if it is lost. Call it during the whole wait, with the seconds waited so far."""
         if waited_seconds < min(_PATIENCE_SECONDS, STOPPED_SECONDS):
             return False
         if not _is_stopped_now(pid):
@@ -56,16 +56,16 @@ class StoppedProcessTimer:
 
 
 def _is_stopped_now(pid: int) -> bool:
-    with suppress(OSError):  # it is gone
+    with suppress(OSError):  # it has ended
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
         return state in (b"T", b"t")
     return False
 
 
 def start_of(pid: int) -> int:
-    """When a process was started, in ticks since the host was; 0 where there is no such process.
+    """When a process was started, in ticks since the host's start; 0 if there is no such process.
 
-    With its id that tells it from any other.
+    The process id and this number identify a process.
     """
     with suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
@@ -83,13 +83,13 @@ def user_of(sock: socket.socket) -> int:
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int, int]:
-    told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, user, group = _CREDENTIALS.unpack(told)
+    packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, group = _CREDENTIALS.unpack(packed)
     return pid, user, group
 
 
 class PeerProcess:
-    """Who connected, or who listened, at the time.
+    """The process that connected, or listened, at the other end of a Unix socket.
 
     Attributes:
         pid: its process id.
@@ -99,19 +99,19 @@ class PeerProcess:
         self.pid = pid_of(sock)
         try:
             self._descriptor = os.pidfd_open(self.pid)
-        except OSError:  # it is gone, or runs where this process cannot see it: its socket tells
+        except OSError:  # it has ended, or runs in another namespace: its socket shows its end
             self._descriptor = -1
 
     def has_ended(self) -> bool:
-        """Whether the kernel says that the process has ended."""
+        """True if the kernel reports that the process has ended."""
         return self._ends_within(0.0)
 
     def is_ending(self) -> bool:
-        """Whether a process whose socket is closed has ended, or ends within a moment."""
+        """True if a process whose socket is closed has ended, or ends within a second."""
         return self._ends_within(_ENDING_SECONDS)
 
     def close(self) -> None:
-        """Give up the descriptor."""
+        """Close the descriptor."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

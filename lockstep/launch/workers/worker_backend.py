@@ -1,8 +1,8 @@
-"""An origin: where helper processes come from, and what rank 0 knows of them but by their links.
+"""The backend of a team: it starts helper processes, ends them, and sees how they ended.
 
-A team talks to all helpers alike. How one is started, how its end shows, what ends it and how it is
-asked for its stacks depends on whose process it is: one of ours, forked from a template
-(``template``), or one that a launcher has started to run the user's script (``attached``).
+A team sends all helpers the same messages. Starting a helper, ending it, and asking it for its
+stacks depend on the owner of its process: Lockstep, which forks it (``fork_server``), or a
+launcher, which started it to run the user's script (``external_workers``).
 """
 
 from abc import ABC, abstractmethod
@@ -13,59 +13,59 @@ from lockstep.launch.workers.link import Link
 
 
 class WorkerBackend(ABC):
-    """Gives helpers, each with a number of its own here.
+    """Starts and ends helpers, each of which has its own number here.
 
     Attributes:
-        stays_ready: whether a helper that has returned from a call waits for the next; if not, it
-            says READY anew when it has come to that.
+        stays_ready: True if a helper waits for the next call as soon as it has returned from one;
+            otherwise it sends READY again when its script reaches the next call.
     """
 
     stays_ready: bool
 
     @abstractmethod
     def start_helper(self, rank: int, diagnostics: DiagnosticsFile) -> tuple[int, Link]:
-        """A helper, which will say READY on the link; returns its number and the link to it.
+        """Start a helper, which sends READY on the link; returns its number and the link.
 
         Args:
             rank: the helper's.
-            diagnostics: takes its stacks.
+            diagnostics: the file that it writes its stacks to.
         """
 
     @abstractmethod
     def note_ready(self) -> None:
-        """A helper has said READY."""
+        """A helper has sent READY."""
 
     @abstractmethod
     def has_ended(self, number: int) -> bool:
-        """Whether a helper's process has ended. Does not wait."""
+        """True if a helper's process has ended. Does not wait."""
 
     @abstractmethod
     def describe_end(self, number: int) -> str:
-        """How a helper has ended whose link is closed; waits a moment for the kernel to tell."""
+        """How a helper whose link is closed has ended; waits a moment for its exit status."""
 
     @abstractmethod
-    def describe_absence(self, number: int, rank: int, reason: str, said: str) -> str:
-        """The message for a helper that is not there for a call.
+    def describe_absence(self, number: int, rank: int, reason: str, output: str) -> str:
+        """The message for a helper that did not become ready for a call.
 
         Args:
             number: the helper's.
             rank: its rank.
-            reason: what is known: that it has ended, that time is up.
-            said: what it has written to its diagnostics file.
+            reason: how it ended, or that the time is up.
+            output: the new text in its diagnostics file.
         """
 
     @abstractmethod
     def read_new(self) -> str:
-        """What the origin itself has written since the last call, for the user to see."""
+        """The backend's own output since the last call, for the user."""
 
     @abstractmethod
     def ask_for_stacks(self, number: int) -> None:
-        """Have a helper write its stacks to its diagnostics file, if it can."""
+        """Request a helper's stacks, which it writes to its diagnostics file if it can."""
 
     @abstractmethod
     def end(self, numbers: Sequence[int]) -> None:
-        """Done with helpers; their links are closed next."""
+        """End these helpers; the caller closes their links next."""
 
     @abstractmethod
     def close(self) -> None:
-        """A helper of this origin hangs: have nothing to do with the origin any more."""
+        """Give up the backend, because one of its helpers hangs."""

@@ -31,7 +31,7 @@ from lockstep.data.map_style.samples import RepeatedSource, array_bytes, first_s
 from lockstep.data.map_style.sources import Source
 from lockstep.errors import DeviceError, WorkerError
 from lockstep.launch.health.failure import MEMORY_RAN_OUT, Failure, pack_failure, unpack_failure
-from lockstep.launch.workers.fork_server import Template
+from lockstep.launch.workers.fork_server import ForkServerBackend
 from lockstep.launch.workers.helper import HelperContext
 from lockstep.launch.workers.team import Team
 from lockstep.parallel.exchange.control import unpacked
@@ -111,7 +111,7 @@ class Trials:
                 TorchSettings.current(),
             )
         )
-        self._template: Template | None = None
+        self._template: ForkServerBackend | None = None
         self._team: Team | None = None
         self._batch_size = 0
 
@@ -176,12 +176,12 @@ class Trials:
             )
         return self._team
 
-    def _warm_template(self) -> Template:
+    def _warm_template(self) -> ForkServerBackend:
         """A template becomes its one helper where processes cannot be forked: then another."""
         if self._template is None or not self._template.forks:
             if self._template is not None:
                 self._template.close()
-            self._template = Template(None, PRELOAD)
+            self._template = ForkServerBackend(None, PRELOAD)
         return self._template
 
     def _end_process(self) -> None:
