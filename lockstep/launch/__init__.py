@@ -1,1 +1,1 @@
-"""How processes start, talk, and end. Runs a callable; knows nothing of models."""
+"""Starts processes, connects them, calls functions in them, and ends them; no models here."""

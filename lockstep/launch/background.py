@@ -1,7 +1,7 @@
-"""Threads that do one thing after the other, and end once they are closed.
+"""Background threads that call functions one after the other until they are closed.
 
-They are daemons: where the thing under way never ends (a read from a network that is gone), the
-script can still end, and whoever closes them waits no longer than two seconds.
+They are daemons: if a function never returns (a read from a lost network), the script can still
+end, and closing the threads takes at most two seconds.
 """
 
 import contextvars
@@ -22,11 +22,11 @@ _Job = tuple[Future[Any], Callable[[], Any]]
 
 
 class Background:
-    """Runs functions in threads of its own, which start with the first of them.
+    """Runs functions in its own threads, which start with the first function.
 
     Args:
         name: the threads'.
-        num_threads: one calls the functions in the order in which they were given.
+        num_threads: with one thread, functions run in the order of submission.
     """
 
     def __init__(self, name: str, num_threads: int = 1) -> None:
@@ -34,10 +34,10 @@ class Background:
         self._num_threads = num_threads
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        weakref.finalize(self, _end, self._jobs, num_threads)  # if nobody has closed it
+        weakref.finalize(self, _end, self._jobs, num_threads)  # if it was not closed
 
-    def submit(self, act: Callable[[], _T]) -> "Future[_T]":
-        """Have a thread call a function, after all that was given before is begun."""
+    def submit(self, function: Callable[[], _T]) -> "Future[_T]":
+        """Call a function in a thread, after all earlier ones have started."""
         while len(self._threads) < self._num_threads:
             thread = threading.Thread(
                 target=contextvars.copy_context().run,
@@ -48,16 +48,16 @@ class Background:
             thread.start()
             self._threads.append(thread)
         future: Future[_T] = Future()
-        self._jobs.put((future, act))
+        self._jobs.put((future, function))
         return future
 
     def stack(self) -> str:
-        """Where the first thread is now."""
+        """The first thread's Python stack."""
         number = self._threads[0].ident if self._threads else None
         return "" if number is None else stack_of(number)
 
     def close(self) -> None:
-        """End the threads, with what they are at, if that does not take long."""
+        """End the threads after their present functions; waits at most two seconds for each."""
         threads, self._threads = self._threads, []
         _end(self._jobs, len(threads))
         for thread in threads:
@@ -65,7 +65,7 @@ class Background:
 
 
 def is_done(future: "Future[Any]", gives_up: Callable[[], bool]) -> bool:
-    """Wait until a function has returned or raised; False if the waiting was given up."""
+    """Wait until a function has returned or raised; False if the wait was given up."""
     while not wait([future], _LOOK_AROUND_SECONDS).done:
         if gives_up():
             return False
@@ -79,9 +79,9 @@ def _end(jobs: "SimpleQueue[_Job | None]", num_threads: int) -> None:
 
 def _work(jobs: "SimpleQueue[_Job | None]") -> None:
     while (job := jobs.get()) is not None:
-        future, act = job
+        future, function = job
         try:
-            future.set_result(act())
-        except BaseException as error:  # whatever it is, who waits for it gets it
+            future.set_result(function())
+        except BaseException as error:
             future.set_exception(error)
-        del job, future, act  # what they hold must not live on while this waits
+        del job, future, function  # the next wait must not keep their objects alive

@@ -1,4 +1,4 @@
-"""What a fork of the script gives up: sockets and processes that are the script's."""
+"""Sockets and processes that a fork of the script gives up, because they are the script's."""
 
 import os
 import weakref
@@ -9,7 +9,7 @@ _living: MutableMapping[Any, str] = weakref.WeakKeyDictionary()
 
 
 def give_up_in_forks(owner: Any, method: str) -> None:
-    """Have a method of an object called in every fork of this process, as long as it lives."""
+    """Call a method of an object, while it exists, in every fork of this process."""
     _living[owner] = method
 
 

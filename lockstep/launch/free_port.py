@@ -1,7 +1,7 @@
-"""A port that is free on a host, asked for on that host: ``python -m lockstep.launch.free_port``.
+"""Finds a free port of this host: ``python -m lockstep.launch.free_port NAME`` prints one.
 
-It prints one for the name that it is given, at the address which the name has there. Another
-process may take the port before the job does; the job then says so.
+The port is free at the address that NAME has on this host. Another process may take it before the
+job does; the job then raises an error.
 """
 
 import socket
@@ -12,7 +12,7 @@ def find_free_port(name: str) -> int:
     """A free port at the address that a name has on this host.
 
     Raises:
-        OSError: the name has no address, or not one of this host.
+        OSError: the name has no address, or an address of another host.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -22,11 +22,13 @@ def find_free_port(name: str) -> int:
 
 
 def main() -> int:
-    """Print it, or why there is none."""
+    """Print a free port, or the reason why there is none."""
     try:
         print(find_free_port(sys.argv[1]))  # noqa: T201
     except OSError as error:
-        print(f"{sys.argv[1]} is no address of this host: {error}", file=sys.stderr)  # noqa: T201
+        print(  # noqa: T201
+            f"{sys.argv[1]} is not an address of this host: {error}", file=sys.stderr
+        )
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""Notices: a process that waits for others says for whom."""
+"""Notices: a process that waits for others shows which ones."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ class Notice:
     """Shown after 2 s of waiting, and again when it has changed, ever less often.
 
     Args:
-        describe: what this process waits for now.
+        describe: returns what this process waits for now.
     """
 
     def __init__(self, describe: Callable[[], str]) -> None:
@@ -19,7 +19,7 @@ class Notice:
         self._due_seconds = FIRST_NOTICE_SECONDS
         self._shown = ""
 
-    def look(self, waited_seconds: float) -> None:
+    def show_if_due(self, waited_seconds: float) -> None:
         """Show it if it is due."""
         if waited_seconds < self._due_seconds:
             return

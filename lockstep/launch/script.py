@@ -1,4 +1,4 @@
-"""What is started on every host: a script or module, and its arguments."""
+"""The script or module that every host runs, and its arguments."""
 
 import builtins
 import os
@@ -15,8 +15,8 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         target: the script's path, or the module's name.
-        is_module: which of the two.
-        arguments: what follows on its command line.
+        is_module: True if ``target`` is a module.
+        arguments: the rest of its command line.
     """
 
     target: str
@@ -25,14 +25,14 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> list[str]:
-        """The arguments of an interpreter that runs it."""
+        """The interpreter's arguments that run it."""
         return [*(["-m"] if self.is_module else []), self.target, *self.arguments]
 
     def run(self) -> int:
         """Run it in this process, as the interpreter would; returns the exit status.
 
-        An error is shown as Python shows it, from the script's own lines on. SystemExit is raised:
-        the interpreter knows what to do with it.
+        An error is shown as Python shows it, without Lockstep's frames. SystemExit is raised for
+        the interpreter.
         """
         sys.argv = [self.target, *self.arguments]
         if not sys.flags.safe_path:
@@ -52,7 +52,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _run_file(path: str) -> None:
-    """Not by runpy, which puts the path for ``sys.argv[0]``, and takes ``__main__`` away after."""
+    """Run a file. runpy would change ``sys.argv[0]``, and remove ``__main__`` afterwards."""
     module = ModuleType("__main__")
     module.__file__ = path
     module.__loader__ = SourceFileLoader("__main__", path)
@@ -68,7 +68,7 @@ def _directory_of(path: str) -> str:
 
 
 def _own_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Without the frames that lead to the script's."""
+    """The traceback without the frames before the script's."""
     while traceback and traceback.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
         traceback = traceback.tb_next
     return traceback

@@ -1,12 +1,12 @@
 """Sockets between hosts, and between processes of a host that did not start each other.
 
-None blocks, none outlives an exec, and none stays open in a fork: a DataLoader's worker that held a
-copy would keep a connection alive after its owner has died.
+They do not block, and are closed in an exec and in a fork: a copy in a DataLoader's worker would
+keep a connection alive after its owner has died.
 
-A host that vanishes is noticed by the kernel. An idle connection is probed (keepalive). On one that
-has data on its way there are no such probes, so a process that waits asks how long nothing has come
-back (``is_unanswered``). TCP_USER_TIMEOUT would do both, but it also ends the connection to a host
-that is there and does not read for a while, because it writes a checkpoint.
+The kernel notices that a host has vanished. It probes an idle connection (keepalive). It does not
+probe a connection with unacknowledged data, so a process that waits checks how long nothing has
+come back (``is_unanswered``). TCP_USER_TIMEOUT would do both, but it would also end the connection
+to a host that does not read for a while, because it writes a checkpoint.
 """
 
 import errno
@@ -35,10 +35,10 @@ _TCP_INFO = struct.Struct("=2xBB52xI")  # retransmits, probes, milliseconds sinc
 
 
 def resolve(address: Address) -> list[tuple[socket.AddressFamily, SocketAddress]]:
-    """The socket addresses that a name stands for. Waits for the name service, uninterrupted.
+    """The socket addresses of a name. Waits for the name service without interruption.
 
     Raises:
-        OSError: the name is not known (now).
+        OSError: the name is unknown, maybe only now.
     """
     found = socket.getaddrinfo(address.name, address.port, type=socket.SOCK_STREAM)
     return [(family, where) for family, _, _, _, where in found]
@@ -48,7 +48,7 @@ def listen(family: int, where: SocketAddress) -> socket.socket:
     """Listen at one address.
 
     Raises:
-        OSError: it is taken, or not one of this host.
+        OSError: it is in use, or another host's.
     """
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -64,10 +64,10 @@ def listen(family: int, where: SocketAddress) -> socket.socket:
 def connect(
     family: int, where: SocketAddress, seconds: float, look_around: LookAround
 ) -> socket.socket:
-    """Connect, waiting at most so long.
+    """Connect, within so many seconds.
 
     Raises:
-        OSError: nobody listens there, or does not answer.
+        OSError: no process listens there, or it does not answer.
     """
     sock = tune(socket.socket(family, socket.SOCK_STREAM))
     try:
@@ -78,7 +78,7 @@ def connect(
         if code:
             raise OSError(code, os.strerror(code))
         if sock.getsockname() == sock.getpeername():
-            # Who calls a free port of his own host again and again gets it as his own port one day.
+            # A process that often calls a free port of its own host finally gets it as its own.
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
     except BaseException:
         sock.close()
@@ -96,7 +96,7 @@ def _wait_to_connect(sock: socket.socket, seconds: float, look_around: LookAroun
 
 
 def tune(sock: socket.socket) -> socket.socket:
-    """Set what all of these sockets have in common."""
+    """Set the options that all of these sockets have."""
     sock.setblocking(False)
     give_up_in_forks(sock, "close")
     if sock.family == socket.AF_UNIX:
@@ -115,9 +115,9 @@ def tune(sock: socket.socket) -> socket.socket:
 
 
 def is_unanswered(sock: socket.socket) -> bool:
-    """Whether what was sent is repeated in vain for as long as an idle connection would be probed.
+    """True if sent data was not acknowledged for as long as an idle connection is probed.
 
-    A host that is busy still answers: its kernel does. Known on Linux only.
+    The kernel of a busy host still acknowledges. Linux only; False elsewhere.
     """
     if not hasattr(socket, "TCP_INFO"):
         return False

@@ -1,7 +1,7 @@
-"""Untrusted data: what another host says of itself, as values of a known type.
+"""Untrusted data: another host's information about itself, as values of a known type.
 
-It is JSON, so only plain values are made of it. Its texts are shown in errors and tables, and as
-names: control characters in them become visible escapes, so that no terminal obeys them.
+It is JSON, so it decodes only to plain values. Its texts appear in errors, tables and names: their
+control characters become visible escapes, so that no terminal obeys them.
 """
 
 from typing import Any, TypeVar
@@ -14,31 +14,31 @@ _T = TypeVar("_T")
 
 
 def decode_untrusted(payload: bytes | str, kind: type[_T], sender: str = "Another host") -> _T:
-    """The value of type ``kind`` that is written there as JSON.
+    """Decode JSON to a value of type ``kind``.
 
     Args:
         payload: the JSON.
-        kind: of the value.
-        sender: where it is from, for messages.
+        kind: the expected type.
+        sender: the host that sent it, for messages.
 
     Raises:
-        HostError: it is no such value.
+        HostError: it is not JSON, or has another type.
     """
     try:
-        return msgspec.convert(_shown(msgspec.json.decode(payload)), kind)
+        return msgspec.convert(_made_printable(msgspec.json.decode(payload)), kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise HostError(
-            f"{sender} must send data of the form that this host expects.",
+            f"{sender} must send data in the format that this host expects.",
             received=error,
             fix="Run the same version of Lockstep on every host.",
         ) from error
 
 
-def _shown(value: Any) -> Any:
+def _made_printable(value: Any) -> Any:
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):
-        return [_shown(each) for each in value]
+        return [_made_printable(each) for each in value]
     if isinstance(value, dict):
-        return {printable(key): _shown(each) for key, each in value.items()}
+        return {printable(key): _made_printable(each) for key, each in value.items()}
     return value

@@ -96,7 +96,7 @@ def test_a_trial_that_the_kernel_kills_is_too_large(
     )
     printed = run(source, directory=tmp_path)
     assert kills(group) > 0
-    assert "killed by SIGKILL: memory ran out, for which the kernel has killed" in printed
+    assert "killed by SIGKILL: memory ran out, and the kernel has killed" in printed
     taken = int(printed.split()[-1])
     assert 35 * devices <= taken <= 40 * devices, printed
 

@@ -192,7 +192,7 @@ def test_nothing_that_tidies_up_hides_an_error(
         fit(trainer)
     notes = " ".join(caught.value.__notes__)
     assert "LookupError: while tidying up" in notes
-    assert notes.count("could not tidy up") == 1
+    assert notes.count("could not clean up") == 1
     assert "The weights are" in notes
 
 

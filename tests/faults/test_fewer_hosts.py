@@ -14,7 +14,7 @@ import pytest
 from tests.faults.host_starts import expected, how_to_start
 
 EPOCHS = 8
-GO_ON = b" hosts go on: "
+GO_ON = b" hosts start: "
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def test_hosts_that_are_left_go_on_to_the_same_bits(
         for index in lost:
             run.lose(index)
             wait_to_go_on(run)
-        assert run.hosts[0].said(b"Nothing has come from host 1 in 5.0 s") == 1
+        assert run.hosts[0].said(b"No connection from host 1 in 5.0 s") == 1
         assert run.result() == expected(strategy, EPOCHS)
 
 

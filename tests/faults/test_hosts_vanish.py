@@ -194,7 +194,7 @@ def test_a_host_that_does_not_come_is_named(make_hosts: MakeHosts) -> None:
     processes[1].wait_for_line("HERE")
     kind, text, _ = failure(processes[0], PATIENCE + MARGIN)
     assert kind == "HostError"
-    assert "nothing from host 1" in text
+    assert "no connection from host 1" in text
 
 
 @pytest.mark.thorough

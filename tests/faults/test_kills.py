@@ -134,7 +134,7 @@ def test_a_helper_that_dies_in_its_model(number: signal.Signals) -> None:
 
 def test_a_helper_that_leaves_by_itself() -> None:
     trainer = make_trainer(2, lambda: os._exit(7), step=1)
-    with pytest.raises(WorkerError, match=r"Rank 1 .*step 1\): it left with exit status 7"):
+    with pytest.raises(WorkerError, match=r"Rank 1 .*step 1\): it exited with status 7"):
         fit(trainer)
 
 

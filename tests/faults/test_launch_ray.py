@@ -89,7 +89,7 @@ time.sleep(120)
     done = call([*LOCKSTEP, *ray, *words], tmp_path)
     assert done.returncode == 1
     assert done.stderr.endswith(
-        "[host 1] no more\nlockstep: host 1 failed with exit status 1, the others are ended.\n"
+        "[host 1] no more\nlockstep: host 1 failed with exit status 1; ending the others.\n"
     )
     pid = int((tmp_path / "code" / "pid").read_text())
     wait_until(lambda: not is_alive(pid), 10)
@@ -135,8 +135,8 @@ time.sleep(120)
     write(tmp_path / "script.py", source)
     done = call([*LOCKSTEP, *ray, "--hosts", "2", "script.py"], tmp_path)
     assert done.returncode == 1
-    assert "[host 1] host 1 is gone: " in done.stderr
-    assert "lockstep: host 1 failed with exit status 1, the others are ended." in done.stderr
+    assert "[host 1] host 1 is lost: " in done.stderr
+    assert "lockstep: host 1 failed with exit status 1; ending the others." in done.stderr
 
 
 @pytest.mark.thorough

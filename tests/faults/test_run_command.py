@@ -213,7 +213,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "no secret file": (["--secret-file", "nowhere", "{file}"], ["nowhere: No such file"]),
     "a secret that others can read": (
         ["--secret-file", "{file}", "{file}"],
-        ["open to others. Run `chmod 600"],
+        ["accessible to other users. Run `chmod 600"],
     ),
     "no secret": (
         ["--hosts", "2", "--host-index", "0", "--rendezvous", "10.0.0.1:1", "{file}"],

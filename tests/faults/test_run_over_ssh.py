@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.launchers.launch_spec import Orders
+from lockstep.launch.launchers.launch_spec import LaunchSpec
 from lockstep.launch.script import Script
 from tests.faults.processes import MARK, marked, running, wait_until
 from tests.launching import (
@@ -140,7 +140,7 @@ time.sleep(120)
     assert time.monotonic() - began < 30
     name, prefix = [("127.0.0.1", ""), ("second", "[second] ")][failing]
     assert done.stderr == (
-        f"{prefix}failing\nlockstep: {name} failed with exit status 5, the others are ended.\n"
+        f"{prefix}failing\nlockstep: {name} failed with exit status 5; ending the others.\n"
     )
     wait_until(lambda: not marked("first-failure"), 15)
 
@@ -155,7 +155,7 @@ def test_hosts_that_cannot_be_reached_are_named(tmp_path: Path, ssh: list[str]) 
     write(tmp_path / "hosts", "unreachable\nother\n")
     done = call([*LOCKSTEP, "run", *ssh, "script.py"], tmp_path)
     assert done.returncode == 2
-    assert "unreachable must be reached without a password" in done.stderr
+    assert "ssh must reach unreachable without a password" in done.stderr
     assert "no route to unreachable (exit status 255)" in done.stderr
     write(tmp_path / "hosts", "127.0.0.1\nunreachable\n")
     done = call([*LOCKSTEP, "run", *ssh, "script.py"], tmp_path)
@@ -164,7 +164,7 @@ def test_hosts_that_cannot_be_reached_are_named(tmp_path: Path, ssh: list[str]) 
     write(tmp_path / "hosts", "192.0.2.1\n")  # an address of no host
     done = call([*LOCKSTEP, "run", *ssh, "script.py"], tmp_path)
     assert done.returncode == 2
-    assert "192.0.2.1 is no address of this host" in done.stderr
+    assert "192.0.2.1 is not an address of this host" in done.stderr
     words = ["--ssh", "hosts", "--ssh-command", "nossh", "script.py"]
     done = call([*LOCKSTEP, "run", *words], tmp_path)
     assert done.returncode == 2
@@ -175,7 +175,7 @@ def test_a_directory_that_is_not_there_is_told(tmp_path: Path, ssh: list[str]) -
     write(tmp_path / "script.py", "")
     done = call([*LOCKSTEP, "run", *ssh, "--directory", "/nowhere", "script.py"], tmp_path)
     assert done.returncode == 126
-    assert "lockstep: the script cannot be started: [Errno 2]" in done.stderr
+    assert "lockstep: the script could not be started: [Errno 2]" in done.stderr
 
 
 WAIT = """
@@ -268,9 +268,9 @@ if sys.stdout.isatty():
 
 
 def test_orders_show_no_secret() -> None:
-    orders = Orders(script=Script(target="a.py"), directory="/", variables={}, secret="s3cret")
-    assert "s3cret" not in repr(orders) + str(orders) + repr([orders])
-    assert b"s3cret" in orders.line()
+    spec = LaunchSpec(script=Script(target="a.py"), directory="/", variables={}, secret="s3cret")
+    assert "s3cret" not in repr(spec) + str(spec) + repr([spec])
+    assert b"s3cret" in spec.line()
 
 
 def test_orders_that_do_not_come_start_nothing(tmp_path: Path) -> None:

@@ -299,7 +299,7 @@ def test_who_cannot_connect_is_named(
     def blocked(self: Any, host: int, *args: Any) -> Channel:
         if (host, self.control_group.host) == (1, 2):
             assert has_given_up.wait(SECONDS)
-            raise self.too_late([host], "Connection timed out")
+            raise self.timeout_error([host], "Connection timed out")
         return genuine(self, host, *args)
 
     monkeypatch.setattr(pair_channels._Opening, "call", blocked)

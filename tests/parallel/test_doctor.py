@@ -155,8 +155,8 @@ def test_a_host_that_does_not_come_is_named(make_hosts: MakeHosts, tmp_path: Pat
     env = {"LOCKSTEP_SECRET": secrets.token_hex(32), **WIDE, **without_torch(tmp_path)}
     status, out, err = hosts.run(0, on_hosts(hosts, 0, "--timeout", "2"), env).finish()
     assert (status, err) == (1, "Waiting at 10.77.0.1:29400 for 1 of 2 hosts: host 1.\n")
-    assert "Wrong: All 2 hosts must come to host 0 at 10.77.0.1:29400 within 2.0 s." in out
-    assert "nothing from host 1" in out
+    assert "Wrong: All 2 hosts must connect to host 0 at 10.77.0.1:29400 within 2.0 s." in out
+    assert "no connection from host 1" in out
     assert re.search(r"^Cores +\d", out, re.MULTILINE), "its own facts are shown all the same"
 
 

@@ -57,7 +57,7 @@ def wait_for_error(end: FramedChannel) -> str:
     started = time.monotonic()
     while time.monotonic() - started < SECONDS:
         try:
-            end.look()
+            end.check()
         except HostError as error:
             return str(error)
         time.sleep(0.01)
@@ -98,7 +98,7 @@ def test_taking_does_not_wait_and_looking_takes_nothing(
     for number in range(3):
         left.send(b"A", bytes([number]))
     for _ in range(3):
-        right.look()
+        right.check()
     assert [right.receive(give_up).payload for _ in range(3)] == [b"\0", b"\1", b"\2"]
     assert right.take_one() is None
 
@@ -119,12 +119,12 @@ def test_reading_ahead_has_an_end(
     thread.start()
     deadline = time.monotonic() + SECONDS
     while right._num_waiting_bytes < 1_000_000:
-        right.look()
+        right.check()
         assert time.monotonic() < deadline
         time.sleep(0.005)
     for _ in range(20):
         time.sleep(0.005)
-        right.look()
+        right.check()
     assert right._num_waiting_bytes == 1_200_000
     assert [right.receive(give_up).payload for _ in frames] == frames
     thread.join(SECONDS)
@@ -138,11 +138,11 @@ def test_an_end_without_goodbye_is_an_error_at_once(
     ends[0].close()
     message = "Host 0 (left) no longer answers: it has closed the connection."
     assert wait_for_error(right) == message
-    for call in (right.look, right.take_one, right.receive):
+    for call in (right.check, right.take_one, right.receive):
         with pytest.raises(HostError) as caught:
             call()
         assert str(caught.value) == message
-    assert not right.was_told
+    assert not right.has_report
 
 
 @pytest.mark.parametrize("cut", [1, 4, 5, 33])
@@ -175,13 +175,13 @@ def test_after_a_goodbye_frames_are_still_there(
     left.send(b"A", b"last")
     left.close()
     time.sleep(0.05)
-    right.look()
+    right.check()
     assert right.receive(give_up) == (b"A", b"last")
-    right.look()
+    right.check()
     with pytest.raises(HostError, match=r"Host 0 \(left\) has left"):
         right.receive(give_up)
     with pytest.raises(HostError, match="closed on this side"):
-        left.look()
+        left.check()
 
 
 def test_an_error_is_heard_before_what_was_sent_earlier(
@@ -195,7 +195,7 @@ def test_an_error_is_heard_before_what_was_sent_earlier(
     message = wait_for_error(right)
     assert message.startswith("Host 0 failed: üüü")
     assert len(message) < 1 << 16
-    assert right.was_told
+    assert right.has_report
     with pytest.raises(HostError, match="Host 0 failed: ü"):
         right.send(b"A", bytes(10_000_000), give_up)
 
@@ -272,12 +272,14 @@ def test_lengths_that_cannot_be_are_not_believed(
     left, right = ends
     send(left, kind + struct.pack("!Q", num_bytes))
     end = FramedChannel(right, LEFT, most_bytes=1000)
-    with pytest.raises(HostError, match=r"Host 0 \(left\) sent more than can be\. Received: "):
+    with pytest.raises(
+        HostError, match=r"Host 0 \(left\) sent a message that is too large\. Received: "
+    ):
         end.receive(give_up)
 
 
 def test_what_is_too_long_is_not_sent(ends: tuple[Channel, Channel]) -> None:
-    with pytest.raises(HostError, match=r"Host 1 \(right\) cannot be sent so much at once"):
+    with pytest.raises(HostError, match=r"A message to Host 1 \(right\) is too large"):
         FramedChannel(ends[0], RIGHT, most_bytes=1000).send(b"A", bytes(1001))
 
 

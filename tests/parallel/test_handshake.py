@@ -242,7 +242,7 @@ def send(sock: socket.socket, data: bytes) -> None:
 
 def talk(sock: socket.socket, secret: Secret, purpose: bytes, spoil: int | None = None) -> bytes:
     """The caller's side by the book, with whatever secret and purpose, and perhaps a wrong bit."""
-    steps = handshake._call(secret, purpose)
+    steps = handshake._call_exchange(secret, purpose)
     greeting, _ = next(steps)
     send(sock, greeting)
     theirs = receive_greeting(sock)

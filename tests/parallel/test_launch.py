@@ -158,8 +158,8 @@ def test_kept_teams_serve_the_next() -> None:
             ("/nonexistent/python", r"could not be started. Received: .*No such file"),
             ("/", r"could not be started. Received: .*Permission denied"),
             # The ranks' template is gone: which of them is looked at first after that is chance.
-            ("/bin/false", r"Rank [12]'s process could not start: it left with exit status 1"),
-            ("broken", r"(?s)could not start: it left with exit status 3.*standard error:\nsorry"),
+            ("/bin/false", r"Rank [12]'s process could not start: it exited with status 1"),
+            ("broken", r"(?s)could not start: it exited with status 3.*standard error:\nsorry"),
             ("silent", r"(?s)could not start: it is not ready after 1 s"),
         ],
         lambda program, _: program == "broken",

@@ -142,7 +142,7 @@ def broken_clock() -> float:
 
 def test_what_is_no_survey_is_refused() -> None:
     for payload in (b"", b"{}", b'{"address": 3, "pairs": []}', b"\xff"):
-        with pytest.raises(HostError, match="Host 1 must send data of the form"):
+        with pytest.raises(HostError, match="Host 1 must send data in the format"):
             decode_untrusted(payload, HostSurvey, "Host 1")
 
 

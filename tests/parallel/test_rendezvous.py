@@ -61,13 +61,13 @@ def messages(results: Iterable[Any]) -> list[str]:
 def entered(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set once a host has handed in its info to host 0."""
     event = threading.Event()
-    genuine = RendezvousServer._enter
+    genuine = RendezvousServer._admit
 
     def enter_and_tell(self: RendezvousServer, channel: FramedChannel, frame: Frame) -> None:
         genuine(self, channel, frame)
         event.set()
 
-    monkeypatch.setattr(RendezvousServer, "_enter", enter_and_tell)
+    monkeypatch.setattr(RendezvousServer, "_admit", enter_and_tell)
     return event
 
 
@@ -192,8 +192,8 @@ def test_the_first_candidate_that_is_free_is_taken(monkeypatch: pytest.MonkeyPat
     ("where", "message"),
     [
         (Address(name="192.0.2.1", port=4000), "192.0.2.1:4000: Cannot assign requested address"),
-        (Address(name="0.0.0.0", port=4000), "0.0.0.0:4000: it means every interface"),
-        (Address(name="::", port=4000), r"\[::\]:4000: it means every interface"),
+        (Address(name="0.0.0.0", port=4000), "0.0.0.0:4000: it means all interfaces"),
+        (Address(name="::", port=4000), r"\[::\]:4000: it means all interfaces"),
     ],
 )
 def test_addresses_at_which_host_0_can_never_listen(where: Address, message: str) -> None:
@@ -223,8 +223,8 @@ def test_missing_hosts_are_named_on_all_that_came(capfd: pytest.CaptureFixture[s
         partial(enter, 0, 5, where, timeout=6.0), partial(enter, 2, 5, where, timeout=SECONDS)
     )
     for message in messages([first, second]):
-        assert f"All 5 hosts must come to host 0 at {where} within 6.0 s." in message
-        assert "nothing from hosts 1, 3, 4" in message
+        assert f"All 5 hosts must connect to host 0 at {where} within 6.0 s." in message
+        assert "no connection from hosts 1, 3, 4" in message
         assert "only this machine can reach" in message
     told = f"Waiting at {where} for 3 of 5 hosts: hosts 1, 3, 4.\n"
     assert capfd.readouterr().err == 2 * told  # by both
@@ -239,8 +239,10 @@ def test_a_host_that_was_let_in_names_the_missing_ones_itself() -> None:
         place(2, 3, where), SECRET, info(2), deadline(lambda: host_2.missing == [1])
     )
     first, second = together(host_0.run, host_2.join)
-    assert "nothing from host 1, on host 2" in str(second)
-    assert "nothing from hosts 1, 2; Host 2 (node2, 127.0.0.1) came and left again" in str(first)
+    assert "no connection from host 1, on host 2" in str(second)
+    assert "no connection from hosts 1, 2; Host 2 (node2, 127.0.0.1) joined and left again" in str(
+        first
+    )
 
 
 def enter_fewer(
@@ -278,7 +280,7 @@ def test_hosts_that_have_come_go_on_without_the_others(
         groups[0].exchange(b"")
     close(groups)
     told = capfd.readouterr().err
-    assert "3 of 5 hosts go on: Host 0 (node0), Host 2 (node2), Host 3 (node3). Nothing" in told
+    assert "3 of 5 hosts start: Host 0 (node0), Host 2 (node2), Host 3 (node3). No conn" in told
     assert "from hosts 1, 4 in 3.0 s.\n" in told
 
 
@@ -326,8 +328,8 @@ def test_fewer_than_must_be_are_an_error_that_names_who_is_missing() -> None:
     where = address()
     results = together(*(partial(enter_fewer, host, 5, where, 3, 2.0) for host in (0, 2)))
     for message in messages(results):
-        assert f"At least 3 of 5 hosts must come to host 0 at {where} within 2.0 s." in message
-        assert "nothing from hosts 1, 3, 4" in message
+        assert f"At least 3 of 5 hosts must connect to host 0 at {where} within 2.0 s." in message
+        assert "no connection from hosts 1, 3, 4" in message
 
 
 def test_a_host_that_comes_too_late_is_told_what_to_do() -> None:
@@ -357,7 +359,7 @@ def test_another_secret_or_job_is_no_way_in() -> None:
         assert "nobody else" not in text
     wrong_job = be_refused(where, place(1, 2, where, job="another"), SECRET)
     for text in messages(wrong_job):
-        assert "it is of another job, with the same secret" in text
+        assert "it belongs to another job, with the same secret" in text
 
 
 def be_refused(where: Address, own: Place, secret: Secret) -> list[Any]:
@@ -415,7 +417,7 @@ def meet_later(entered: threading.Event, own: Place, own_info: HostInfo) -> Cont
 @pytest.mark.parametrize(
     ("own", "num_hosts", "message"),
     [
-        (1, 3, "two say that they are host 1. Received: Host 1 (node1, 127.0.0.1) and Host 1"),
+        (1, 3, "one process may lead host 1. Received: Host 1 (node1, 127.0.0.1) and Host 1"),
         (2, 4, "the same number of hosts. Received: 3 on host 0, 4 on Host 2 (node2)"),
         (3, 3, "must have numbers from 1 to 2. Received: Host 3 (node3) at 127.0.0.1"),
     ],

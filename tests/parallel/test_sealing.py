@@ -237,13 +237,13 @@ def test_nothing_that_is_injected_is_accepted(count: int) -> None:
         assert len(found) == sent  # and none of what was injected
 
 
-def hear(steps: handshake._Talk, theirs: bytes) -> bytes:
+def hear(steps: handshake._Exchange, theirs: bytes) -> bytes:
     """What one side says once it has heard a greeting."""
     steps.send(theirs[:8])
     return steps.send(theirs[8:])[0]
 
 
-def ended(steps: handshake._Talk, last: bytes) -> tuple[bytes, Keys]:
+def ended(steps: handshake._Exchange, last: bytes) -> tuple[bytes, Keys]:
     with pytest.raises(StopIteration) as end:
         steps.send(last)
     found: tuple[bytes, Keys] = end.value.value
@@ -253,7 +253,10 @@ def ended(steps: handshake._Talk, last: bytes) -> tuple[bytes, Keys]:
 def test_a_handshake_gives_both_ends_the_same_keys_and_never_again() -> None:
     found = []
     for _ in range(2):
-        caller, answerer = handshake._call(SECRET, b"p"), handshake._answer(SECRET, [b"p"])
+        caller, answerer = (
+            handshake._call_exchange(SECRET, b"p"),
+            handshake._answer_exchange(SECRET, [b"p"]),
+        )
         greeting, _ = next(caller)
         next(answerer)
         proofs = hear(caller, hear(answerer, greeting))
@@ -273,7 +276,10 @@ def test_a_key_that_was_exchanged_on_the_way_is_found_out(whose: str) -> None:
     def exchanged(greeting: bytes) -> bytes:
         return greeting[:-32] + X25519PrivateKey.generate().public_key().public_bytes_raw()
 
-    caller, answerer = handshake._call(SECRET, b"p"), handshake._answer(SECRET, [b"p"])
+    caller, answerer = (
+        handshake._call_exchange(SECRET, b"p"),
+        handshake._answer_exchange(SECRET, [b"p"]),
+    )
     greeting, _ = next(caller)
     next(answerer)
     theirs = hear(answerer, exchanged(greeting) if whose == "caller" else greeting)
@@ -282,5 +288,5 @@ def test_a_key_that_was_exchanged_on_the_way_is_found_out(whose: str) -> None:
 
 
 def test_a_key_that_is_none_is_refused() -> None:
-    with pytest.raises(handshake.HandshakeError, match="no key"):
-        handshake._shared(X25519PrivateKey.generate(), bytes(72))
+    with pytest.raises(handshake.HandshakeError, match="invalid public key"):
+        handshake._key_agreement(X25519PrivateKey.generate(), bytes(72))

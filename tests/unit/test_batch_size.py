@@ -346,7 +346,7 @@ def test_in_a_helper_of_a_trial_too(devices: int) -> None:
     core_of(
         [
             (refuse_large, "MineError: too many"),
-            (leave_if_large, "it left with exit status 3"),
+            (leave_if_large, "it exited with status 3"),
             (hoard_if_large, "MemoryError"),
         ],
         lambda _, said: said == "MemoryError",

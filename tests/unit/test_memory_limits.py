@@ -133,16 +133,15 @@ def test_the_kernels_count_of_kills_is_that_of_the_innermost_group(tmp_path: Pat
 def test_a_process_that_was_killed_is_said_to_have_run_out_of_memory_where_that_is_known() -> None:
     none, one, three = (Kills(count, "this control group") for count in (0, 1, 3))
     assert describe_exit(-9, none, one) == (
-        "killed by SIGKILL: memory ran out, for which the kernel has killed a process of this "
+        "killed by SIGKILL: memory ran out, and the kernel has killed a process of this "
         "control group meanwhile"
     )
     assert "has killed 2 processes" in describe_exit(-9, one, three)
     assert describe_exit(-9, three, three) == (
-        "killed by SIGKILL (by kill -9, or what does the same: memory did not run out, says the "
-        "kernel)"
+        "killed by SIGKILL (by kill -9 or the like: the kernel says that memory did not run out)"
     )
     unknown = "killed by SIGKILL (by kill -9; or by the kernel, if memory ran out)"
     assert describe_exit(-9) == describe_exit(-9, Kills(0, "this host"), one) == unknown
     assert MEMORY_RAN_OUT not in describe_exit(-9, three, three)
     assert describe_exit(-15, none, one) == "killed by SIGTERM"
-    assert describe_exit(3) == "it left with exit status 3"
+    assert describe_exit(3) == "it exited with status 3"

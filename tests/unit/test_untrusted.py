@@ -43,7 +43,7 @@ def test_the_error_of_another_host_and_its_name_have_no_control_characters() -> 
 
 def test_host_info_of_another_form_is_refused() -> None:
     for wrong in (b"{", b'{"host": "one"}', b"[" * 100_000):
-        with pytest.raises(HostError, match="Host 1 must send data of the form"):
+        with pytest.raises(HostError, match="Host 1 must send data in the format"):
             decode_untrusted(wrong, Entry, "Host 1")
 
 

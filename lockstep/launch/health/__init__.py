@@ -1,4 +1,4 @@
 """Failed, stopped and slow processes: noticed, described and measured.
 
-Entry points: ``failure`` (an exception or a death, told to rank 0) and ``heartbeats``.
+Entry points: ``failure`` (exceptions and deaths, reported to rank 0) and ``heartbeats``.
 """

@@ -1,11 +1,10 @@
-"""Diagnostics: what a process writes to a descriptor for rank 0 to read, should it come to that.
+"""Diagnostics: a process's errors and stacks, in a file that rank 0 can read.
 
-Stacks on request are what the threads of a process do, told although it is busy.
-
-A helper of ours writes its stacks when a signal comes. To a process of the user's we send none: its
-signals are its own (Slurm's SIGUSR1 says that time is nearly up), and one that came a moment too
-late, when our handler is gone, would kill it. So a thread waits for requests for as long as a call
-lasts. It needs the interpreter's lock: there is no answer from code that keeps it for itself.
+A helper that Lockstep started writes its stacks when a signal arrives. A process of the user's gets
+no signals: its script may use them (Slurm's SIGUSR1 announces the end of the job's time), and a
+signal after the call, without Lockstep's handler, would kill it. So a thread there waits for
+requests during a call. The thread needs the interpreter's lock: code that holds the lock prevents
+an answer.
 
 Linux only.
 """
@@ -22,7 +21,7 @@ from contextlib import contextmanager, suppress
 
 from lockstep.cluster.nameless_files import nameless_file
 
-# What faulthandler writes after the stacks: long, and the same whatever has happened.
+# faulthandler's list of modules after the stacks: long, and without information.
 _MODULE_LIST = re.compile(r"^\n?Extension modules: .*\n?", re.MULTILINE)
 
 
@@ -35,30 +34,30 @@ class DiagnosticsFile:
 
     def read_new(self) -> str:
         """What has been written since the last call."""
-        # Read with an offset: all processes share the position where the next word is written.
+        # Read with an offset: all processes share the file position, where the next write goes.
         new = os.pread(self.descriptor, 1 << 20, self._read)
         self._read += len(new)
         return _MODULE_LIST.sub("", new.decode(errors="replace"))
 
     @property
     def num_bytes(self) -> int:
-        """How much has been written, read or not."""
+        """The file's size."""
         return os.fstat(self.descriptor).st_size
 
     @property
     def has_new(self) -> bool:
-        """Whether there is something to read."""
+        """True if there is unread text."""
         return self.num_bytes > self._read
 
     def close(self) -> None:
-        """Give up this process's descriptor."""
+        """Close this process's descriptor."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
 
 def show(text: str) -> None:
-    """Write on standard error, if that can be: to lose words there must not end training."""
+    """Write to standard error if possible: a failure there must not end training."""
     if text and sys.stderr is not None:
         with suppress(OSError, ValueError):  # a full disk, a closed pipe or stream
             sys.stderr.write(text)
@@ -71,21 +70,21 @@ def stack_of(thread: int) -> str:
 
 
 def make_event() -> int:
-    """A descriptor by which one process asks another for its stacks."""
+    """An event descriptor with which one process requests another's stacks."""
     return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
 
 def notify(event: int) -> None:
-    """Ask for stacks. Does not wait."""
+    """Signal an event. Does not wait."""
     os.eventfd_write(event, 1)
 
 
 @contextmanager
 def stacks_on_request(event: int, diagnostics: int) -> Iterator[None]:
-    """Within the block, write the stacks of all threads there whenever ``event`` rings."""
+    """Within the block, write all threads' stacks to ``diagnostics`` whenever ``event`` fires."""
     end = make_event()
     thread = threading.Thread(
-        target=_tell_stacks, args=(event, diagnostics, end), name="lockstep-stacks", daemon=True
+        target=_write_stacks, args=(event, diagnostics, end), name="lockstep-stacks", daemon=True
     )
     try:
         thread.start()
@@ -99,7 +98,7 @@ def stacks_on_request(event: int, diagnostics: int) -> Iterator[None]:
         thread.join()
 
 
-def _tell_stacks(event: int, diagnostics: int, end: int) -> None:
+def _write_stacks(event: int, diagnostics: int, end: int) -> None:
     poller = select.poll()
     poller.register(event, select.POLLIN)
     poller.register(end, select.POLLIN)
@@ -107,4 +106,4 @@ def _tell_stacks(event: int, diagnostics: int, end: int) -> None:
         assert notified == [event]
         os.eventfd_read(event)
         faulthandler.dump_traceback(file=diagnostics, all_threads=True)
-    os.close(end)  # here: the other thread may have gone on after Ctrl-C
+    os.close(end)  # here, because Ctrl-C may interrupt the other thread before its join

@@ -1,15 +1,15 @@
-"""Failures: how an exception, or the death of a process, is told to rank 0.
+"""Failures: how exceptions and deaths of processes are reported to rank 0 and to other hosts.
 
-An exception is the user's own object: its ``__str__`` and ``__reduce__`` may raise, its class may
-exist in one process only, its message may be endless. Text can always be sent. So a rank that waits
-for another one gets a WorkerError with that, and the exception beside it if that could be sent; at
-the end of the call it is raised as itself (``as_raised``), whichever rank it comes from.
+An exception is a user's object: its ``__str__`` and ``__reduce__`` may raise, its class may exist
+in one process only, its message may be very long. Text can always be sent. So a rank that waits for
+a failed rank raises a WorkerError with the text, and with the exception if that could be sent. At
+the end of the call the exception itself is raised (``as_raised``), whichever rank it comes from.
 
-A host that fails tells the others a text and the name of a known type: a report. Nothing from
-another host is unpickled. But exceptions of Python's own types, and of Lockstep's, can be made anew
-from their names and plain arguments: so ``except ValueError`` catches on every host what was raised
-on one. Of another class the nearest such base counts. What has none but ``Exception`` is a
-HostError elsewhere, and so is what ends a process (SystemExit, Ctrl-C).
+A host that fails sends the others a report: a text and the name of a known type. Nothing from
+another host is unpickled, but exceptions of Python's and Lockstep's own types can be made from
+their names and plain arguments: ``except ValueError`` then catches on every host what one host
+raised. For another class the nearest such base is used. An exception whose only such base is
+``Exception`` is a HostError on other hosts, and so is one that ends a process (SystemExit, Ctrl-C).
 """
 
 import builtins
@@ -51,15 +51,15 @@ class Failure:
 
 
 def pack_failure(error: BaseException) -> bytes:
-    """An exception, for ``unpack_failure`` in another process."""
+    """Serialize an exception for ``unpack_failure`` in another process."""
     summary = shorten(summary_of(error))
     tracebacks.shorten(error)
     text = shorten("".join(_format(error)).rstrip())
-    return pickle.dumps((summary, text, [_pickled(one) for one in causes_of(error)]))
+    return pickle.dumps((summary, text, [_pickle(one) for one in causes_of(error)]))
 
 
 def _format(error: BaseException) -> list[str]:
-    """Its traceback; where that is shortened, only of those causes that have frames left."""
+    """Its traceback; if tracebacks are shortened, only those of causes with frames left."""
     causes = causes_of(error)
     if tracebacks.is_full() or not any(one.__traceback__ for one in causes):
         return traceback.format_exception(error)
@@ -70,23 +70,23 @@ def _format(error: BaseException) -> list[str]:
 def unpack_failure(payload: bytes) -> Failure:
     """The other process's exception."""
     summary, text, pickled = pickle.loads(payload)
-    errors = [_unpickled(one) for one in pickled]
+    errors = [_unpickle(one) for one in pickled]
     for error, cause in pairwise(errors):
         if error is None or cause is None:
             break
-        _set(error, "__cause__", cause)  # which pickling an exception leaves out
+        _set(error, "__cause__", cause)  # pickle omits it
     return Failure(summary, text, errors[0])
 
 
 def failure_error(
     rank: str, failure: Failure, where: str = "", number: int | None = None
 ) -> WorkerError:
-    """The error for who waits for a rank that has failed.
+    """The error for a process that waits for a failed rank.
 
     Args:
-        rank: which one it is: "rank 1".
+        rank: its name: "rank 1".
         failure: of that rank.
-        where: in the training.
+        where: its position in the training.
         number: the rank's, for ``WorkerError.rank``.
     """
     error = WorkerError(
@@ -99,21 +99,21 @@ def failure_error(
 
 
 def as_raised(error: BaseException) -> BaseException:
-    """What another rank's, or host's, user code has raised: as itself, where it is here.
+    """The exception of another rank's or host's user code, if it could be sent; else the error.
 
-    It has a note of all that is known of it, and an error that names the rank or host at the end of
-    its causes.
+    The exception gets a note with the whole message of ``error``. Its last cause is an error that
+    names the rank or host.
     """
     if not isinstance(error, WorkerError | HostError) or error.raised is None:
         return error
     raised, error.raised = error.raised, None
     if error.__cause__ is raised:
         error.__cause__ = None
-    known = getattr(raised, "__notes__", ())  # which the text of its traceback repeats
-    told = "\n".join(line for line in str(error).split("\n") if line not in known)
-    for note in (told, *getattr(error, "__notes__", ())):
+    known = getattr(raised, "__notes__", ())  # the text of its traceback repeats them
+    text = "\n".join(line for line in str(error).split("\n") if line not in known)
+    for note in (text, *getattr(error, "__notes__", ())):
         add_note(raised, note)
-    if isinstance(error, WorkerError):  # without the traceback, which the note has
+    if isinstance(error, WorkerError):  # without the traceback, which is in the note
         rank, error = error.rank, WorkerError(str(error).partition("\n")[0])
         error.rank = rank
     _set(causes_of(raised)[-1], "__cause__", error)
@@ -121,17 +121,17 @@ def as_raised(error: BaseException) -> BaseException:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """As ``BaseException.add_note``, also of an exception that lets no attribute be set."""
+    """Like ``BaseException.add_note``, also for an exception whose attributes cannot be set."""
     _set(error, "__notes__", [*getattr(error, "__notes__", ()), note])
 
 
 @contextmanager
 def noting_on(error: BaseException) -> Iterator[None]:
-    """Within the block, which tidies up after ``error``, another failure is a note of that."""
+    """Within the block, which cleans up after ``error``, another failure becomes a note of it."""
     try:
         yield
     except Exception as second:
-        add_note(error, f"After this error Lockstep could not tidy up: {summary_of(second)}")
+        add_note(error, f"After this error Lockstep could not clean up: {summary_of(second)}")
 
 
 @contextmanager
@@ -147,19 +147,19 @@ def ending_with(end: Callable[[], object]) -> Iterator[None]:
 
 
 def _set(error: BaseException, name: str, value: object) -> None:
-    BaseException.__setattr__(error, name, value)  # a frozen dataclass has one of its own
+    BaseException.__setattr__(error, name, value)  # a frozen dataclass overrides __setattr__
 
 
 def describe_exit(status: int, before: Kills | None = None, now: Kills | None = None) -> str:
-    """What the exit status of a process says.
+    """How a process ended, by its exit status.
 
     Args:
         status: negative for a signal, as in ``subprocess``.
-        before: what the kernel had killed for want of memory when the process started, and
-        now: what it has killed after its end; None where it does not tell.
+        before: the kernel's count of processes killed for lack of memory when it started.
+        now: the same count after its end; None if the kernel does not say.
     """
     if status >= 0:
-        return f"it left with exit status {status}"
+        return f"it exited with status {status}"
     try:
         name = signal.Signals(-status).name
     except ValueError:  # real-time signals have no name
@@ -167,7 +167,7 @@ def describe_exit(status: int, before: Kills | None = None, now: Kills | None = 
     return f"killed by {name}{_reason_to_kill(before, now) if name == 'SIGKILL' else ''}"
 
 
-# How a description of an end says that memory may be the reason.
+# These words in a description mean that memory may be the reason.
 MEMORY_RAN_OUT = "memory ran out"
 
 
@@ -176,13 +176,13 @@ def _reason_to_kill(before: Kills | None, now: Kills | None) -> str:
         return f" (by kill -9; or by the kernel, if {MEMORY_RAN_OUT})"
     count = now.count - before.count
     if not count:
-        return " (by kill -9, or what does the same: memory did not run out, says the kernel)"
-    some = "a process" if count == 1 else f"{count} processes"
-    return f": {MEMORY_RAN_OUT}, for which the kernel has killed {some} of {now.among} meanwhile"
+        return " (by kill -9 or the like: the kernel says that memory did not run out)"
+    processes = "a process" if count == 1 else f"{count} processes"
+    return f": {MEMORY_RAN_OUT}, and the kernel has killed {processes} of {now.among} meanwhile"
 
 
 def shorten(text: str) -> str:
-    """Cut the middle out of a text of unreasonable length."""
+    """Cut the middle out of a very long text."""
     half = _LONGEST_TEXT // 2
     if len(text) <= _LONGEST_TEXT:
         return text
@@ -195,10 +195,10 @@ def summary_of(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Its message, whatever its class does."""
+    """Its message, even if its ``__str__`` raises."""
     try:
         return str(error)
-    except BaseException as second:  # user code: sys.exit() in a __str__ must not end the helper
+    except BaseException as second:  # sys.exit() in a user's __str__ must not end the helper
         return f"<its __str__ raised {type(second).__name__}>"
 
 
@@ -212,45 +212,45 @@ def causes_of(error: BaseException) -> list[BaseException]:
     return chain
 
 
-def _pickled(error: BaseException) -> tuple[bytes, bytes]:
-    """The exception by itself, so that rank 0 has the text even if this cannot be read.
+def _pickle(error: BaseException) -> tuple[bytes, bytes]:
+    """The exception pickled twice, apart from its text, which rank 0 can always read.
 
-    As it pickles itself; and bare, for a class whose ``__init__`` asks for more than the message,
-    as many do. Each is b"" where it cannot be.
+    First as it pickles itself; then as type, arguments and attributes, for the many classes whose
+    ``__init__`` takes more than the message. Each is b"" if it cannot be pickled.
     """
-    return _dumped(error), _dumped((type(error), error.args, vars(error)))
+    return _dump(error), _dump((type(error), error.args, vars(error)))
 
 
-def _dumped(value: object) -> bytes:
+def _dump(value: object) -> bytes:
     try:
-        # What __main__ defines goes by value, and comes home as the very class it was.
+        # A class of __main__ is pickled by value, and becomes the original class in the script.
         pickled: bytes = cloudpickle.dumps(value)
-    except BaseException:  # user code again
+    except BaseException:  # of user code
         return b""
     return pickled if len(pickled) <= _LARGEST_EXCEPTION_BYTES else b""
 
 
-def _unpickled(pickled: tuple[bytes, bytes]) -> BaseException | None:
+def _unpickle(pickled: tuple[bytes, bytes]) -> BaseException | None:
     whole, bare = pickled
-    error = _loaded(whole)
-    if not isinstance(error, BaseException) and isinstance(parts := _loaded(bare), tuple):
+    error = _load(whole)
+    if not isinstance(error, BaseException) and isinstance(parts := _load(bare), tuple):
         try:
-            error = _made(*parts)
-        except Exception:  # its __new__ asks for more, too
+            error = _make(*parts)
+        except Exception:  # its __new__ takes more than the message, too
             return None
     return error if isinstance(error, BaseException) else None
 
 
-def _made(kind: type[BaseException], arguments: tuple[Any, ...], attributes: Any) -> BaseException:
+def _make(kind: type[BaseException], arguments: tuple[Any, ...], attributes: Any) -> BaseException:
     error = kind.__new__(kind, *arguments)
     vars(error).update(attributes)
     return error
 
 
-def _loaded(pickled: bytes) -> Any:
+def _load(pickled: bytes) -> Any:
     try:
         return pickle.loads(pickled) if pickled else None
-    except (Exception, SystemExit):  # user code once more
+    except (Exception, SystemExit):  # of user code
         return None
 
 
@@ -266,7 +266,7 @@ _Argument = str | int | float | bool | None
 _MOST_NAMED_BYTES = 1 << 14
 
 
-# In place of a type, of a host that has lost a process or another host.
+# In place of a type: the host has lost a process or another host.
 _LOST = b"lost"
 
 
@@ -278,16 +278,16 @@ def encode_report(text: str, error: BaseException | None, most_bytes: int) -> by
     """The report of a failure.
 
     Args:
-        text: what has failed.
+        text: the description of the failure.
         error: the exception, if there is one.
-        most_bytes: of the result; more of the text is cut off.
+        most_bytes: of the result; the rest of the text is cut off.
     """
-    named = _LOST if _is_loss(error) else b"" if error is None else _named(error)
+    named = _LOST if _is_loss(error) else b"" if error is None else _encode_type(error)
     return (named + b"\n" + text.encode(errors="replace"))[:most_bytes]
 
 
 def decode_report(payload: bytes) -> HostError:
-    """The error to raise here; with an exception of the type that was named, if one was."""
+    """The error to raise here, with an exception of the report's type if it names one."""
     named, _, text = payload.partition(b"\n")
     error = HostError(text.decode(errors="replace"))
     error.is_loss = named == _LOST
@@ -296,25 +296,25 @@ def decode_report(payload: bytes) -> HostError:
             kind, arguments = decode_untrusted(named, tuple[str, tuple[_Argument, ...]])
         except HostError:
             return error
-        error.raised = _exception(kind, arguments)
+        error.raised = _make_exception(kind, arguments)
     return error
 
 
-def _named(error: BaseException) -> bytes:
-    """A type that the others have and arguments of such an exception, as JSON; else nothing."""
+def _encode_type(error: BaseException) -> bytes:
+    """A type that other hosts have, and the exception's arguments, as JSON; b"" if none is."""
     if isinstance(error, HostError | WorkerError):
         return b""
     for kind in type(error).__mro__:
         if _KINDS.get(kind.__name__) is not kind:
             continue
-        is_it = kind is type(error)
-        message = message_of(error) if is_it else summary_of(error)
+        is_exact = kind is type(error)
+        message = message_of(error) if is_exact else summary_of(error)
         arguments: tuple[object, ...] = (_encodable(message),)
-        if is_it and all(map(_is_plain, error.args)):
-            made = _exception(kind.__name__, error.args)
+        if is_exact and all(map(_is_plain, error.args)):
+            made = _make_exception(kind.__name__, error.args)
             arguments = error.args if str(made) == message else arguments
         named = msgspec.json.encode((kind.__name__, arguments))
-        if len(named) <= _MOST_NAMED_BYTES and _exception(kind.__name__, arguments):
+        if len(named) <= _MOST_NAMED_BYTES and _make_exception(kind.__name__, arguments):
             return named
     return b""
 
@@ -326,12 +326,12 @@ def _is_plain(argument: object) -> bool:
 
 
 def _encodable(text: str) -> str:
-    """Without halves of surrogates."""
+    """The text without lone surrogates."""
     return text.encode(errors="replace").decode()
 
 
-def _exception(kind: str, arguments: Sequence[object]) -> Exception | None:
+def _make_exception(kind: str, arguments: Sequence[object]) -> Exception | None:
     try:
         return _KINDS[kind](*arguments)
-    except Exception:  # it takes other arguments, or is none that this Python has
+    except Exception:  # it takes other arguments, or this Python does not have it
         return None

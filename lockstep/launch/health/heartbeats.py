@@ -1,17 +1,17 @@
-"""Heartbeats: tell a host that is stopped from one that computes for long.
+"""Heartbeats: distinguish a stopped host from one that computes for long.
 
-Beside the process that leads a host runs a small one, its monitor. Every second it sends a beat to
-host 0, and that of host 0 to all others, unless the kernel says that the leading process is stopped
-(SIGSTOP, Ctrl-Z, a debugger). Where all of the host is (a frozen cgroup, a paused container or
-virtual machine), so is the monitor.
+A small process, the monitor, runs beside the process that leads a host. Every second it sends a
+beat to host 0 (the monitor of host 0: to all others), unless the kernel says that the leading
+process is stopped (SIGSTOP, Ctrl-Z, a debugger). If the whole host is stopped (a frozen cgroup, a
+paused container or virtual machine), so is the monitor.
 
-It is a process, and no thread of the leading one: a step may hold the interpreter's lock for
-minutes in one call, and no thread would beat meanwhile. And the beats are its own and not the
-kernel's answers on a connection, which come for a stopped process, too.
+The monitor is a process, not a thread: a step may hold the interpreter's lock for minutes in one
+call, and a thread could not send beats meanwhile. The kernel's keepalive answers would not do,
+because it also answers for a stopped process.
 
-Beats are only read, and silence is only counted, by a process that waits. Before its first beat
-nothing is known of a host, and the end of this connection says nothing, since the leading processes
-have others: then the strategy's ``timeout_seconds`` is what limits a wait.
+Only a process that waits reads beats and counts silence. Before its first beat nothing is known of
+a host. The end of this connection means nothing, since the leading processes have others. In both
+cases the strategy's ``timeout_seconds`` limits a wait.
 """
 
 import os
@@ -41,10 +41,10 @@ _END_TIMEOUT_SECONDS = 5.0
 
 
 class Heartbeats:
-    """Those of this host, sent by its monitor, and those of the others, as they come.
+    """Starts this host's monitor, and reads the beats of the other hosts.
 
     Args:
-        channels: by the host at the other end; used for nothing else.
+        channels: by the host at the other end; only for beats.
 
     Raises:
         WorkerError: the monitor cannot be started.
@@ -62,18 +62,18 @@ class Heartbeats:
         self._finalizer = weakref.finalize(self, _end, self._monitor)
         give_up_in_forks(self, "abandon")
 
-    def look(self, name_of: Callable[[int], str]) -> None:
-        """To be called all the while that this process waits. Does not wait itself.
+    def check(self, name_of: Callable[[int], str]) -> None:
+        """Read beats. Call it repeatedly while this process waits; it does not wait itself.
 
         Args:
-            name_of: a host, for messages.
+            name_of: returns a host's name, for messages.
 
         Raises:
             HostError: one is stopped.
         """
         for host, channel in [*self._channels.items()]:
             try:
-                has_beaten = _has_come(channel)
+                has_beaten = _has_received_beat(channel)
             except TamperedError as error:
                 raise lost(name_of(host), error) from error
             except OSError:
@@ -86,19 +86,19 @@ class Heartbeats:
                 host in self._silences
                 and self._silences[host].tick() >= process_state.STOPPED_SECONDS
             ):
-                raise _stopped(name_of(host))
+                raise _stopped_error(name_of(host))
 
     def close(self) -> None:
         """End the monitor, and with it the beats of this host."""
         if self._finalizer.alive:
             self._finalizer()
-            show(self._diagnostics.read_new())  # what it ended of, if it was not this
+            show(self._diagnostics.read_new())  # its error, if it ended by itself
             self._close_channels()
 
     def abandon(self) -> None:
-        """In a fork of the script: the monitor is not ours."""
+        """In a fork of the script, whose parent owns the monitor: close this end's files."""
         if self._finalizer.detach():
-            self._monitor.returncode = 0  # keeps it from being waited for, and from warning
+            self._monitor.returncode = 0  # Popen then neither waits for it nor warns
             self._close_channels()
 
     def _close_channels(self) -> None:
@@ -107,20 +107,20 @@ class Heartbeats:
             self._channels.popitem()[1].close()
 
 
-def _has_come(channel: Channel) -> bool:
-    """Whether a beat has, since the last look."""
-    has_come = False
+def _has_received_beat(channel: Channel) -> bool:
+    """Read all beats that have arrived; True if there was one."""
+    has_beaten = False
     with suppress(BlockingIOError):
         while channel.receive(_MOST_BYTES):
-            has_come = True
-    return has_come
+            has_beaten = True
+    return has_beaten
 
 
-def _stopped(name: str) -> HostError:
+def _stopped_error(name: str) -> HostError:
     return HostError.of_loss(
         f"{name} is stopped.",
-        received=f"no sign that it runs for {process_state.STOPPED_SECONDS:g} s",
-        fix="See whether its script was stopped (SIGSTOP, Ctrl-Z, a debugger), or its container "
+        received=f"no heartbeat for {process_state.STOPPED_SECONDS:g} s",
+        fix="Check whether its script was stopped (SIGSTOP, Ctrl-Z, a debugger), or its container "
         "or virtual machine paused.",
     )
 
@@ -137,7 +137,7 @@ def _end(monitor: "subprocess.Popen[bytes]") -> None:
 def _start_monitor(
     channels: Sequence[Channel], diagnostics: DiagnosticsFile
 ) -> "subprocess.Popen[bytes]":
-    """Keys go through a pipe: everybody sees a command line."""
+    """Start it. The keys go through a pipe, because all users can read a command line."""
     reader, writer = os.pipe()
     sockets = [channel.fileno() for channel in channels]
     try:
@@ -151,33 +151,33 @@ def _start_monitor(
 
 
 def beat(leader: int, keys: int, sockets: Sequence[int]) -> None:
-    """Send beats until nobody wants them any more.
+    """Send beats until all connections are closed or the leading process has ended.
 
     Args:
-        leader: the process that leads the host, this one's parent.
-        keys: where those of the connections can be read, one after the other.
-        sockets: the connections.
+        leader: the id of the process that leads the host, this one's parent.
+        keys: a descriptor from which the connections' keys can be read, one after the other.
+        sockets: the connections' descriptors.
     """
     die_with(leader)
     leave_signals_to_script()
     with os.fdopen(keys, "rb") as file:
-        channels = [_sending(number, file.read(_KEY_BYTES)) for number in sockets]
+        channels = [_sending_channel(number, file.read(_KEY_BYTES)) for number in sockets]
     while channels and os.getppid() == leader:
         if not process_state.is_stopped(leader):
-            channels = [channel for channel in channels if _has_beaten(channel)]
-            name_process("lockstep:beats")  # from the first on
+            channels = [channel for channel in channels if _send_beat(channel)]
+            name_process("lockstep:beats")  # after the first beat
         time.sleep(_PERIOD_SECONDS)
 
 
-def _sending(descriptor: int, key: bytes) -> Channel:
-    """This process's end of a connection, at which the leading process alone receives."""
+def _sending_channel(descriptor: int, key: bytes) -> Channel:
+    """A channel for sending: on this connection only the leading process receives."""
     sock = socket.socket(fileno=descriptor)
     sock.setblocking(False)
     return Channel(sock, Keys(sending=key, receiving=key))
 
 
-def _has_beaten(channel: Channel) -> bool:
-    """Send a beat, if there is room for one; whether there is still a connection for it."""
+def _send_beat(channel: Channel) -> bool:
+    """Send a beat if there is room for one; False if the connection is closed."""
     if not channel.has_unsent:
         channel.put(_BEAT)
     try:

@@ -1,4 +1,4 @@
-"""Starts a script on several hosts: ssh, Slurm, Kubernetes, Ray, or this host alone.
+"""Starts a script on several hosts: by ssh, Slurm, Kubernetes, Ray, or on this host only.
 
-Entry point: ``multi_host_run``. ``supervisor`` starts a script again after a failure.
+Entry point: ``multi_host_run``. ``supervisor`` restarts a script after a failure.
 """

@@ -1,8 +1,8 @@
 """A Kubernetes manifest for a job on several hosts: an indexed Job, and a Service for its names.
 
 No operator is needed. A Job in the mode "Indexed" gives each pod a number, which becomes its host's
-index, and a host name; the headless Service makes that name known to the others, so that they find
-host 0. The secret comes from a Secret of the cluster, which the manifest only names.
+index, and a host name; the headless Service publishes that name, so that the others find host 0.
+The secret is in a Secret of the cluster, which the manifest only names.
 """
 
 import json
@@ -42,19 +42,19 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True):
     """A job for Kubernetes.
 
     Attributes:
-        script: what to run, with paths inside of the image.
+        script: the script, with paths inside the image.
         hosts: number of pods.
-        devices: of each of them: cores.
+        devices: cores of each pod.
         name: of the Job and the Service.
-        image: with Python, Lockstep and the script; must be given.
+        image: an image with Python, Lockstep and the script; required.
         python: the interpreter in the image.
-        directory: where the script runs; None is the image's own.
+        directory: the script's working directory; None is the image's.
         namespace: None is kubectl's.
         memory: of a pod.
-        shared_memory: of it, what may lie in /dev/shm, where DataLoaders' workers put batches.
+        shared_memory: the part of it for /dev/shm, where DataLoaders' workers put batches.
         secret: name of the Secret, whose key is "secret".
         port: where host 0 listens.
-        restarts: how often all hosts may be started again.
+        restarts: how often all hosts may be restarted.
     """
 
     script: Script
@@ -72,8 +72,8 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
 
     def check(self, problems: Problems) -> None:
-        """Note what Kubernetes would refuse."""
-        name = "at most 52 lower-case letters, digits and dashes, and begin with a letter"
+        """Note options that Kubernetes would refuse."""
+        name = "at highest 52 lower-case letters, digits and dashes, and begin with a letter"
         for option, value, pattern, rule in (
             ("--name", self.name, _NAME, name),
             ("--namespace", self.namespace, _NAME, name),
@@ -86,15 +86,15 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True):
                 problems.add(
                     f"{option} must be {rule}.",
                     received=repr(value),
-                    fix="Kubernetes takes nothing else.",
+                    fix="Kubernetes would refuse the manifest.",
                 )
-        for option, number, least, most in (
+        for option, number, lowest, highest in (
             ("--port", self.port, 1, MAX_PORT),
             ("--restarts", self.restarts, 0, 1000),
         ):
-            if not least <= number <= most:
+            if not lowest <= number <= highest:
                 problems.add(
-                    f"{option} must be from {least} to {most}.",
+                    f"{option} must be from {lowest} to {highest}.",
                     received=f"{option} {number}",
                     fix="Correct it, or leave it out.",
                 )
@@ -108,14 +108,14 @@ def default_name(script: Script) -> str:
 
 
 def write_manifest(job: ClusterJob) -> str:
-    """The text of the manifest: YAML, with what to type as a comment."""
+    """The manifest's text: YAML, with the commands to type as a comment."""
     namespace = "" if job.namespace is None else f" --namespace={job.namespace}"
     header = _HEADER.format(secret=job.secret, key=_SECRET_KEY, namespace=namespace, name=job.name)
     return f"{header}---\n{as_yaml(_service(job))}\n---\n{as_yaml(_job(job))}\n"
 
 
 def as_yaml(document: object) -> str:
-    """JSON, which is YAML as well if what YAML does not print is escaped."""
+    """JSON, which is also YAML if characters that YAML forbids are escaped."""
     text = json.dumps(document, indent=2, ensure_ascii=False)
     return re.sub("[\x7f-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
@@ -167,7 +167,7 @@ def _job(job: ClusterJob) -> dict[str, Any]:
             "completionMode": "Indexed",
             "completions": job.hosts,
             "parallelism": job.hosts,
-            # Where one host fails all do, and each counts.
+            # If one host fails all do, and Kubernetes counts each.
             "backoffLimit": job.restarts * job.hosts,
             "template": {"metadata": {"labels": {_LABEL: job.name}}, "spec": pod},
         },
@@ -175,7 +175,7 @@ def _job(job: ClusterJob) -> dict[str, Any]:
 
 
 def _command(job: ClusterJob) -> list[str]:
-    """Kubernetes puts the pod's number in, and takes two ``$`` for one."""
+    """The container's command. Kubernetes inserts the pod's number, and reads ``$$`` as ``$``."""
     script = job.script
     arguments = ["--", *script.arguments] if script.arguments else []
     return [

@@ -1,7 +1,7 @@
-"""What a held script is told: which script, where, as which of the hosts; see ``held_script.py``.
+"""The launch specification of a script on one host, which its agent (``remote_agent``) reads.
 
-The hosts of a job share a secret that is made for it here, and they are told all else that
-``lockstep run`` would be told on each of them.
+A new job's hosts share a secret, which is made here. The variables are those that ``lockstep run``
+on each host would set.
 """
 
 import os
@@ -16,21 +16,21 @@ import msgspec
 from lockstep.cluster.place import Address
 from lockstep.launch.script import Script
 
-# What is written after the orders to have the script see Ctrl-C.
+# Sent to an agent after the specification: the script gets Ctrl-C.
 INTERRUPT = bytes([signal.SIGINT])
 
-# What a progress display goes by.
-_OF_TERMINALS = ("TERM", "COLORTERM", "NO_COLOR")
+# The variables on which a progress display depends.
+_TERMINAL_VARIABLES = ("TERM", "COLORTERM", "NO_COLOR")
 
-# Of an environment: None removes one.
+# Environment variables; None removes one.
 Variables = dict[str, str | None]
 
 
 class Terminal(msgspec.Struct, frozen=True, kw_only=True):
-    """What the script is to take for its terminal: the one that its output will be shown on.
+    """The terminal that shows the script's output, which its pseudo-terminal imitates.
 
     Attributes:
-        streams: of the script's, which are shown there: 1 is its output, 2 are its errors.
+        streams: the script's streams that it shows: 1 is its output, 2 are its errors.
         columns: its width.
         lines: its height.
     """
@@ -40,15 +40,15 @@ class Terminal(msgspec.Struct, frozen=True, kw_only=True):
     lines: int
 
 
-class Orders(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be run.
+class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How to run the script on one host.
 
     Attributes:
-        script: what.
-        directory: where.
+        script: the script.
+        directory: its working directory.
         variables: added to the environment; None removes one.
-        secret: of the job.
-        terminal: that the script's output is shown on; None where it is shown on none.
+        secret: the job's.
+        terminal: the terminal that shows its output, if there is one.
     """
 
     script: Script
@@ -57,35 +57,35 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     secret: str
     terminal: Terminal | None = None
 
-    def __repr__(self) -> str:  # it may come to be shown in a traceback
-        return f"Orders({self.script})"
+    def __repr__(self) -> str:  # without the secret: tracebacks may show it
+        return f"LaunchSpec({self.script})"
 
     def line(self) -> bytes:
-        """As they are sent."""
+        """The line that is sent to the agent."""
         return msgspec.json.encode(self) + b"\n"
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of the script."""
+        """The script's environment."""
         changed = {**os.environ, **self.variables, "LOCKSTEP_SECRET": self.secret}
         return {name: value for name, value in changed.items() if value is not None}
 
 
-def make_orders(
+def make_host_specs(
     script: Script,
     directory: str,
     rendezvous: Address,
     devices: Sequence[int | None],
     servers: int | None = None,
-) -> list[Orders]:
-    """Orders for the hosts of a new job.
+) -> list[LaunchSpec]:
+    """The specifications for the hosts of a new job.
 
     Args:
-        script: what to run.
-        directory: where, on every host.
+        script: the script.
+        directory: its working directory on every host.
         rendezvous: where host 0 listens.
-        devices: how many each host is to use; None leaves that to the script.
-        servers: parameter servers of the job; likewise.
+        devices: the number for each host; None leaves it to the script.
+        servers: the number of parameter servers; None leaves it to the script.
     """
     hosts: list[Variables] = [
         {
@@ -97,11 +97,11 @@ def make_orders(
         }
         for host, number in enumerate(devices)
     ]
-    return _orders(script, directory, hosts)
+    return _make_specs(script, directory, hosts)
 
 
-def make_process_orders(script: Script, directory: str, num_processes: int) -> list[Orders]:
-    """Orders for the processes of a new job on this host, each of which is one device."""
+def make_process_specs(script: Script, directory: str, num_processes: int) -> list[LaunchSpec]:
+    """The specifications for the processes of a new job on this host, with one device each."""
     threads = os.environ.get("OMP_NUM_THREADS") or str(
         max((os.cpu_count() or 1) // num_processes, 1)
     )
@@ -115,21 +115,23 @@ def make_process_orders(script: Script, directory: str, num_processes: int) -> l
         }
         for process in range(num_processes)
     ]
-    return _orders(script, directory, processes)
+    return _make_specs(script, directory, processes)
 
 
-def _orders(script: Script, directory: str, members: Sequence[Variables]) -> list[Orders]:
-    """Orders for all members of a new job, by the variables in which they differ."""
+def _make_specs(
+    script: Script, directory: str, all_variables: Sequence[Variables]
+) -> list[LaunchSpec]:
+    """The specifications for a new job, by the variables in which they differ."""
     job, secret = secrets.token_hex(8), secrets.token_hex(32)
-    terminal = _shown_terminal()
-    all_orders = []
-    for number, own in enumerate(members):
-        variables = {**own, "LOCKSTEP_JOB": job, "LOCKSTEP_SECRET_FILE": None}
+    terminal = _own_terminal()
+    specs = []
+    for number, variables_here in enumerate(all_variables):
+        variables = {**variables_here, "LOCKSTEP_JOB": job, "LOCKSTEP_SECRET_FILE": None}
         is_first = number == 0
         if is_first and terminal is not None:
-            variables |= {name: os.environ.get(name) for name in _OF_TERMINALS}
-        all_orders.append(
-            Orders(
+            variables |= {name: os.environ.get(name) for name in _TERMINAL_VARIABLES}
+        specs.append(
+            LaunchSpec(
                 script=script,
                 directory=directory,
                 variables=variables,
@@ -137,11 +139,11 @@ def _orders(script: Script, directory: str, members: Sequence[Variables]) -> lis
                 terminal=terminal if is_first else None,
             )
         )
-    return all_orders
+    return specs
 
 
-def _shown_terminal() -> Terminal | None:
-    """The one that this process writes to; None where it writes to none."""
+def _own_terminal() -> Terminal | None:
+    """The terminal that this process writes to, if there is one."""
     streams = tuple(
         number for number, stream in ((1, sys.stdout), (2, sys.stderr)) if stream.isatty()
     )

@@ -1,15 +1,15 @@
-"""A fleet: the script on several hosts, watched from here.
+"""Runs the script on several hosts, and watches it from this machine.
 
-What runs on a host is a ``held_script.py``, reached over ssh or through a Ray actor: its output
-comes here, signals go there, and it ends when it is no longer held. That happens to all when one
-fails.
+On each host runs an agent (``remote_agent``), reached over ssh or through a Ray actor. It sends the
+script's output here, gets signals from here, and ends when its input is closed. When the script of
+one host fails, all agents are ended.
 
-The first host's output is shown as it comes, so that a progress display works; lines of the others
-come with the host's name. What a script writes reaches this terminal, but does not command it: of
-the first host what displays need goes through (colours, and moving about to write anew), of the
-others nothing does.
+The first host's output is shown unchanged, so that a progress display works; the other hosts' lines
+are shown with the host's name. A script's output must not control this terminal: of the first
+host's escape sequences, those of progress displays are kept (colours, cursor movement, erasing); of
+the others' none are.
 
-A ``HeldProcess``, on this machine, holds the script of a host, here or at the far end of ssh.
+An ``AgentProcess`` is a process of this machine: an agent, or the ssh client of one.
 """
 
 import codecs
@@ -26,58 +26,57 @@ from itertools import chain
 from typing import TextIO
 
 from lockstep.errors import printable
-from lockstep.launch.launchers.launch_spec import Orders
+from lockstep.launch.launchers.launch_spec import LaunchSpec
 from lockstep.launch.launchers.remote_agent import GRACE_SECONDS
 
-HOLD_SCRIPT = ("-m", "lockstep.launch.launchers.remote_agent")
+AGENT_ARGUMENTS = ("-m", "lockstep.launch.launchers.remote_agent")
 
-# What a script has written to its output and errors since it was last asked; and its exit status,
-# once it has ended and all that it wrote was read.
+# A script's new output and errors; and its exit status, when it has ended and all output was read.
 Progress = tuple[tuple[bytes, bytes], int | None]
 
 _MOST_BYTES = 1 << 20
 
 
-class HeldProcess:
-    """``held_script.py`` or what leads to it: takes orders on its input, and is read from.
+class AgentProcess:
+    """An agent, or the ssh client of one.
 
     Args:
-        command: to start it.
-        orders: for the script.
+        command: starts it.
+        spec: sent to the agent.
     """
 
-    def __init__(self, command: Sequence[str], orders: Orders) -> None:
+    def __init__(self, command: Sequence[str], spec: LaunchSpec) -> None:
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            process_group=0,  # Ctrl-C in the terminal is for us, who pass it on
+            process_group=0,  # Ctrl-C in the terminal reaches this process, which passes it on
         )
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self._streams = (self._process.stdout, self._process.stderr)
         for stream in self._streams:
             os.set_blocking(stream.fileno(), False)
-        self.tell(orders.line())
+        self.write(spec.line())
 
     def read(self) -> Progress:
-        """How far it is. Does not wait."""
-        status = self._process.poll()  # before reading: what it wrote last is read, too
+        """New output, and the exit status. Does not wait."""
+        status = self._process.poll()  # before the read, which then gets the last output, too
         output, errors = (stream.read(_MOST_BYTES) or b"" for stream in self._streams)
         if status is None or output or errors:
             return (output, errors), None
         return (b"", b""), status if status >= 0 else 128 - status
 
-    def tell(self, told: bytes) -> None:
+    def write(self, data: bytes) -> None:
         """Write to its input."""
         assert self._process.stdin is not None
-        with suppress(OSError, ValueError):  # nobody reads: the exit status says why
-            self._process.stdin.write(told)
+        with suppress(OSError, ValueError):  # it has ended: the exit status says why
+            self._process.stdin.write(data)
 
     def end(self) -> None:
-        """Have the script ended."""
+        """Close the agent's input, which ends the script."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
@@ -93,7 +92,7 @@ class HeldProcess:
 
 _TICK_SECONDS = 0.05
 
-# For far ends to end their script, and the connection to them.
+# The time for agents to end their scripts, and for their connections to close.
 _END_SECONDS = GRACE_SECONDS + 5.0
 
 
@@ -102,10 +101,10 @@ class Member(ABC):
 
     Args:
         host: the host's name, for messages.
-        prefix: of the lines that are shown; see ``Relay``.
+        prefix: of the shown lines; see ``Relay``.
 
     Attributes:
-        status: the script's exit status; None until it has ended and all that it wrote is shown.
+        status: the script's exit status; None until it has ended and all output is shown.
     """
 
     def __init__(self, host: str, prefix: str) -> None:
@@ -115,10 +114,10 @@ class Member(ABC):
 
     @abstractmethod
     def read(self) -> Progress | None:
-        """How far the script is; None where that is not known yet. Does not wait."""
+        """New output, and the exit status; None if there is no answer yet. Does not wait."""
 
-    def attend(self) -> None:
-        """Show what has come, and see whether the script has ended; does not wait."""
+    def show_output(self) -> None:
+        """Show new output, and set ``status`` if the script has ended; does not wait."""
         while self.status is None and (progress := self.read()):
             written, self.status = progress
             for relay, new in zip(self._relays, written, strict=True):
@@ -132,27 +131,27 @@ class Member(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """Have the far end end the script; does not wait."""
+        """Request the script's end; does not wait."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give up all that is here, whether the far end has obeyed or not."""
+        """Close all local resources, even if the script has not ended."""
 
 
-# Sequences that progress displays use (ECMA-48): colours and styles; moving the cursor, erasing;
-# hiding the cursor, and showing it again.
+# Sequences of progress displays (ECMA-48): styles; cursor movement and erasing; hiding and showing
+# the cursor.
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
-_OF_DISPLAYS = re.compile(r"\x1b\[[0-9;]*[A-HJKm]|\x1b\[\?25[hl]|[\r\b]")
+_DISPLAY_SEQUENCE = re.compile(r"\x1b\[[0-9;]*[A-HJKm]|\x1b\[\?25[hl]|[\r\b]")
 _UNFINISHED = re.compile(r"\x1b(\[[?0-9;]{0,16})?\Z")
 
 
 class Relay:
-    """Shows what a host writes.
+    """Shows a host's output.
 
     Args:
-        prefix: of each line; where it is empty, nothing waits for a line to be whole, and progress
+        prefix: of each line. If it is empty, incomplete lines are shown at once, and progress
             displays work.
-        target: where.
+        target: the stream to write to.
     """
 
     def __init__(self, prefix: str, target: TextIO) -> None:
@@ -162,7 +161,7 @@ class Relay:
         self._rest = ""
 
     def write(self, new: bytes, *, is_last: bool = False) -> None:
-        """Show more; the last may be nothing."""
+        """Show more output; the last piece may be empty."""
         text = self._rest + self._decoder.decode(new, is_last)
         self._target.write(
             self._lines(text, is_last) if self._prefix else self._piece(text, is_last)
@@ -173,19 +172,19 @@ class Relay:
         *lines, self._rest = text.split("\n")
         if is_last and self._rest:
             lines.append(self._rest)
-        return "".join(f"{self._prefix}{_plain(line)}\n" for line in lines)
+        return "".join(f"{self._prefix}{_final_text(line)}\n" for line in lines)
 
     def _piece(self, text: str, is_last: bool) -> str:
         unfinished = None if is_last else _UNFINISHED.search(text)
         end = len(text) if unfinished is None else unfinished.start()
         text, self._rest = text[:end], text[end:]
-        kept = [*_OF_DISPLAYS.findall(text), ""]
-        parts = map(printable, _OF_DISPLAYS.split(text))
+        kept = [*_DISPLAY_SEQUENCE.findall(text), ""]
+        parts = map(printable, _DISPLAY_SEQUENCE.split(text))
         return "".join(chain.from_iterable(zip(parts, kept, strict=True)))
 
 
-def _plain(line: str) -> str:
-    """A line as it stands in the end, where parts of it were written over; without styles."""
+def _final_text(line: str) -> str:
+    """The final text of a line that was overwritten after carriage returns; without styles."""
     return printable(_STYLE.sub("", line.rstrip("\r")).rpartition("\r")[2])
 
 
@@ -194,11 +193,11 @@ def watch(members: Sequence[Member]) -> int:
 
     Ctrl-C is passed on to the script on every host; the second one ends them all.
     """
-    status, num_interrupts, deadline = 0, 0, float("inf")  # the last for what is being ended
+    status, num_interrupts, deadline = 0, 0, float("inf")
     with _counted_interrupts() as interrupts:
         while any(member.status is None for member in members) and time.monotonic() < deadline:
             for member in members:
-                member.attend()
+                member.show_output()
                 if member.status and not status:
                     status = member.status
                     _show_failure(member, members)
@@ -218,13 +217,13 @@ def _show_failure(failed: Member, members: Sequence[Member]) -> None:
     others = any(member.status is None for member in members)
     print(  # noqa: T201
         f"lockstep: {failed.host} failed with exit status {failed.status}"
-        f"{', the others are ended' if others else ''}.",
+        f"{'; ending the others' if others else ''}.",
         file=sys.stderr,
     )
 
 
 def _end(members: Sequence[Member]) -> float:
-    """Have all far ends end their script; returns until when they have time."""
+    """Request the end of all scripts; returns the deadline for it."""
     for member in members:
         member.end()
     return time.monotonic() + _END_SECONDS
@@ -232,7 +231,7 @@ def _end(members: Sequence[Member]) -> float:
 
 @contextmanager
 def _counted_interrupts() -> Iterator[list[int]]:
-    """Ctrl-C is noted here: libraries that members use need not outlive a KeyboardInterrupt."""
+    """Within the block, count Ctrl-C: libraries may not survive a KeyboardInterrupt."""
     noted: list[int] = []
     previous = signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
     try:

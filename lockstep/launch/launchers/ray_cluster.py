@@ -1,11 +1,11 @@
-"""``lockstep launch ray``: the script on several nodes of a Ray cluster that runs already.
+"""``lockstep launch ray``: the script on several nodes of a running Ray cluster.
 
-A placement group reserves the cores; an actor on each node holds the script there, as a process of
-its own, so it is a plain script. The secret reaches the actors as an argument of a call, and the
-script through its environment: no command or dashboard shows it. When this process or the actor
-ends, so does the script.
+A placement group reserves the cores; an actor on each node starts the script there as a process, so
+it is a plain script. The secret reaches the actors as an argument of a call, and the script through
+its environment: no command or dashboard shows it. When this process or the actor ends, so does the
+script.
 
-Ray starts nothing again here, and its data sets are not used.
+Ray restarts nothing here, and its data sets are not used.
 """
 
 import socket
@@ -23,10 +23,10 @@ from lockstep.errors import HostError, Problems
 from lockstep.extras import import_extra
 from lockstep.launch.free_port import find_free_port
 from lockstep.launch.health.diagnostics import show
-from lockstep.launch.launchers.launch_spec import INTERRUPT, Orders, make_orders
+from lockstep.launch.launchers.launch_spec import INTERRUPT, LaunchSpec, make_host_specs
 from lockstep.launch.launchers.multi_host_run import (
-    HOLD_SCRIPT,
-    HeldProcess,
+    AGENT_ARGUMENTS,
+    AgentProcess,
     Member,
     Progress,
     watch,
@@ -34,23 +34,23 @@ from lockstep.launch.launchers.multi_host_run import (
 from lockstep.launch.notices import FIRST_NOTICE_SECONDS
 from lockstep.launch.script import Script
 
-# Each host on another node; or as many nodes as there are; or as few as will do.
+# Each host on another node; hosts on as many nodes as possible; on as few as possible.
 SPREADS = ("STRICT_SPREAD", "SPREAD", "PACK")
 
 # Longest silence of an actor while its script writes nothing.
 _POLL_SECONDS = 0.5
-_KNOCK_SECONDS = 10.0
+_CONNECT_SECONDS = 10.0
 
 
 class RayJob(msgspec.Struct, frozen=True, kw_only=True):
     """A job for a Ray cluster.
 
     Attributes:
-        script: what to run.
-        hosts: number of them.
-        devices: of each of them: Ray's CPUs.
-        directory: where it runs, on every node.
-        address: of the cluster: host:port, or "auto" for this host's.
+        script: the script.
+        hosts: the number of hosts.
+        devices: Ray's CPUs of each host.
+        directory: the script's working directory on every node.
+        address: the cluster's: host:port, or "auto" for this host's.
         spread: one of ``SPREADS``.
         timeout_seconds: longest wait for the cores.
     """
@@ -64,7 +64,7 @@ class RayJob(msgspec.Struct, frozen=True, kw_only=True):
     timeout_seconds: float = 300.0
 
     def check(self, problems: Problems) -> None:
-        """Note what cannot be."""
+        """Note invalid options."""
         if not self.timeout_seconds > 0:
             problems.add(
                 "--timeout must be positive.",
@@ -78,7 +78,7 @@ class RayJob(msgspec.Struct, frozen=True, kw_only=True):
                 problems.add(
                     "--address must be auto or host:port.",
                     received=error,
-                    fix="`ray start --head` says which; its port is 6379 by default.",
+                    fix="`ray start --head` shows it; its port is 6379 by default.",
                 )
 
 
@@ -87,18 +87,18 @@ def run_on_ray(job: RayJob) -> int:
 
     Raises:
         ExtraError: Ray is not installed.
-        HostError: there is no such cluster, or it has not got the cores in time.
+        HostError: there is no such cluster, or it did not have the cores in time.
     """
     ray = import_extra("ray", extra="ray", user="`lockstep launch ray`")
     with _connected(ray, job.address), _reserved(ray, job) as group:
         actors = [_start_actor(ray, group, host, job.devices) for host in range(job.hosts)]
         name, port = ray.get(actors[0].find_free_address.remote())
-        all_orders = make_orders(
+        specs = make_host_specs(
             job.script, job.directory, Address(name=name, port=port), [job.devices] * job.hosts
         )
         members = [
-            _RayMember(ray, host, actor, orders)
-            for host, (actor, orders) in enumerate(zip(actors, all_orders, strict=True))
+            _RayMember(ray, host, actor, spec)
+            for host, (actor, spec) in enumerate(zip(actors, specs, strict=True))
         ]
         try:
             return watch(members)
@@ -111,7 +111,7 @@ def run_on_ray(job: RayJob) -> int:
 def _connected(ray: Any, address: str) -> Iterator[None]:
     try:
         if address != "auto":
-            _knock(Address.parse(address))
+            _check_listener(Address.parse(address))
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (OSError, ValueError, RuntimeError) as error:
         raise HostError(
@@ -125,9 +125,9 @@ def _connected(ray: Any, address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def _knock(address: Address) -> None:
-    """See that somebody is there: Ray itself takes minutes to find that nobody is."""
-    socket.create_connection((address.name, address.port), _KNOCK_SECONDS).close()
+def _check_listener(address: Address) -> None:
+    """Raise OSError if no process listens there: Ray itself takes minutes to notice."""
+    socket.create_connection((address.name, address.port), _CONNECT_SECONDS).close()
 
 
 @contextmanager
@@ -136,7 +136,7 @@ def _reserved(ray: Any, job: RayJob) -> Iterator[Any]:
     bundles = [{"CPU": float(job.devices)} for _ in range(job.hosts)]
     group = ray.util.placement_group(bundles, strategy=job.spread)
     try:
-        if not _is_granted(group, job):
+        if not _wait_for_cores(group, job):
             nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
             raise HostError(
                 f"The cluster must have {job.hosts} times {job.devices} free CPUs "
@@ -148,12 +148,12 @@ def _reserved(ray: Any, job: RayJob) -> Iterator[Any]:
             )
         yield group
     finally:
-        with suppress(Exception):  # a cluster that is gone holds nothing
+        with suppress(Exception):  # the cluster may have ended
             ray.util.remove_placement_group(group)
 
 
-def _is_granted(group: Any, job: RayJob) -> bool:
-    """Wait for the cores, and say so."""
+def _wait_for_cores(group: Any, job: RayJob) -> bool:
+    """Wait for the cores, with a notice; False if they did not become free in time."""
     first = min(FIRST_NOTICE_SECONDS, job.timeout_seconds)
     if group.wait(first):
         return True
@@ -166,18 +166,18 @@ def _start_actor(ray: Any, group: Any, host: int, devices: int) -> Any:
     place = strategies.PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=host
     )
-    remote = ray.remote(num_cpus=devices, max_restarts=0, scheduling_strategy=place)(_Holder)
+    remote = ray.remote(num_cpus=devices, max_restarts=0, scheduling_strategy=place)(_RayAgent)
     return remote.remote()
 
 
 class _RayMember(Member):
-    """The script on one node, as seen by this process."""
+    """The script on one node."""
 
-    def __init__(self, ray: Any, host: int, actor: Any, orders: Orders) -> None:
+    def __init__(self, ray: Any, host: int, actor: Any, spec: LaunchSpec) -> None:
         super().__init__(f"host {host}", "" if host == 0 else f"[host {host}] ")
         self._ray = ray
         self._actor = actor
-        actor.start.remote(orders)
+        actor.start.remote(spec)
         self._answer = actor.read.remote()
 
     def read(self) -> Progress | None:
@@ -186,18 +186,18 @@ class _RayMember(Member):
         try:
             progress: Progress = self._ray.get(self._answer)
         except self._ray.exceptions.RayError as error:
-            return (b"", f"{self.host} is gone: {_first_line(error)}\n".encode()), 1
+            return (b"", f"{self.host} is lost: {_first_line(error)}\n".encode()), 1
         self._answer = self._actor.read.remote()
         return progress
 
     def interrupt(self) -> None:
-        self._actor.tell.remote(INTERRUPT)
+        self._actor.write.remote(INTERRUPT)
 
     def end(self) -> None:
         self._actor.end.remote()
 
     def close(self) -> None:
-        with suppress(Exception):  # the cluster may be gone
+        with suppress(Exception):  # the cluster may have ended
             self._ray.kill(self._actor)
 
 
@@ -205,42 +205,42 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-class _Holder:
-    """The actor: holds the script on its node.
+class _RayAgent:
+    """The actor, which runs an agent on its node.
 
-    Its calls come one after the other, on one thread that lives as long as the actor.
+    Its calls run one after the other, on one thread that lives as long as the actor.
     """
 
     def __init__(self) -> None:
-        self._process: HeldProcess | None = None
+        self._process: AgentProcess | None = None
 
     def find_free_address(self) -> tuple[str, int]:
         """This node's address, and a free port there."""
         name: str = import_module("ray.util").get_node_ip_address()
         return name, find_free_port(name)
 
-    def start(self, orders: Orders) -> None:
+    def start(self, spec: LaunchSpec) -> None:
         """Start the script."""
-        self._process = HeldProcess([sys.executable, *HOLD_SCRIPT], orders)
+        self._process = AgentProcess([sys.executable, *AGENT_ARGUMENTS], spec)
 
     def read(self) -> Progress:
-        """How far it is; waits a while until there is news."""
+        """New output, and the exit status; waits a moment for some."""
         deadline = time.monotonic() + _POLL_SECONDS
         while True:
-            written, status = self._held.read()
+            written, status = self._running_agent.read()
             if any(written) or status is not None or time.monotonic() > deadline:
                 return written, status
             time.sleep(0.01)
 
-    def tell(self, told: bytes) -> None:
-        """Write to what holds the script."""
-        self._held.tell(told)
+    def write(self, data: bytes) -> None:
+        """Write to the agent's input."""
+        self._running_agent.write(data)
 
     def end(self) -> None:
-        """Have the script ended."""
-        self._held.end()
+        """End the script."""
+        self._running_agent.end()
 
     @property
-    def _held(self) -> HeldProcess:
+    def _running_agent(self) -> AgentProcess:
         assert self._process is not None
         return self._process

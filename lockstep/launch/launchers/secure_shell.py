@@ -1,10 +1,10 @@
 """``lockstep run --ssh``: the script on every host of a file, with ssh and nothing else.
 
-The hosts need the same directory, interpreter and Lockstep as this machine, and ssh must let in
-without asking. They meet with a secret that is made for this one run. It goes to each of them on
-the standard input of ssh, never in a command; so do all orders, see ``held_script.py``.
+The hosts need the same directory, interpreter and Lockstep as this machine, and ssh must log in
+without a password. They authenticate with a secret that is made for this run. It is sent over the
+standard input of ssh, never in a command, like the whole specification (``remote_agent``).
 
-The port where the hosts meet is one that is free on the first of them when it is asked.
+The hosts meet at a port that is free on the first host when the run starts.
 
 The file has one line for each host.
 
@@ -25,12 +25,12 @@ import msgspec
 
 from lockstep.cluster.place import Address
 from lockstep.errors import HostError, OptionError, Problems, problem
-from lockstep.launch.launchers.launch_spec import make_orders
-from lockstep.launch.launchers.local_member import watch_held
-from lockstep.launch.launchers.multi_host_run import HOLD_SCRIPT
+from lockstep.launch.launchers.launch_spec import make_host_specs
+from lockstep.launch.launchers.local_member import run_members
+from lockstep.launch.launchers.multi_host_run import AGENT_ARGUMENTS
 from lockstep.launch.script import Script
 
-# A name or address that no command could take for an option.
+# A name or address that no command can mistake for an option.
 _LOGIN = re.compile(r"(?:(?P<user>[A-Za-z0-9_][\w.-]*)@)?(?P<name>[A-Za-z0-9_:][\w.:%-]*)")
 _DEVICES = re.compile(r"devices=0*([1-9][0-9]{0,5})")
 
@@ -39,9 +39,9 @@ class ListedHost(msgspec.Struct, frozen=True, kw_only=True):
     """A line of the file.
 
     Attributes:
-        name: by which ssh and the other hosts reach it.
-        user: who logs in; None leaves that to ssh.
-        devices: how many it is to use; None where the line does not say.
+        name: its name for ssh and for the other hosts.
+        user: the login name; None leaves that to ssh.
+        devices: the number that it uses; None if the line does not say.
     """
 
     name: str
@@ -58,7 +58,7 @@ def read_host_file(path: Path) -> tuple[ListedHost, ...]:
     """The hosts, in the order of the file.
 
     Raises:
-        OptionError: no such file, no host in it, or lines that cannot be read.
+        OptionError: there is no such file, it names no host, or lines are invalid.
     """
     text = _read(path)
     problems = Problems()
@@ -109,19 +109,19 @@ _PROBE_SECONDS = 60.0
 
 _OPTIONS = (
     "-T",
-    *("-o", "BatchMode=yes"),  # a password could not be asked for: our input takes orders
+    *("-o", "BatchMode=yes"),  # no password prompt: the input is for the agent
     *("-o", "ServerAliveInterval=15"),  # a host that vanishes is noticed
     *("-o", "ServerAliveCountMax=3"),
 )
 
 
 class Shells(msgspec.Struct, frozen=True, kw_only=True):
-    """How to start something on the hosts.
+    """How to run commands on the hosts.
 
     Attributes:
-        command: ssh, and options for it.
+        command: ssh and its options.
         python: the interpreter on every host.
-        directory: where the script runs, on every host.
+        directory: the script's working directory on every host.
     """
 
     command: tuple[str, ...]
@@ -130,7 +130,7 @@ class Shells(msgspec.Struct, frozen=True, kw_only=True):
 
     def on(self, host: ListedHost, *words: str) -> tuple[str, ...]:
         """The command that runs the interpreter on a host."""
-        # Whatever shell is there splits it again.
+        # The host's shell splits the command again.
         return (*self.command, *_OPTIONS, host.login, shlex.join([self.python, *words]))
 
 
@@ -147,21 +147,21 @@ def run_on_hosts(
     """Run a script on all hosts; returns the exit status of the first that failed, or 0.
 
     Args:
-        script: what to run.
-        hosts: where; number 0 is the first.
-        shells: how to get there.
-        rendezvous: where host 0 listens; None is its name, and a port that is free there.
-        port: to be used with its name.
-        devices: of hosts that do not say.
-        servers: see ``make_orders``.
+        script: the script.
+        hosts: the hosts; number 0 is the first.
+        shells: how to run commands there.
+        rendezvous: where host 0 listens; None is its name, and ``port`` or a free port.
+        port: of host 0, used with its name.
+        devices: of hosts whose lines do not say.
+        servers: see ``make_host_specs``.
 
     Raises:
         HostError: host 0 cannot be reached, or its name is not one of its addresses there.
     """
     if rendezvous is None:
-        port = _ask_for_port(hosts[0], shells) if port is None else port
+        port = _find_port(hosts[0], shells) if port is None else port
         rendezvous = Address(name=hosts[0].name, port=port)
-    all_orders = make_orders(
+    specs = make_host_specs(
         script,
         shells.directory,
         rendezvous,
@@ -169,16 +169,16 @@ def run_on_hosts(
         servers,
     )
     commands = [
-        (host.name, f"[{host.name}] " if number else "", shells.on(host, *HOLD_SCRIPT))
+        (host.name, f"[{host.name}] " if number else "", shells.on(host, *AGENT_ARGUMENTS))
         for number, host in enumerate(hosts)
     ]
-    return watch_held(commands, all_orders)
+    return run_members(commands, specs)
 
 
-def _ask_for_port(host: ListedHost, shells: Shells) -> int:
+def _find_port(host: ListedHost, shells: Shells) -> int:
     command = shells.on(host, "-m", "lockstep.launch.free_port", host.name)
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -187,16 +187,16 @@ def _ask_for_port(host: ListedHost, shells: Shells) -> int:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise HostError(_unreachable(host, error)) from error
-    said = done.stdout.split()[-1:]
-    if done.returncode or not said or not said[0].isdigit():
-        text = " ".join(done.stderr.split()) or done.stdout.strip() or "nothing"
-        raise HostError(_unreachable(host, f"{text} (exit status {done.returncode})"))
-    return int(said[0])
+    words = result.stdout.split()[-1:]
+    if result.returncode or not words or not words[0].isdigit():
+        text = " ".join(result.stderr.split()) or result.stdout.strip() or "nothing"
+        raise HostError(_unreachable(host, f"{text} (exit status {result.returncode})"))
+    return int(words[0])
 
 
 def _unreachable(host: ListedHost, received: object) -> str:
     return problem(
-        f"{host.name} must be reached without a password, and know itself by that name.",
+        f"ssh must reach {host.name} without a password, and that must be its own name there.",
         received=received,
         fix=f"Try: ssh {host.login} true. Or use --rendezvous host:port, with another name.",
     )

@@ -1,8 +1,8 @@
 """A Slurm batch file for a job on several hosts.
 
-Slurm starts one task on each host, which finds its place from Slurm's variables and starts helpers
-for its other cores by itself. The hosts' secret is made in the job, in a file that only its user
-can read, in the directory from which the job is submitted: all hosts must see it there.
+Slurm starts one task on each host, which reads its place from Slurm's variables and starts helpers
+for its other cores. The job makes the hosts' secret in a file that only its user can read, in the
+directory from which the job is submitted. All hosts must share that directory.
 """
 
 import re
@@ -15,7 +15,7 @@ from lockstep.errors import Problems
 from lockstep.launch.script import Script
 
 _NAME = re.compile(r"[\w.+@:/-]+")
-# As sbatch's manual has it: minutes, min:sec, h:min:sec, days-h, days-h:min, days-h:min:sec.
+# sbatch's manual: minutes, min:sec, h:min:sec, days-h, days-h:min, days-h:min:sec.
 _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}|UNLIMITED|INFINITE")
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=[^\n\r]*)?")
 
@@ -24,14 +24,14 @@ class BatchJob(msgspec.Struct, frozen=True, kw_only=True):
     """A job for sbatch.
 
     Attributes:
-        script: what to run.
+        script: the script.
         hosts: number of nodes.
-        devices: of each of them: cores.
-        name: of the job.
+        devices: cores of each node.
+        name: the job's.
         python: the interpreter on every host.
-        time: the longest that it may take, as Slurm writes times.
-        partition: where to run it.
-        account: who pays for it.
+        time: the job's time limit, in Slurm's format.
+        partition: the partition to run on.
+        account: the account to charge.
         options: further options of sbatch.
     """
 
@@ -46,7 +46,7 @@ class BatchJob(msgspec.Struct, frozen=True, kw_only=True):
     options: Sequence[str] = ()
 
     def check(self, problems: Problems) -> None:
-        """Note what sbatch would refuse, or read as something else."""
+        """Note options that sbatch would refuse or misread."""
         for option, value, pattern, example in (
             ("--name", self.name, _NAME, "digits"),
             ("--time", self.time, _TIME, "1-12:00:00"),
@@ -56,7 +56,7 @@ class BatchJob(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if value is not None and pattern.fullmatch(value) is None:
                 problems.add(
-                    f"{option} must be as sbatch takes it.",
+                    f"{option} must have sbatch's format.",
                     received=repr(value),
                     fix=f"For example: {example}",
                 )

@@ -1,12 +1,11 @@
-"""The supervisor of ``lockstep run --restarts``: starts the script again when it has died.
+"""The supervisor of ``lockstep run --restarts``: restarts the script after it has died.
 
-It is the process that was started; the script is a fork of it, made before anything was imported
-that a script needs. The kernel kills the script when its supervisor dies, and the script's helpers
-with the script: nothing is left. What the script was told before its death it must find in its
-checkpoints, as at any other start.
+The supervisor is the process that the user started. The script is its fork, made before the
+script's imports. The kernel kills the script when the supervisor dies, and the helpers when the
+script dies. The script resumes from its checkpoints, as at any other start.
 
-Signals are passed on, but for those that the terminal has sent to both. Whoever ends the script so
-wants no restart.
+Signals are passed on to the script, except those that the terminal has sent to both. A script that
+ends by such a signal is not restarted.
 """
 
 import os
@@ -20,30 +19,30 @@ from lockstep.launch.workers.helper import die_with
 _ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
 _WATCHED = _ENDING | {signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2}
 
-# Somebody wanted the end, or it would be the same again: wrong usage, Ctrl-C, SIGTERM.
+# No restart: success, wrong usage (which would happen again), Ctrl-C, SIGTERM.
 _FINAL = frozenset({0, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM})
 
-# In ``si_code``: sent by the kernel, to all processes of the terminal.
+# ``si_code`` of a signal that the kernel has sent to all processes of the terminal.
 _SI_KERNEL = 0x80
 
 
 def supervise(restarts: int) -> int | None:
-    """Fork, and see to it that the script comes to an end.
+    """Fork the script's process, and restart it after deaths.
 
     Args:
-        restarts: how often to start it again.
+        restarts: how often to restart it.
 
     Returns:
-        None in the process that is to run the script, each time; here its last exit status.
+        None in each process that runs the script; its last exit status in the supervisor.
 
     Raises:
-        OptionError: not on Linux, where alone a script dies with its supervisor.
+        OptionError: the system is not Linux: elsewhere a script would outlive its supervisor.
     """
     if sys.platform != "linux":
         raise OptionError(
-            "--restarts needs Linux, whose kernel ends a script with what supervises it.",
+            "--restarts needs Linux, whose kernel ends a script when its supervisor dies.",
             received=sys.platform,
-            fix="Leave it out, and have a service manager start the script again.",
+            fix="Leave it out, and let a service manager restart the script.",
         )
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     number = 0
@@ -53,32 +52,32 @@ def supervise(restarts: int) -> int | None:
             die_with(supervisor)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             return None
-        status, is_told = _end_of(script)
+        status, was_ended_by_signal = _end_of(script)
         shell_status = status if status >= 0 else 128 - status
-        if is_told or shell_status in _FINAL:
+        if was_ended_by_signal or shell_status in _FINAL:
             return shell_status
         number += 1
         if number > restarts:
-            _say(status, f"all {restarts} restarts are used up")
+            _report(status, f"all {restarts} restarts are used up")
             return shell_status
-        _say(status, f"restart {number} of {restarts}")
+        _report(status, f"restart {number} of {restarts}")
 
 
 def _end_of(script: int) -> tuple[int, bool]:
-    """Wait for the script's end; its exit status, and whether it was told here to end."""
-    is_told = False
+    """Wait for the script's end; returns its exit status, and True if a signal here ended it."""
+    was_ended_by_signal = False
     while True:
         ended, status = os.waitpid(script, os.WNOHANG)
         if ended:
-            return os.waitstatus_to_exitcode(status), is_told
+            return os.waitstatus_to_exitcode(status), was_ended_by_signal
         info = signal.sigwaitinfo(_WATCHED)
         if info.si_signo == signal.SIGCHLD:
             continue
-        is_told = is_told or info.si_signo in _ENDING
+        was_ended_by_signal = was_ended_by_signal or info.si_signo in _ENDING
         if info.si_code != _SI_KERNEL:
             os.kill(script, info.si_signo)
 
 
-def _say(status: int, what: str) -> None:
+def _report(status: int, what: str) -> None:
     text = f"lockstep run: the script has ended: {describe_exit(status)}; {what}."
     print(text, file=sys.stderr, flush=True)  # noqa: T201

@@ -1,15 +1,13 @@
-"""The control group of hosts: what their leading processes tell each other besides tensors.
+"""The control group: small collectives between the leading processes of all hosts.
 
-A star of channels: host 0 has one to each of the others, so two hosts hear of each other through
-host 0. All hosts call the same things in the same order, with bytes that mean something to the
-caller.
+A star of channels: host 0 has one to each of the others, so messages between two others go through
+host 0. All hosts make the same calls in the same order; the bytes are the caller's.
 
-Whoever waits here, or only looks, learns that another host has failed, with its name: host 0 passes
-on what it hears to all the others. A host that ends because of an error of its own calls ``fail``,
-one that is done calls ``close``; where neither comes, as after a kill, the host counts as gone.
+Every wait and check raises an error with the name of a host that has failed: host 0 passes failures
+on to all others. A host that ends because of its own error calls ``fail``, and one that is done
+calls ``close``; a host that does neither, as after a kill, is lost.
 
-Meant for what is small or rare: tensors take channels of their own
-(``launch.rendezvous.pair_channels``).
+It is for small or rare messages: tensors have other channels (``launch.rendezvous.pair_channels``).
 """
 
 import socket
@@ -36,10 +34,10 @@ _SHOWN_CHARACTERS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class HostInfo:
-    """What a host says of itself when hosts meet.
+    """A host's information about itself, sent when hosts meet.
 
     Attributes:
-        facts: must be the same on all hosts: versions, what is to be trained.
+        facts: must be equal on all hosts: versions, the training's description.
         about: may differ: the host's name ("name"), its number of devices.
     """
 
@@ -51,18 +49,18 @@ class ControlGroup:
     """The hosts of a job, seen from one of them.
 
     Args:
-        host: the number of this one.
+        host: this host's number.
         infos: of all hosts.
         star: on host 0 the channels to all others, on the others that to host 0.
-        secret: what they know each other by.
+        secret: the job's.
 
     Attributes:
-        host: the number of this host.
-        num_hosts: how many there are.
-        infos: what each host says of itself, by host.
-        awaited: the hosts that this one waits to hear from now.
-        has_told: this host has told the others of a failure, and they of none any more.
-        heartbeats: which say whether the others are stopped; None where nobody waits for long.
+        host: this host's number.
+        num_hosts: the number of hosts.
+        infos: of all hosts, by host.
+        awaited: the hosts for whose messages this one waits now.
+        has_reported: this host has reported a failure to the others, after which it sends nothing.
+        heartbeats: show whether the others are stopped; None if there are no long waits.
     """
 
     def __init__(
@@ -78,25 +76,25 @@ class ControlGroup:
         self.num_hosts = len(self.infos)
         self._star = dict(star)
         self.secret = secret
-        self.has_told = False
+        self.has_reported = False
         self.heartbeats: Heartbeats | None = None
         self.awaited: tuple[int, ...] = ()
 
     def exchange(
         self, payload: bytes, look_around: LookAround = wait_on, *, among: int | None = None
     ) -> list[bytes]:
-        """Everybody's bytes by host, on every host.
+        """All hosts' bytes by host, on every host.
 
         Args:
             payload: this host's.
             look_around: called while waiting.
-            among: so many of the first hosts only, who alone call this; None is all.
+            among: only so many of the first hosts call this and take part; None is all.
 
         Raises:
-            HostError: another host failed, left, is gone, or calls something else; so everywhere.
+            HostError: another host failed, left, is lost, or makes another call; on all hosts.
         """
         members = range(self.num_hosts if among is None else among)
-        with self.telling_others():
+        with self.passing_on_failures():
             if self.host == 0:
                 return self._exchange_for_all(payload, look_around, members)
             self._send(0, _EXCHANGE, payload, look_around)
@@ -106,12 +104,12 @@ class ControlGroup:
             ]
 
     def broadcast(self, payload: bytes | None = None, look_around: LookAround = wait_on) -> bytes:
-        """Host 0's bytes, on every host; the others give None.
+        """Host 0's bytes, on every host; the others pass None.
 
         Raises:
-            HostError: as of ``exchange``.
+            HostError: see ``exchange``.
         """
-        with self.telling_others():
+        with self.passing_on_failures():
             if self.host != 0:
                 return self._receive(_BROADCAST, look_around)
             assert payload is not None
@@ -120,35 +118,35 @@ class ControlGroup:
             return payload
 
     def gather(self, payload: bytes, look_around: LookAround = wait_on) -> list[bytes]:
-        """Everybody's bytes by host on host 0; nothing on the others, which do not wait.
+        """All hosts' bytes by host, on host 0; an empty list on the others, which do not wait.
 
         Raises:
-            HostError: as of ``exchange``.
+            HostError: see ``exchange``.
         """
-        with self.telling_others():
+        with self.passing_on_failures():
             if self.host != 0:
                 self._send(0, _GATHER, payload, look_around)
                 return []
             return self._collect(_GATHER, payload, look_around, range(self.num_hosts))
 
     def check(self, name: str, value: str, look_around: LookAround = wait_on) -> None:
-        """See that all hosts have the same value of something.
+        """Check that a value is the same on all hosts.
 
         Args:
-            name: what it is, for the message: "the Plan".
+            name: of the value, for the message: "the Plan".
             value: this host's.
             look_around: called while waiting.
 
         Raises:
-            HostError: they have not; on all hosts.
+            HostError: the values differ; on all hosts.
         """
-        said = msgspec.json.encode((name, value))
-        answers = [_decode_check(part) for part in self.exchange(said, look_around)]
+        payload = msgspec.json.encode((name, value))
+        answers = [_decode_check(answer) for answer in self.exchange(payload, look_around)]
         groups: dict[tuple[str, str], list[str]] = {}
         for host, answer in enumerate(answers):
             groups.setdefault(answer, []).append(self.name_of(host))
         if len(groups) > 1:
-            listed = [f"{_shown(each, answers)} on {first_few(groups[each])}" for each in groups]
+            listed = [f"{_excerpt(each, answers)} on {first_few(groups[each])}" for each in groups]
             raise HostError(
                 f"{name} must be the same on all hosts.",
                 received="; ".join(listed),
@@ -156,20 +154,20 @@ class ControlGroup:
             )
 
     def look_around(self, waited_seconds: float = 0.0) -> None:
-        """See whether the other hosts are still there. Does not wait, and takes no message.
+        """Check that the other hosts are connected. Does not wait, and takes no message.
 
         Raises:
-            HostError: one has failed, is gone, or is stopped.
+            HostError: one has failed, is lost, or is stopped.
         """
-        with self.telling_others():
+        with self.passing_on_failures():
             for channel in self._star.values():
-                channel.look()
+                channel.check()
             if self.heartbeats is not None:
-                self.heartbeats.look(self.name_of)
+                self.heartbeats.check(self.name_of)
 
     @property
     def interface(self) -> tuple[socket.AddressFamily, str]:
-        """The family and address of this host where the control group meets it."""
+        """The family and address of this host on the control group's interface."""
         return next(iter(self._star.values())).own_address
 
     def name_of(self, host: int) -> str:
@@ -177,12 +175,12 @@ class ControlGroup:
         return name_of(host, self.infos[host])
 
     def fail(self, text: str, error: BaseException | None = None) -> None:
-        """Tell the others that this host has failed, and why; then close."""
-        self._tell(f"{self.name_of(self.host)} failed: {text}", error)
+        """Report this host's failure to the others, and close."""
+        self._report(f"{self.name_of(self.host)} failed: {text}", error)
         self.close()
 
     def close(self) -> None:
-        """Leave: the others see that this host is done, not that it is gone."""
+        """Leave the group; for the others this host is done, not lost."""
         if self.heartbeats is not None:
             self.heartbeats.close()
         for channel in self._star.values():
@@ -190,12 +188,12 @@ class ControlGroup:
 
     def _send(self, to: int, kind: bytes, payload: bytes, look_around: LookAround) -> None:
         with self._awaiting([to]):
-            self._star[to].send(kind, payload, self._watching(look_around))
+            self._star[to].send(kind, payload, self._checking(look_around))
 
     def _receive(self, kind: bytes, look_around: LookAround) -> bytes:
         channel = self._star[0]
         with self._awaiting([0]):
-            return self._expected(kind, channel.receive(self._watching(look_around)), channel)
+            return self._expected(kind, channel.receive(self._checking(look_around)), channel)
 
     def _exchange_for_all(
         self, payload: bytes, look_around: LookAround, members: range
@@ -210,8 +208,8 @@ class ControlGroup:
     def _collect(
         self, kind: bytes, payload: bytes, look_around: LookAround, members: range
     ) -> list[bytes]:
-        """The members' bytes by host, on host 0, in whatever order they come."""
-        watch, look = Stopwatch(), self._watching(look_around)
+        """The members' bytes by host, on host 0, received in any order."""
+        watch, look = Stopwatch(), self._checking(look_around)
         found = {0: payload}
         while len(found) < len(members):
             missing = {host: self._star[host] for host in members if host not in found}
@@ -232,7 +230,7 @@ class ControlGroup:
         finally:
             self.awaited = ()
 
-    def _watching(self, look_around: LookAround) -> LookAround:
+    def _checking(self, look_around: LookAround) -> LookAround:
         def look(waited_seconds: float) -> None:
             self.look_around()
             look_around(waited_seconds)
@@ -244,25 +242,25 @@ class ControlGroup:
             return frame.payload
         theirs = _CALLS.get(frame.kind, repr(frame.kind))
         raise HostError(
-            "All hosts must come to the same calls in the same order.",
+            "All hosts must make the same calls in the same order.",
             received=f"{theirs} from {channel.peer}, {_CALLS[kind]} on host {self.host}",
             fix="Run the same script with the same options on every host.",
         )
 
     @contextmanager
-    def telling_others(self) -> Iterator[None]:
-        """Host 0 passes on what it learns of one host to all the others."""
+    def passing_on_failures(self) -> Iterator[None]:
+        """Within the block, host 0 reports an error about one host to all others."""
         try:
             yield
         except HostError as error:
             if self.host == 0:
-                self._tell(str(error), error.raised or error)
+                self._report(str(error), error.raised or error)
             raise
 
-    def _tell(self, text: str, error: BaseException | None) -> None:
-        """Tell all others of a failure. Nothing comes after it."""
-        if not self.has_told:
-            self.has_told = True
+    def _report(self, text: str, error: BaseException | None) -> None:
+        """Report a failure to all others, once; nothing is sent after it."""
+        if not self.has_reported:
+            self.has_reported = True
             for channel in self._star.values():
                 channel.fail(text, error)
 
@@ -277,11 +275,11 @@ def _decode_check(payload: bytes) -> tuple[str, str]:
     try:
         return msgspec.json.decode(payload, type=tuple[str, str])
     except msgspec.DecodeError as error:
-        raise HostError(f"Another host sent what is no check: {error}.") from error
+        raise HostError(f"Another host sent an invalid value to compare: {error}.") from error
 
 
-def _shown(answer: tuple[str, str], all_answers: Sequence[tuple[str, str]]) -> str:
-    """A value, or of a long one the part where they begin to differ; its name if that differs."""
+def _excerpt(answer: tuple[str, str], all_answers: Sequence[tuple[str, str]]) -> str:
+    """A value, or the part of a long one around the first difference; its name if names differ."""
     names, values = zip(*all_answers, strict=True)
     name, value = answer
     if len(value) > _SHOWN_CHARACTERS:

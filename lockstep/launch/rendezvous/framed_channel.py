@@ -1,11 +1,11 @@
-"""A channel: framed messages over a sealed connection to another host.
+"""A framed channel: messages over a sealed connection to another host.
 
 A frame is a kind, a length, and bytes; nothing is unpickled. No call blocks in the kernel for long:
 while it waits, it calls ``look_around`` 50 times a second, which raises to give up (as on a
 ``Link``).
 
-A host that fails sends the reason (ERROR); one that is done says goodbye (GOODBYE). A connection
-that ends without either means that its host is gone: all calls on it raise an error with its name.
+A host that fails sends the reason (ERROR); one that is done sends GOODBYE. A connection that ends
+without either means that its host is lost: all calls on it raise an error with its name.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ GOODBYE = b"."
 MOST_BYTES = 1 << 36
 _HEADER = struct.Struct("!cQ")  # kind, payload bytes
 _CHUNK_BYTES = 1 << 20
-# So much is read before anyone asks for it, to see an ERROR behind it.
+# So much is read before it is needed, to find an ERROR behind it.
 _READ_AHEAD_BYTES = 1 << 26
 _MOST_ERROR_BYTES = 1 << 16
 _MOST_DRAINS = 1000
@@ -43,8 +43,8 @@ class RemotePeer:
     """The host at the other end, for messages.
 
     Attributes:
-        host: its number; below 0 where it has not told it yet.
-        name: what it is called, and where it is: "node-b, 10.0.0.2".
+        host: its number; negative until it has sent it.
+        name: its name and address: "node-b, 10.0.0.2".
     """
 
     host: int
@@ -65,14 +65,14 @@ class FramedChannel:
     """One end of a connection.
 
     Args:
-        channel: the connection; now the channel's.
+        channel: the connection, which this object closes.
         peer: the host at the other end.
         most_bytes: of a frame.
 
     Attributes:
-        peer: may be set once more is known.
-        most_bytes: likewise.
-        was_tampered_with: something else has come than the other host sent.
+        peer: can be set when more is known.
+        most_bytes: can be set likewise.
+        was_tampered_with: other data has arrived than the other host sent.
     """
 
     def __init__(self, channel: Channel, peer: RemotePeer, most_bytes: int = MOST_BYTES) -> None:
@@ -83,10 +83,10 @@ class FramedChannel:
         self._reader = FrameReader(_HEADER, channel.receive, self._check_size)
         self._frames: deque[Frame] = deque()
         self._num_waiting_bytes = 0
-        self._failure = ""  # why this channel is of no use any more
-        self._is_lost = False  # and that is because the other host is
-        self._report = b""  # or what the other host has said of its failure
-        self._has_left = False
+        self._failure = ""  # why this channel cannot be used any more
+        self._is_peer_lost = False  # the failure is the loss of the other host
+        self._report = b""  # the other host's report of its own failure
+        self._has_said_goodbye = False
 
     def fileno(self) -> int:
         """The socket's descriptor."""
@@ -99,33 +99,33 @@ class FramedChannel:
         return sock.family, sock.getsockname()[0]
 
     @property
-    def was_told(self) -> bool:
-        """Whether the other host has said that it failed."""
+    def has_report(self) -> bool:
+        """True if the other host has reported a failure."""
         return bool(self._report)
 
     def send(self, kind: bytes, payload: bytes = b"", look_around: LookAround = wait_on) -> None:
-        """Send a frame; what a call that was given up has left is sent before it.
+        """Send a frame, after the unsent rest of earlier frames.
 
         Raises:
-            HostError: the other host failed, left, or is gone.
+            HostError: the other host failed, left, or is lost.
         """
         if len(payload) > self.most_bytes:
-            raise self._oversized(f"{self.peer} cannot be sent so much at once.", len(payload))
+            raise self._oversized(f"A message to {self.peer} is too large.", len(payload))
         self._channel.put(_HEADER.pack(kind, len(payload)), payload)
         watch = Stopwatch()
 
-        def look(waited_seconds: float) -> None:
-            self.look()
+        def check(waited_seconds: float) -> None:
+            self.check()
             look_around(waited_seconds)
 
         while not self._flush():
-            wait_for(self, select.POLLOUT, watch, look)
+            wait_for(self, select.POLLOUT, watch, check)
 
     def receive(self, look_around: LookAround = wait_on) -> Frame:
         """Wait for a frame.
 
         Raises:
-            HostError: the other host failed, left, or is gone.
+            HostError: the other host failed, left, or is lost.
         """
         watch = Stopwatch()
         while (frame := self.take_one()) is None:
@@ -133,70 +133,70 @@ class FramedChannel:
         return frame
 
     def take_one(self) -> Frame | None:
-        """The next frame, if it has come in whole. Does not wait.
+        """The next frame, if it has arrived completely. Does not wait.
 
         Raises:
-            HostError: the other host failed, left, or is gone.
+            HostError: the other host failed, left, or is lost.
         """
-        self.look()
+        self.check()
         if self._frames:
             frame = self._frames.popleft()
             self._num_waiting_bytes -= len(frame.payload)
             return frame
-        if self._has_left:
-            raise HostError(f"{self.peer} has left: its script takes no part any more.")
+        if self._has_said_goodbye:
+            raise HostError(f"{self.peer} has left: its script has ended its part of the training.")
         return None
 
-    def look(self) -> None:
-        """See whether the other host is still there. Takes no frame, and does not wait.
+    def check(self) -> None:
+        """Check that the other host is connected. Takes no frame, and does not wait.
 
         Raises:
-            HostError: the other host failed or is gone.
+            HostError: the other host failed or is lost.
         """
         try:
             while not self._is_over and self._num_waiting_bytes < _READ_AHEAD_BYTES:
                 self._read()
         except BlockingIOError:
             if is_unanswered(self._channel.socket):
-                self._fail(f"nothing has come back for {VANISHED_SECONDS} s")
+                self._note_loss(f"nothing has come back for {VANISHED_SECONDS} s")
         if self._report:
             raise decode_report(self._report)
         if self._failure:
-            raise (HostError.of_loss if self._is_lost else HostError)(self._failure)
+            raise (HostError.of_loss if self._is_peer_lost else HostError)(self._failure)
 
     def fail(self, text: str, error: BaseException | None = None) -> None:
-        """Tell the other host that this one has failed, and why, if it listens; and close."""
-        # It may not be reading, and this host wants to end.
+        """Report this host's failure to the other host if it reads, and close."""
+        # The other host may not read, and this one must end.
         with contextlib.suppress(HostError, TimeoutError):
-            told = encode_report(text, error, _MOST_ERROR_BYTES)
-            self.send(ERROR, told, give_up_after(_ERROR_SECONDS))
+            report = encode_report(text, error, _MOST_ERROR_BYTES)
+            self.send(ERROR, report, give_up_after(_ERROR_SECONDS))
         self.close()
 
     def close(self) -> None:
-        """Say goodbye, if that is possible without waiting, and close."""
+        """Send GOODBYE if that is possible without waiting, and close."""
         self._failure = self._failure or f"The connection to {self.peer} is closed on this side."
-        # Nothing more to read, or nobody to say goodbye to: as good.
+        # An error here means that the other end is closed or nothing is left to read.
         with contextlib.suppress(OSError):
             if not self._channel.has_unsent:
                 self._channel.put(_HEADER.pack(GOODBYE, 0))
                 self._channel.flush()
-            # Where something is left unread, closing throws away what was sent, too.
+            # If data is left unread, closing discards sent data, too.
             for _ in range(_MOST_DRAINS):
                 if not self._channel.socket.recv(_CHUNK_BYTES):
                     break
         self._channel.close()
 
     def _flush(self) -> bool:
-        """Send what there is room for; whether all is sent."""
+        """Send as much as there is room for; True if all is sent."""
         try:
             return self._channel.flush()
         except OSError as error:
-            self.look()  # it may have said why before it closed the connection
-            raise self._gone(error.strerror or str(error)) from error
+            self.check()  # it may have sent the reason before it closed the connection
+            raise self._loss_error(error.strerror or str(error)) from error
 
     @property
     def _is_over(self) -> bool:
-        return self._has_left or bool(self._failure) or self.was_told
+        return self._has_said_goodbye or bool(self._failure) or self.has_report
 
     def _read(self) -> None:
         try:
@@ -208,27 +208,27 @@ class FramedChannel:
         except HostError as error:
             self._failure = str(error)
         except OSError as error:
-            self._fail(error.strerror or str(error))
+            self._note_loss(error.strerror or str(error))
         else:
-            self._take_in(frame)
+            self._handle(frame)
 
     def _check_size(self, kind: bytes, num_bytes: int) -> None:
         if num_bytes > (_MOST_ERROR_BYTES if kind == ERROR else self.most_bytes):
-            raise self._oversized(f"{self.peer} sent more than can be.", num_bytes)
+            raise self._oversized(f"{self.peer} sent a message that is too large.", num_bytes)
 
-    def _take_in(self, frame: Frame) -> None:
+    def _handle(self, frame: Frame) -> None:
         if frame.kind == ERROR:
             self._report = frame.payload
         elif frame.kind == GOODBYE:
-            self._has_left = True
+            self._has_said_goodbye = True
         else:
             self._frames.append(frame)
             self._num_waiting_bytes += len(frame.payload)
 
-    def _fail(self, why: str) -> None:
-        self._failure, self._is_lost = str(self._gone(why)), True
+    def _note_loss(self, why: str) -> None:
+        self._failure, self._is_peer_lost = str(self._loss_error(why)), True
 
-    def _gone(self, why: str) -> HostError:
+    def _loss_error(self, why: str) -> HostError:
         return HostError.of_loss(f"{self.peer} no longer answers: {why}.")
 
     def _oversized(self, what: str, num_bytes: int) -> HostError:

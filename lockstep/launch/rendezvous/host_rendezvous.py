@@ -1,14 +1,14 @@
 """The rendezvous: how the leading processes of all hosts find each other.
 
-Host 0 listens where the launcher says, at the address of that one interface (``RendezvousServer``).
-The others call, again and again (``RendezvousClient``): host 0 may start later, and its name may
-not be known yet. After the handshake each sends its host info. Once all have come, and what they
-send goes together, host 0 sends all of it to all, and stops listening. Where the job may go on with
-fewer (``Place.min_hosts``), that is when time is up: those that have come are numbered anew, in the
-order of their numbers. Who comes later finds nobody who listens, until the others meet again.
+Host 0 listens at the launcher's address, on one interface (``RendezvousServer``). The others call
+repeatedly (``RendezvousClient``): host 0 may start later, and its name may not be known yet. After
+the handshake each sends its host info. When all have joined, and their infos are consistent, host 0
+sends all infos to all hosts, and stops listening. If the job may start with fewer hosts
+(``Place.min_hosts``), host 0 does so when the time is up; the hosts that have joined get new
+consecutive numbers in the same order. A later host can join only when the others meet again.
 
-Meanwhile hosts that were admitted are told which ones are missing, so that each can name them. A
-host that goes away again before the control group is closed may come back.
+Host 0 sends the admitted hosts the numbers of the missing ones, so that each can name them. A host
+that leaves before the control group is complete may join again.
 """
 
 import math
@@ -28,7 +28,7 @@ from lockstep.launch.rendezvous.rendezvous_server import (
     RendezvousServer,
     address_of,
     awaited_hosts,
-    entry_of,
+    make_entry,
     needed_hosts,
     numbers_of,
     peer_of,
@@ -40,30 +40,36 @@ from lockstep.launch.security.secret import Secret
 from lockstep.launch.sockets import resolve
 from lockstep.launch.untrusted import decode_untrusted
 
-# A host that does not answer must not keep the next candidate waiting for long.
+# A candidate that does not answer must not delay the next one for long.
 _CALL_SECONDS = HANDSHAKE_SECONDS / 2
 
-# For a host that has come too late. While the others train, nobody listens who could tell it more.
-_LATE = (
-    " If the others go on without this host, it can join them when they meet again, after a loss: "
-    "start it until then (`lockstep run --restarts`)."
+# For a host that is too late: while the others train, no process listens.
+_JOIN_LATER = (
+    " If the others train without this host, it can join when they meet again after a loss: start "
+    "it repeatedly until then (`lockstep run --restarts`)."
 )
 
 
 class RendezvousClient:
-    """The side of any other host."""
+    """The side of a host other than host 0.
+
+    Attributes:
+        answers: the result of the last call, by address.
+        missing: hosts that have not joined, as host 0 says.
+        where: the address at which host 0 has admitted this host.
+    """
 
     def __init__(self, place: Place, secret: Secret, info: HostInfo, deadline: Deadline) -> None:
         self.place = place
         self.secret = secret
         self.info = info
         self.deadline = deadline.announced(self._describe)
-        self.answers: dict[str, str] = {}  # what came of the last call, by address
-        self.missing: list[int] = []  # once this host was let in
-        self.where = ""  # host 0 has let it in
+        self.answers: dict[str, str] = {}
+        self.missing: list[int] = []
+        self.where = ""
 
     def join(self) -> ControlGroup:
-        """Call until host 0 answers, and wait for the control group to close."""
+        """Call until host 0 answers, and wait until the control group is complete."""
         try:
             while True:
                 for address in self.place.rendezvous:
@@ -72,7 +78,7 @@ class RendezvousClient:
                         return control_group
                 self.deadline.pause()
         except DeadlineError:
-            raise self._in_vain() from None
+            raise self._timeout_error() from None
 
     def _describe(self) -> str:
         if self.missing:
@@ -96,38 +102,38 @@ class RendezvousClient:
                     self.secret,
                     purpose_of_meeting(self.place),
                     seconds=_CALL_SECONDS,
-                    look_around=self.deadline.look,
+                    look_around=self.deadline.check,
                 )
             except (HandshakeError, OSError) as error:
                 self.answers[str(address)] = reason_of(error)
                 continue
-            control_group = self._stay(
+            control_group = self._wait_for_others(
                 FramedChannel(channel, RemotePeer(host=0, name=address_of(channel))), str(address)
             )
             if control_group:
                 return control_group
         return None
 
-    def _stay(self, channel: FramedChannel, address: str) -> ControlGroup | None:
-        """Hand in the info, and wait for the others; None if host 0 goes away without a word.
+    def _wait_for_others(self, channel: FramedChannel, address: str) -> ControlGroup | None:
+        """Send this host's info, and wait for the others; None if host 0 closes the connection.
 
         Raises:
-            HostError: host 0 has said why there will be no control group, or something else
-                came than it has sent.
+            HostError: host 0 has sent the reason why there will be no control group, or the
+                connection was tampered with.
         """
-        entry, self.where = entry_of(self.place, self.info), address
-        # Where fewer may go on, host 0 says when time is up.
+        entry, self.where = make_entry(self.place, self.info), address
+        # If fewer hosts may start, host 0 decides when the time is up.
         deadline = self.deadline if self.place.min_hosts is None else self.deadline.extended()
         try:
-            channel.send(INFO, msgspec.json.encode(entry), deadline.look)
-            while (frame := channel.receive(deadline.look)).kind == WAITING:
+            channel.send(INFO, msgspec.json.encode(entry), deadline.check)
+            while (frame := channel.receive(deadline.check)).kind == WAITING:
                 self.missing = decode_untrusted(frame.payload, list[int], "Host 0")
             found = decode_untrusted(frame.payload, list[tuple[int, HostInfo]], "Host 0")
         except HostError as error:
             if channel.was_tampered_with:
                 channel.fail(f"{name_of(self.place.host, self.info)} failed: {error}")
             channel.close()
-            if channel.was_told or channel.was_tampered_with:
+            if channel.has_report or channel.was_tampered_with:
                 raise
             self.answers[address], self.missing = str(error), []
             return None
@@ -139,25 +145,26 @@ class RendezvousClient:
         host = hosts.index(self.place.host)
         return ControlGroup(host=host, infos=infos, star={0: channel}, secret=self.secret)
 
-    def _in_vain(self) -> HostError:
+    def _timeout_error(self) -> HostError:
         if self.missing:
             return HostError(
-                f"{needed_hosts(self.place)} must come to host 0 within {self.deadline}.",
-                received=f"nothing from {numbers_of(self.missing)}, on host {self.place.host}",
-                fix="See that each was started, with the same rendezvous, job and secret.",
+                f"{needed_hosts(self.place)} must connect to host 0 within {self.deadline}.",
+                received=f"no connection from {numbers_of(self.missing)}, on host "
+                f"{self.place.host}",
+                fix="Check that each was started, with the same rendezvous, job and secret.",
             )
         if OTHER_SECRET in self.answers.values():
             return HostError(
                 f"Host 0 and host {self.place.host} must have the same secret.",
-                received=f"{self._listed()}, whose secret is from {self.secret.origin}",
-                fix="Give both the same one. If that is another job's host 0, give this job "
-                "a rendezvous of its own.",
+                received=f"{self._listed()}, whose secret is from {self.secret.source}",
+                fix="Give both the same secret. If that is another job's host 0, give this job "
+                "another rendezvous.",
             )
         return HostError(
             f"Host {self.place.host} must reach host 0 at the rendezvous within {self.deadline}.",
             received=self._listed() or "no answer",
-            fix="See that host 0 was started, with the same rendezvous, job and secret, and "
-            f"that no firewall is in the way.{'' if self.place.min_hosts is None else _LATE}",
+            fix="Check that host 0 was started, with the same rendezvous, job and secret, and that "
+            f"no firewall blocks it.{'' if self.place.min_hosts is None else _JOIN_LATER}",
         )
 
 
@@ -173,15 +180,15 @@ def meet(
     """Meet the other hosts of the job. Called by the process that leads its host.
 
     Args:
-        place: what the launcher says.
-        secret: what all hosts know; where there is one host, None will do.
-        info: what this host says of itself.
-        timeout_seconds: until all hosts must have come; looking up a name may take longer.
-        patience_seconds: until then, where enough have come to go on (``Place.min_hosts``).
+        place: this process's.
+        secret: the job's; may be None for a single host.
+        info: this host's.
+        timeout_seconds: until all hosts must have joined; looking up a name may take longer.
+        patience_seconds: the same, if enough hosts have joined to start (``Place.min_hosts``).
         look_around: called every 20 ms with the seconds waited so far; raises to give up.
 
     Raises:
-        HostError: a host did not come, is not what this one is, or cannot be reached.
+        HostError: a host did not join, has other versions or another script, or cannot be reached.
     """
     assert place.leads
     if place.num_hosts == 1:

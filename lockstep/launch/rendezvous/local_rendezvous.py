@@ -1,13 +1,13 @@
-"""How the processes of one host, each started by a launcher, find the one that leads.
+"""How the processes of one host, each started by a launcher, find the process that leads them.
 
-The leader listens on a Unix socket with an abstract name: it lies in no folder, goes with its
-owner, and is seen in the own network namespace only. Anybody there can connect, or take the name
-first. So the other end must run as the same user, which the kernel tells, and both prove that they
-know the job's secret, if it has one, in the same handshake as hosts (``handshake``). The purpose of
-a connection names the follower's number, and each number is admitted once.
+The leader listens on a Unix socket with an abstract name: it has no file, ends with its owner, and
+exists in one network namespace only. Every process there can connect, or take the name first. So
+the other end must run as the same user, as the kernel says, and both prove that they know the job's
+secret, if it has one, in the same handshake as hosts (``handshake``). The purpose of a connection
+contains the follower's number, and each number is admitted once.
 
-What follows is not sealed: nobody can read or change what goes over a Unix socket but its owners,
-and it carries descriptors.
+The connection is not sealed: only its owners can read or change what goes over a Unix socket, and
+it carries descriptors.
 
 Linux only.
 """
@@ -42,18 +42,18 @@ from lockstep.units import first_few
 
 _HANDSHAKE_SECONDS = 5.0
 
-# What a leader is told, or found, to be, however often a follower tries.
+# Refusals that do not change if a follower tries again, and their messages.
 _FINAL = {
     OTHER_PROTOCOL: OTHER_PROTOCOL,
-    OTHER_SECRET: "it has another secret, or this process has",
+    OTHER_SECRET: "it has another secret than this process",
     NO_SECRET: NO_SECRET,
-    OTHER_JOB: "it does not wait for process {number}: there is none, or another one has come",
+    OTHER_JOB: "it expects no process {number}, or another one has connected as that",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPeer:
-    """A connection to a process that has proved to be what it says.
+    """A connection to a process that has passed the handshake.
 
     Attributes:
         sock: the connection.
@@ -64,7 +64,7 @@ class LocalPeer:
     peer: PeerProcess
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.sock.close()
         self.peer.close()
 
@@ -75,7 +75,7 @@ def meet_followers(
     """Wait for processes 1 to ``num_followers`` of this host; returns them by number.
 
     Raises:
-        WorkerError: some have not come in time; with their numbers.
+        WorkerError: some did not connect in time; with their numbers.
     """
     _check_platform()
     numbers = {_purpose(place, number): number for number in range(1, num_followers + 1)}
@@ -94,10 +94,10 @@ def meet_followers(
                 sock = admission.channel.socket
                 followers[admission.purpose] = LocalPeer(sock=sock, peer=PeerProcess(sock))
             for purpose in [each for each in followers if has_hung_up(followers[each].sock)]:
-                followers.pop(purpose).close()  # it gave up, and may come again
+                followers.pop(purpose).close()  # it gave up, and may connect again
                 gate.purposes.add(purpose)
             if gate.purposes:
-                notice.look(watch.tick())
+                notice.show_if_due(watch.tick())
             if gate.purposes and watch.seconds > timeout_seconds:
                 raise _incomplete(place, numbers, gate, timeout_seconds)
     except BaseException:
@@ -110,13 +110,13 @@ def meet_followers(
 
 
 def meet_leader(place: Place, secret: bytes | None, *, timeout_seconds: float) -> LocalPeer:
-    """Find process 0 of this host, however late.
+    """Connect to process 0 of this host, which may start later.
 
     Raises:
-        WorkerError: it has not come in time, or sends this process away.
+        WorkerError: it did not listen in time, or refuses this process.
     """
     _check_platform()
-    watch, seen = Stopwatch(), "nobody there"
+    watch, last_answer = Stopwatch(), "no process listens"
     while watch.tick() <= timeout_seconds:
         seconds = min(_HANDSHAKE_SECONDS, timeout_seconds)
         leader = ""
@@ -132,27 +132,27 @@ def meet_leader(place: Place, secret: bytes | None, *, timeout_seconds: float) -
             )
             return LocalPeer(sock=sock, peer=PeerProcess(sock))
         except HandshakeError as error:
-            seen = f"{leader}: {error}"
+            last_answer = f"{leader}: {error}"
             if str(error) in _FINAL:
                 why = _FINAL[str(error)].format(number=place.process)
                 raise _refused(place, f"{leader}: {why}") from error
-        except OSError:  # nobody there, a full house, hung up
+        except OSError:  # no listener yet, its queue is full, or it closed the connection
             pass
         time.sleep(LOOK_AROUND_SECONDS)
     raise WorkerError(
         f"Process {place.process} of this host, started by {place.launcher}, has waited "
         f"{timeout_seconds:.0f} s for process 0, which leads the host's processes.",
-        received=seen,
-        fix="All of them must run the same script, with the same secret, and call fit, "
-        "evaluate and predict equally often.",
+        received=last_answer,
+        fix="All processes must run the same script, with the same secret, and call fit, evaluate "
+        "and predict equally often.",
     )
 
 
 def _listen(place: Place, watch: Stopwatch, timeout_seconds: float) -> socket.socket:
-    """The leader's listener, as soon as the name is free: an earlier meeting may be about to end.
+    """The leader's listener, when the name is free: an earlier listener may be about to close.
 
     Raises:
-        WorkerError: it is not free in time.
+        WorkerError: it did not become free in time.
     """
     while True:
         try:
@@ -162,11 +162,11 @@ def _listen(place: Place, watch: Stopwatch, timeout_seconds: float) -> socket.so
                 raise
         if watch.tick() > timeout_seconds:
             raise WorkerError(
-                "The name by which the processes of this host find each other is taken.",
-                received=f"job {place.job!r} on host {place.host}, "
-                f"tried for {timeout_seconds:.0f} s",
-                fix=f"Another process of this job leads the host, or {place.launcher} has "
-                "started two jobs under one name.",
+                "The socket name for this host's processes must be free.",
+                received=f"job {place.job!r} on host {place.host}: in use for "
+                f"{timeout_seconds:.0f} s",
+                fix=f"Check that no other process of this job leads the host, and that "
+                f"{place.launcher} has not started two jobs under one name.",
             )
         time.sleep(LOOK_AROUND_SECONDS)
 
@@ -187,29 +187,29 @@ def _incomplete(
     place: Place, numbers: Mapping[bytes, int], gate: Gate, waited_seconds: float
 ) -> WorkerError:
     missing = _missing(numbers, gate)
-    refused = f"; {gate.num_refused} were turned away, the last: {gate.last_refusal}"
+    refused = f"; {gate.num_refused} were refused, the last: {gate.last_refusal}"
     return WorkerError(
-        f"Of this host's processes, started by {place.launcher}, {len(missing)} did not come "
-        f"to this call within {waited_seconds:.0f} s: process {first_few(missing)}.",
+        f"{len(missing)} of this host's processes, started by {place.launcher}, did not take part "
+        f"in this call within {waited_seconds:.0f} s: process {first_few(missing)}.",
         received=f"{len(numbers) - len(missing)} of {len(numbers)} besides process 0"
         f"{refused if gate.num_refused else ''}",
-        fix="All of them must run the same script, with the same secret, and call fit, "
-        "evaluate and predict as often as process 0.",
+        fix="All processes must run the same script, with the same secret, and call fit, evaluate "
+        "and predict as often as process 0.",
     )
 
 
 def _refused(place: Place, why: str) -> WorkerError:
     return WorkerError(
-        "The process that leads this host's processes is not the one to work with.",
+        "The process that leads this host must belong to the same job as this process.",
         received=why,
         fix=f"Check the variables that {place.launcher} sets, and that no two jobs have one name.",
     )
 
 
 def _name_of(place: Place) -> bytes:
-    """The abstract name (it begins with a zero byte): of this user's job, and of this host's."""
-    told = (place.job, place.host, *map(str, place.rendezvous), os.geteuid())
-    return b"\0lockstep-" + hashlib.sha256(repr(told).encode()).hexdigest().encode()
+    """The socket's abstract name (a zero byte first), for this user, job and host."""
+    identity = (place.job, place.host, *map(str, place.rendezvous), os.geteuid())
+    return b"\0lockstep-" + hashlib.sha256(repr(identity).encode()).hexdigest().encode()
 
 
 def _purpose(place: Place, number: int) -> bytes:
@@ -219,7 +219,8 @@ def _purpose(place: Place, number: int) -> bytes:
 def _check_platform() -> None:
     if sys.platform != "linux":
         raise WorkerError(
-            "Processes that a launcher started for one host can work together on Linux only.",
+            "Several processes of one host that a launcher started can train together only on "
+            "Linux.",
             received=sys.platform,
-            fix="Start one process per host: it starts its helpers by itself.",
+            fix="Start one process per host, which starts its helpers itself.",
         )

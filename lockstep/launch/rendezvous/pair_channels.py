@@ -1,9 +1,8 @@
-"""Opens channels pair by pair: connections for tensors, beside the star of the control group.
+"""Opens channels between pairs of hosts: connections for tensors, beside the control group's.
 
-Of two hosts the one with the lower number listens: at the address of the interface that the control
-group uses, at a free port, until its channels are there and no longer. Where, it says over the
-control group. Each handshake is for one channel: with a token that is made for this one time, the
-pair, and the number.
+In each pair the host with the lower number listens, on the control group's interface and at a free
+port, until its channels are open. It announces its address over the control group. The purpose of a
+handshake is one channel: a token for this opening, the pair, and the channel's number.
 """
 
 import os
@@ -29,13 +28,13 @@ Counts = Mapping[tuple[int, int], int]
 _Channels = dict[int, list[Channel]]
 
 
-class _Notice(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host says before channels are opened.
+class _Announcement(msgspec.Struct, frozen=True, kw_only=True):
+    """A host's message before channels are opened.
 
     Attributes:
-        counts: how many channels there are to be, as (host, other host, number).
+        counts: the number of channels, as (host, other host, number).
         where: the address and port of its listener, if it has one.
-        token: what its channels are known by.
+        token: the part of its channels' purposes that is new for each opening.
     """
 
     counts: list[tuple[int, int, int]]
@@ -45,7 +44,7 @@ class _Notice(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(kw_only=True)
 class _Opening:
-    """One opening of channels, as a host goes through it; see ``open_channels``."""
+    """One opening of channels on one host; see ``open_channels``."""
 
     control_group: ControlGroup
     secret: Secret
@@ -55,7 +54,7 @@ class _Opening:
     watch: Stopwatch = field(default_factory=Stopwatch)
 
     def opened(self) -> _Channels:
-        """All channels; none is left open where one cannot be."""
+        """All channels. If one cannot be opened, all are closed."""
         host, counts, token = self.control_group.host, self.counts, os.urandom(_TOKEN_BYTES)
         assert all(0 <= low < high < self.control_group.num_hosts for low, high in counts)
         expected = {
@@ -67,11 +66,11 @@ class _Opening:
         gate = self.open_gate(expected) if expected else None
         opened: _Channels = {}
         try:
-            notices = self.exchange_notices(gate, token)
-            self.watch = Stopwatch()  # now all hosts are at it
+            announcements = self.exchange_announcements(gate, token)
+            self.watch = Stopwatch()  # all hosts have begun
             for low in range(host):
                 for number in range(counts.get((low, host), 0)):
-                    opened.setdefault(low, []).append(self.call(low, notices[low], number))
+                    opened.setdefault(low, []).append(self.call(low, announcements[low], number))
             if gate:
                 self.accept(gate, expected, opened)
         except BaseException:
@@ -92,25 +91,25 @@ class _Opening:
             raise HostError(
                 f"{self.own_name} must be able to listen at {address}.",
                 received=error.strerror or str(error),
-                fix="See whether the interface is still up.",
+                fix="Check whether the interface is still up.",
             ) from error
 
-    def exchange_notices(self, gate: Gate | None, token: bytes) -> list[_Notice]:
+    def exchange_announcements(self, gate: Gate | None, token: bytes) -> list[_Announcement]:
         group = self.control_group
         wanted = sorted((*pair, count) for pair, count in self.counts.items() if count)
         where = (gate.address[0], gate.address[1]) if gate else None
-        own = _Notice(counts=wanted, where=where, token=token)
-        said = group.exchange(msgspec.json.encode(own), self.look_around)
-        notices = [decode_untrusted(part, _Notice) for part in said]
-        for host, notice in enumerate(notices):
-            if notice.counts != wanted:
+        own = _Announcement(counts=wanted, where=where, token=token)
+        received = group.exchange(msgspec.json.encode(own), self.look_around)
+        announcements = [decode_untrusted(payload, _Announcement) for payload in received]
+        for host, announcement in enumerate(announcements):
+            if announcement.counts != wanted:
                 raise HostError(
                     "All hosts must ask for the same channels.",
-                    received=f"{notice.counts} on {group.name_of(host)}, {wanted} on "
+                    received=f"{announcement.counts} on {group.name_of(host)}, {wanted} on "
                     f"{self.own_name}",
                     fix="Run the same script with the same options on every host.",
                 )
-        return notices
+        return announcements
 
     @property
     def own_name(self) -> str:
@@ -120,17 +119,17 @@ class _Opening:
         self.control_group.look_around()
         self.look_around(self.watch.tick())
 
-    def call(self, host: int, notice: _Notice, number: int) -> Channel:
+    def call(self, host: int, announcement: _Announcement, number: int) -> Channel:
         """Channel ``number`` to a host with a lower number."""
-        assert notice.where is not None
+        assert announcement.where is not None
         family, _ = self.control_group.interface
-        purpose = _purpose(notice.token, host, self.control_group.host, number)
+        purpose = _purpose(announcement.token, host, self.control_group.host, number)
         while True:
             left = self.timeout_seconds - self.watch.tick()
             try:
                 return call(
                     family,
-                    notice.where,
+                    announcement.where,
                     self.secret,
                     purpose,
                     seconds=max(left, 0.0),
@@ -138,15 +137,15 @@ class _Opening:
                 )
             except (HandshakeError, OSError) as error:
                 if self.watch.tick() > self.timeout_seconds:
-                    raise self.too_late([host], str(error)) from error
-                # Others who call that host may have been in the way.
+                    raise self.timeout_error([host], str(error)) from error
+                # The handshakes of other callers may have displaced this one.
                 time.sleep(LOOK_AROUND_SECONDS)
                 self.look()
 
     def accept(
         self, gate: Gate, expected: Mapping[bytes, tuple[int, int]], into: _Channels
     ) -> None:
-        """Let in the channels of hosts with higher numbers."""
+        """Accept the channels of hosts with higher numbers."""
         numbered: dict[tuple[int, int], Channel] = {}
         try:
             while gate.purposes:
@@ -155,19 +154,19 @@ class _Opening:
                 self.look()
                 if gate.purposes and self.watch.seconds > self.timeout_seconds:
                     missing = sorted({expected[purpose][0] for purpose in gate.purposes})
-                    raise self.too_late(missing, gate.last_refusal or "nobody called")
+                    raise self.timeout_error(missing, gate.last_refusal or "no call")
         finally:
             for host, number in sorted(numbered):
                 into.setdefault(host, []).append(numbered[host, number])
 
-    def too_late(self, hosts: Iterable[int], received: str) -> HostError:
+    def timeout_error(self, hosts: Iterable[int], received: str) -> HostError:
         names = " and ".join(self.control_group.name_of(host) for host in hosts)
         return HostError(
             f"{names} must be connected with {self.own_name} within "
             f"{format_seconds(self.timeout_seconds)}.",
             received=received,
-            fix="See whether a firewall stands between these hosts: every pair talks over "
-            "ports that the kernel chooses.",
+            fix="Check whether a firewall is between these hosts: every pair connects at ports "
+            "that the kernel chooses.",
         )
 
 
@@ -177,12 +176,12 @@ def open_channels(
     timeout_seconds: float,
     look_around: LookAround = wait_on,
 ) -> dict[int, list[Channel]]:
-    """Open connections, pair by pair. All hosts of a control group ask for the same ones.
+    """Open connections, pair by pair. All hosts of a control group must ask for the same ones.
 
     Args:
         control_group: the hosts.
-        counts: how many for hosts (g, h), g < h; pairs that are not named get none.
-        timeout_seconds: until all of them must be there, from when all hosts are at it.
+        counts: the number for hosts (g, h), g < h; other pairs get none.
+        timeout_seconds: until all channels must be open, from when all hosts have begun.
         look_around: called while waiting.
 
     Returns:
@@ -190,11 +189,11 @@ def open_channels(
         belong to the caller.
 
     Raises:
-        HostError: another host did not connect, failed, or is gone.
+        HostError: another host did not connect, failed, or is lost.
     """
     if control_group.secret is None:
         return {}
-    with control_group.telling_others():
+    with control_group.passing_on_failures():
         return _Opening(
             control_group=control_group,
             secret=control_group.secret,

@@ -1,6 +1,6 @@
-"""Host 0's side of the rendezvous, and what both sides say there.
+"""Host 0's side of the rendezvous, and the messages of both sides.
 
-A ``Deadline`` is how long a host waits for the others, all its waits together.
+A ``Deadline`` limits the sum of a host's waits for the others.
 """
 
 import contextlib
@@ -32,18 +32,18 @@ _PAUSE_SECONDS = 0.2
 
 
 class DeadlineError(Exception):
-    """This host has waited for as long as it was to."""
+    """A host's waits together have taken longer than its timeout."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deadline:
-    """How long this host waits for the others, everything together.
+    """The limit of the sum of this host's waits for the others.
 
     Attributes:
         watch: counts the seconds.
-        timeout_seconds: for so long at the most.
+        timeout_seconds: the limit.
         look_around: called every 20 ms.
-        patience_seconds: for so long where those that have come are enough to go on.
+        patience_seconds: the limit if enough hosts have joined to start.
     """
 
     watch: Stopwatch
@@ -52,21 +52,21 @@ class Deadline:
     patience_seconds: float = math.inf
 
     def announced(self, describe: Callable[[], str]) -> "Deadline":
-        """The same, of a host that says what it waits for (see ``Notice``)."""
+        """The same deadline, whose waits show a ``Notice``."""
         notice = Notice(describe)
 
         def look_around(waited_seconds: float) -> None:
             self.look_around(waited_seconds)
-            notice.look(waited_seconds)
+            notice.show_if_due(waited_seconds)
 
         return replace(self, look_around=look_around)
 
     def extended(self) -> "Deadline":
-        """Twice the time from now on: for a host whose word another one waits for."""
+        """A deadline of twice the time from now on, for hosts that still need host 0's message."""
         return replace(self, watch=Stopwatch(), timeout_seconds=2 * self.timeout_seconds)
 
-    def look(self, waited_seconds: float = 0.0) -> None:
-        """Look around, whatever a single wait has taken.
+    def check(self, waited_seconds: float = 0.0) -> None:
+        """Look around. The seconds of a single wait do not matter.
 
         Raises:
             DeadlineError: all waits together took too long.
@@ -76,26 +76,26 @@ class Deadline:
             raise DeadlineError
 
     def pause(self) -> None:
-        """Let others come."""
+        """Wait a moment."""
         watch = Stopwatch()
         while watch.tick() < _PAUSE_SECONDS:
             time.sleep(LOOK_AROUND_SECONDS)
-            self.look()
+            self.check()
 
     def __str__(self) -> str:
         return format_seconds(self.timeout_seconds)
 
 
 INFO = b"C"  # a host to host 0
-WAITING = b"W"  # host 0 to those who have come: the numbers of those who have not
-INFOS = b"A"  # host 0 to all: the control group is closed, with the infos of its hosts by number
+WAITING = b"W"  # host 0 to the hosts that have joined: the numbers of the missing ones
+INFOS = b"A"  # host 0 to all: the control group is complete, with its hosts' infos by number
 
 _MOST_INFO_BYTES = 1 << 20
-_NOBODY = -1  # a host that has not said which one it is
+_UNKNOWN_HOST = -1  # has not sent its number yet
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host sends first: which one it is, and its host info."""
+    """A host's first message: its number and its host info."""
 
     host: int
     num_hosts: int
@@ -104,31 +104,31 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def count(self) -> str:
-        """Of the job's hosts, for messages."""
+        """The number of the job's hosts, for messages."""
         if self.min_hosts is None:
             return str(self.num_hosts)
         return f"{self.min_hosts} to {self.num_hosts}"
 
 
-def entry_of(place: Place, info: HostInfo) -> Entry:
-    """What a host sends of its Place."""
+def make_entry(place: Place, info: HostInfo) -> Entry:
+    """The first message of the host at this Place."""
     return Entry(host=place.host, num_hosts=place.num_hosts, min_hosts=place.min_hosts, info=info)
 
 
 def needed_hosts(place: Place) -> str:
-    """Who must come, for messages."""
+    """The hosts that must join, for messages."""
     if place.min_hosts is None:
         return f"All {place.num_hosts} hosts"
     return f"At least {place.min_hosts} of {place.num_hosts} hosts"
 
 
 def awaited_hosts(where: object, missing: list[int], num_hosts: int) -> str:
-    """What a host says while others have not come."""
+    """The notice of a host while others are missing."""
     return f"Waiting at {where} for {len(missing)} of {num_hosts} hosts: {numbers_of(missing)}."
 
 
 def purpose_of_meeting(place: Place) -> bytes:
-    """What the handshakes of a job's rendezvous are for."""
+    """The purpose of handshakes at a job's rendezvous."""
     return purpose_of("rendezvous", place.job)
 
 
@@ -136,11 +136,11 @@ class RendezvousServer:
     """Host 0's side.
 
     Attributes:
-        where: host 0 listens; None until it does.
-        entering: those who have proved that they are ours, and since when; no info yet.
+        where: the address at which host 0 listens; None until it does.
+        unidentified: channels whose hosts have not sent their info, and their handshakes' times.
         channels: of the hosts that have sent their info.
         infos: theirs, and host 0's.
-        left: who went away again, for messages.
+        left: the last host that joined and left again, for messages.
     """
 
     def __init__(self, place: Place, secret: Secret, info: HostInfo, deadline: Deadline) -> None:
@@ -148,13 +148,13 @@ class RendezvousServer:
         self.secret = secret
         self.deadline = deadline.announced(self._describe)
         self.where: Address | None = None
-        self.entering: dict[FramedChannel, float] = {}
+        self.unidentified: dict[FramedChannel, float] = {}
         self.channels: dict[int, FramedChannel] = {}
         self.infos = {0: info}
         self.left = ""
 
     def run(self) -> ControlGroup:
-        """Let everybody in, and close the control group."""
+        """Admit the hosts, and complete the control group."""
         listener = _listen(self.place, self.deadline)
         gate = Gate(listener, self.secret, {purpose_of_meeting(self.place)})
         self.where = Address(*gate.address[:2])
@@ -163,7 +163,7 @@ class RendezvousServer:
             return self._close_control_group()
         except BaseException as error:
             refusal = self._incomplete(gate) if isinstance(error, DeadlineError) else error
-            self._dismiss(refusal)
+            self._send_failure(refusal)
             raise refusal from None
         finally:
             gate.close()
@@ -176,70 +176,70 @@ class RendezvousServer:
 
     @property
     def missing(self) -> list[int]:
-        """The hosts that have not come."""
+        """The hosts that have not joined."""
         return [host for host in range(self.place.num_hosts) if host not in self.infos]
 
     def _admit_hosts(self, gate: Gate) -> None:
-        """Let in all hosts, or those that come in time, where they are enough.
+        """Admit all hosts, or those that join in time if they are enough.
 
         Raises:
-            DeadlineError: they are not.
+            DeadlineError: they are not enough.
         """
         deadline = self.deadline
         try:
             while self.missing:
-                self._go_on(gate)
-                if self._are_enough and deadline.watch.seconds > deadline.patience_seconds:
+                self._handle_arrivals(gate)
+                if self._has_enough and deadline.watch.seconds > deadline.patience_seconds:
                     break
         except DeadlineError:
-            if not self._are_enough:
+            if not self._has_enough:
                 raise
         if self.missing:
-            self._announce_fewer()
+            self._announce_partial_start()
             self.deadline = deadline.extended()
 
     @property
-    def _are_enough(self) -> bool:
-        """Whether those that have come may go on without the others."""
+    def _has_enough(self) -> bool:
+        """True if the hosts that have joined may start without the others."""
         least = self.place.min_hosts
         return least is not None and len(self.infos) >= least
 
-    def _announce_fewer(self) -> None:
+    def _announce_partial_start(self) -> None:
         here = [name_of(host, self.infos[host]) for host in sorted(self.infos)]
         waited = min(self.deadline.timeout_seconds, self.deadline.patience_seconds)
         show(
-            f"{len(here)} of {self.place.num_hosts} hosts go on: {first_few(here)}. Nothing has "
-            f"come from {numbers_of(self.missing)} in {format_seconds(waited)}{self.left}.\n"
+            f"{len(here)} of {self.place.num_hosts} hosts start: {first_few(here)}. No connection "
+            f"from {numbers_of(self.missing)} in {format_seconds(waited)}{self.left}.\n"
         )
 
-    def _go_on(self, gate: Gate) -> None:
+    def _handle_arrivals(self, gate: Gate) -> None:
         for admission in gate.admit(LOOK_AROUND_SECONDS):
-            peer = RemotePeer(host=_NOBODY, name=address_of(admission.channel))
-            self.entering[FramedChannel(admission.channel, peer, _MOST_INFO_BYTES)] = (
+            peer = RemotePeer(host=_UNKNOWN_HOST, name=address_of(admission.channel))
+            self.unidentified[FramedChannel(admission.channel, peer, _MOST_INFO_BYTES)] = (
                 time.monotonic()
             )
         before = self.missing
-        self._forget_who_left()
-        for channel, since in list(self.entering.items()):
+        self._forget_closed()
+        for channel, since in list(self.unidentified.items()):
             self._take_info(channel, since)
         if self.missing != before:
-            self._tell_missing()
+            self._send_missing()
         if self.missing:
-            self.deadline.look()
+            self.deadline.check()
 
-    def _tell_missing(self) -> None:
+    def _send_missing(self) -> None:
         for channel in self.channels.values():
-            # One that has gone is forgotten in the next round.
+            # A closed channel is removed in the next round.
             with contextlib.suppress(HostError):
-                channel.send(WAITING, msgspec.json.encode(self.missing), self.deadline.look)
+                channel.send(WAITING, msgspec.json.encode(self.missing), self.deadline.check)
 
-    def _forget_who_left(self) -> None:
+    def _forget_closed(self) -> None:
         for host, channel in list(self.channels.items()):
-            if _has_gone(channel):
+            if _has_left(channel):
                 self._forget(host)
 
     def _forget(self, host: int) -> None:
-        self.left = f"; {self.channels[host].peer} came and left again"
+        self.left = f"; {self.channels[host].peer} joined and left again"
         self.channels.pop(host).close()
         del self.infos[host]
 
@@ -249,28 +249,28 @@ class RendezvousServer:
         except HostError:
             if channel.was_tampered_with:
                 raise
-            self._turn_away(channel)  # gone before it said which one it is; it may come again
+            self._close_unidentified(channel)  # closed before it sent its number; it may call again
             return
         if frame is not None:
-            self._enter(channel, frame)
+            self._admit(channel, frame)
         elif time.monotonic() - since > HANDSHAKE_SECONDS:
-            self._turn_away(channel)
+            self._close_unidentified(channel)
 
-    def _turn_away(self, channel: FramedChannel) -> None:
-        del self.entering[channel]
+    def _close_unidentified(self, channel: FramedChannel) -> None:
+        del self.unidentified[channel]
         channel.close()
 
-    def _enter(self, channel: FramedChannel, frame: Frame) -> None:
-        """Note which host has come.
+    def _admit(self, channel: FramedChannel, frame: Frame) -> None:
+        """Note which host has joined.
 
         Raises:
-            HostError: it does not belong here; it is told, like all others.
+            HostError: it does not fit the job. It gets this error, like all others.
         """
         entry = decode_untrusted(frame.payload, Entry, f"A host at {channel.peer.name}")
-        if entry.host in self.channels and _has_gone(self.channels[entry.host]):
+        if entry.host in self.channels and _has_left(self.channels[entry.host]):
             self._forget(entry.host)
         self._check(entry, channel)
-        del self.entering[channel]
+        del self.unidentified[channel]
         channel.peer = peer_of(entry.host, entry.info, channel.peer.name)
         channel.most_bytes = MOST_BYTES
         self.channels[entry.host], self.infos[entry.host] = channel, entry.info
@@ -278,10 +278,10 @@ class RendezvousServer:
     def _check(self, entry: Entry, channel: FramedChannel) -> None:
         problems = Problems()
         name = f"{name_of(entry.host, entry.info)} at {channel.peer.name}"
-        own, num_hosts = entry_of(self.place, self.infos[0]), self.place.num_hosts
+        own, num_hosts = make_entry(self.place, self.infos[0]), self.place.num_hosts
         if entry.count != own.count:
             problems.add(
-                "All hosts must be told the same number of hosts.",
+                "All hosts must be started with the same number of hosts.",
                 received=f"{own.count} on host 0, {entry.count} on {name}",
                 fix="Start all hosts with the same number.",
             )
@@ -289,19 +289,18 @@ class RendezvousServer:
             problems.add(
                 f"Hosts other than host 0 must have numbers from 1 to {num_hosts - 1}.",
                 received=name,
-                fix="Start each host with a number of its own; host 0 is at the rendezvous.",
+                fix="Start each host with another number; host 0 is at the rendezvous.",
             )
         elif entry.host in self.channels:
             problems.add(
-                f"Each process must lead a host of its own: two say that they are host "
-                f"{entry.host}.",
+                f"Only one process may lead host {entry.host}.",
                 received=f"{self.channels[entry.host].peer} and {name}",
-                fix="Start each host with a number of its own.",
+                fix="Start each host with another number.",
             )
         difference = _difference(self.infos[0].facts, entry.info.facts, entry.host)
         if difference:
             problems.add(
-                f"{name} must be what host 0 is.",
+                f"{name} must have the same versions and script as host 0.",
                 received=difference,
                 fix="Install the same versions, and start the same script, on every host.",
             )
@@ -310,27 +309,27 @@ class RendezvousServer:
     def _close_control_group(self) -> ControlGroup:
         hosts = sorted(self.infos)
         infos = [self.infos[host] for host in hosts]
-        told = msgspec.json.encode([*zip(hosts, infos, strict=True)])
+        payload = msgspec.json.encode([*zip(hosts, infos, strict=True)])
         for channel in self.channels.values():
             try:
-                channel.send(INFOS, told, self.deadline.look)
+                channel.send(INFOS, payload, self.deadline.check)
             except HostError as error:
                 if not error.is_loss:
                     raise
-                # As if it had gone a moment later: the others learn it in the control group, as the
-                # loss that it is, and may meet again.
-        for channel in list(self.entering):
-            self._turn_away(channel)
+                # Treat it as lost a moment later: the control group raises the loss, after which
+                # the others may meet again.
+        for channel in list(self.unidentified):
+            self._close_unidentified(channel)
         star = {number: self.channels[host] for number, host in enumerate(hosts) if host}
         for number, channel in star.items():
             channel.peer = replace(channel.peer, host=number)
         return ControlGroup(host=0, infos=infos, star=star, secret=self.secret)
 
-    def _dismiss(self, error: BaseException) -> None:
-        """Tell all who are here why there will be no control group."""
+    def _send_failure(self, error: BaseException) -> None:
+        """Send all connected hosts the reason why there will be no control group."""
         own = name_of(0, self.infos[0])
         text = str(error) if isinstance(error, HostError) else f"{own} gave up: {error!r}."
-        for channel in [*self.channels.values(), *self.entering]:
+        for channel in [*self.channels.values(), *self.unidentified]:
             channel.fail(text)
 
     def _incomplete(self, gate: Gate) -> HostError:
@@ -338,11 +337,11 @@ class RendezvousServer:
         refused = f"; {gate.num_refused} connections were refused, the last: {gate.last_refusal}"
         only_here = "; only this machine can reach that address"
         return HostError(
-            f"{needed_hosts(self.place)} must come to host 0 at {self.where} within "
+            f"{needed_hosts(self.place)} must connect to host 0 at {self.where} within "
             f"{self.deadline}.",
-            received=f"nothing from {numbers_of(self.missing)}{self.left}"
+            received=f"no connection from {numbers_of(self.missing)}{self.left}"
             f"{refused if gate.num_refused else ''}",
-            fix="See that each was started, with the same rendezvous, job and secret"
+            fix="Check that each was started, with the same rendezvous, job and secret"
             f"{only_here if self.where.is_loopback else ''}.",
         )
 
@@ -351,7 +350,7 @@ def _listen(place: Place, deadline: Deadline) -> socket.socket:
     """Host 0's listener, at the first address that is free.
 
     Raises:
-        HostError: none will ever be, or none was in time.
+        HostError: none can become free, or none did in time.
     """
     while True:
         answers: dict[str, str] = {}
@@ -371,8 +370,7 @@ def _listen(place: Place, deadline: Deadline) -> socket.socket:
             raise HostError(
                 "Host 0 must be able to listen at the rendezvous.",
                 received=listed,
-                fix="Give an address of host 0 that the other hosts can reach, and a port that "
-                "is free.",
+                fix="Give an address of host 0 that the other hosts can reach, and a free port.",
             ) from None
 
 
@@ -381,7 +379,7 @@ def _listen_at(address: Address) -> socket.socket:
     for family, where in resolve(address):
         try:
             if ipaddress.ip_address(where[0]).is_unspecified:
-                raise OSError(errno.EADDRNOTAVAIL, "it means every interface; name one")
+                raise OSError(errno.EADDRNOTAVAIL, "it means all interfaces; name one")
             return listen(family, where)
         except OSError as reason:
             error = reason
@@ -399,22 +397,22 @@ def _difference(own: Mapping[str, str], theirs: Mapping[str, str], host: int) ->
     )
 
 
-def _has_gone(channel: FramedChannel) -> bool:
-    """Whether a host that was let in is there no more. It may come again.
+def _has_left(channel: FramedChannel) -> bool:
+    """True if an admitted host has closed its connection. It may join again.
 
     Raises:
-        HostError: the connection was tampered with, in whichever direction.
+        HostError: the connection was tampered with, in either direction.
     """
     try:
-        return channel.take_one() is not None  # who talks out of turn is none of ours
+        return channel.take_one() is not None  # a host of this job sends nothing now
     except HostError:
-        if channel.was_tampered_with or channel.was_told:
+        if channel.was_tampered_with or channel.has_report:
             raise
         return True
 
 
 def peer_of(host: int, info: HostInfo, address: str) -> RemotePeer:
-    """A host for messages, with its name and where it is."""
+    """A host for messages, with its name and address."""
     name = info.about.get("name")
     return RemotePeer(host=host, name=address if name is None else f"{name}, {address}")
 
@@ -430,8 +428,8 @@ def reason_of(error: Exception) -> str:
 
 
 def address_of(channel: Channel) -> str:
-    """Of the other end."""
+    """The other end's address."""
     try:
         return str(channel.socket.getpeername()[0])
-    except OSError:  # it has gone again
+    except OSError:  # it is closed
         return "an unknown address"

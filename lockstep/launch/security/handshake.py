@@ -1,29 +1,28 @@
 """The handshake: two processes prove to each other that they know the job's secret.
 
-They meet over TCP, or over a Unix socket if they run on one host; there the kernel must say as well
-that both run as the same user.
+They are connected by TCP, or by a Unix socket if they run on one host; then the kernel must also
+say that both run as the same user.
 
 Four messages of fixed sizes, before anything else is read::
 
-    caller    greeting: what this is, 32 random bytes, and an X25519 key of this one time
+    caller    greeting: the protocol, 32 random bytes, and an X25519 key for this connection
     answerer  greeting: the same
     caller    proofs    HMAC-SHA256 over both greetings; and over the purpose and both greetings
     answerer  proof     over the purpose and both greetings, with another key; or a refusal
 
-The caller proves first: a caller without the secret gets random bytes, a refusal, and then a closed
-connection. The first proof tells another secret from another purpose, and the refusal says
-which of the two it was: so both sides know. The random bytes are new each time, so what was
-recorded once proves nothing later; each direction has its own key, so what was sent to somebody
-proves nothing when sent back to him. The purpose (this job's rendezvous; the third channel from
-host 0 to host 1) is agreed before and never sent, so a proof counts for one thing only.
+The caller proves first: a caller without the secret gets random bytes, a refusal, and a closed
+connection. The first proof distinguishes another secret from another purpose, and the refusal says
+which of the two differs, so both sides know. The random bytes are new each time, so a replayed
+recording proves nothing; each direction has its own key, so a reflected message proves nothing. The
+purpose (this job's rendezvous; the third channel from host 0 to host 1) is agreed before and never
+sent, so a proof is valid for one purpose only.
 
-Both sides are written as talks that know no socket: each step says what to send and how many bytes
-to wait for. ``Gate`` holds many of them at a time, so that one who is slow keeps nobody waiting.
+Both sides are generators without a socket: each step yields the bytes to send and the number of
+bytes to wait for. ``Gate`` runs many handshakes at a time, so that a slow one delays no other.
 
-What follows on the connection is sealed (``lockstep.channel``), with keys that come of the secret,
-of what the two X25519 keys have in common, and of all that the proofs are about. So nobody
-between the hosts can read or change it, and a recording cannot be read by somebody who learns the
-secret later.
+What follows on the connection is sealed (``lockstep.channel``), with keys derived from the secret,
+the X25519 key agreement, and the messages under the proofs. So no third party can read or change
+it, and a recording stays unreadable for someone who learns the secret later (forward secrecy).
 """
 
 import hashlib
@@ -51,11 +50,11 @@ _PUBLIC_KEY_BYTES = 32
 _GREETING_BYTES = len(_MAGIC) + _NONCE_BYTES + _PUBLIC_KEY_BYTES
 _PROOF_BYTES = 32
 _CALLER, _ANSWERER = b"lockstep caller 3", b"lockstep answerer 3"
-_KNOWER, _SEALER = b"lockstep knower 3", b"lockstep sealer 3"
+_SECRET_PROOF, _CHANNEL_KEYS = b"lockstep knower 3", b"lockstep sealer 3"
 
-OTHER_PROTOCOL = "it does not speak Lockstep's protocol, or another version of it"
+OTHER_PROTOCOL = "it does not speak Lockstep's protocol, or speaks another version of it"
 OTHER_SECRET = "it has another secret than this host"
-OTHER_JOB = "it is of another job, with the same secret"
+OTHER_JOB = "it belongs to another job, with the same secret"
 NO_SECRET = "it cannot prove that it knows the secret"
 _TOO_SLOW = "it did not finish the handshake in time"
 _REFUSALS = {
@@ -63,14 +62,14 @@ _REFUSALS = {
     for text in (OTHER_SECRET, OTHER_JOB)
 }
 
-# A whole handshake takes three times the way there and back.
+# A whole handshake takes three round trips.
 HANDSHAKE_SECONDS = 10.0
 _MOST_PENDING = 128
 _MOST_ACCEPTED_AT_ONCE = 64
 
-# Yields (what to send, how many bytes to wait for), is sent those; returns the purpose, and the
-# keys for what follows.
-_Talk = Generator[tuple[bytes, int], bytes, tuple[bytes, Keys]]
+# Yields (bytes to send, number of bytes to wait for), is sent the received bytes; returns the
+# purpose, and the keys for the channel.
+_Exchange = Generator[tuple[bytes, int], bytes, tuple[bytes, Keys]]
 
 
 class HandshakeError(Exception):
@@ -78,7 +77,7 @@ class HandshakeError(Exception):
 
 
 def purpose_of(*parts: bytes | str | int) -> bytes:
-    """What a connection is for, as bytes that no other parts give."""
+    """A connection's purpose as bytes, which differ for different parts."""
     encoded = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
     return b"".join(struct.pack("!Q", len(part)) + part for part in encoded)
 
@@ -92,56 +91,58 @@ def _greeting(key: X25519PrivateKey) -> bytes:
     return _MAGIC + os.urandom(_NONCE_BYTES) + key.public_key().public_bytes_raw()
 
 
-def _their_greeting(own: bytes) -> Generator[tuple[bytes, int], bytes, bytes]:
-    """Send this side's, if it is time, and hear the other's."""
+def _exchange_greetings(own: bytes) -> Generator[tuple[bytes, int], bytes, bytes]:
+    """Send this side's greeting, unless it is empty, and return the other's."""
     magic = yield own, len(_MAGIC)
-    if magic != _MAGIC:  # told at once, be the rest as long as it may
+    if magic != _MAGIC:  # raised before the rest arrives
         raise HandshakeError(OTHER_PROTOCOL)
     return magic + (yield b"", _GREETING_BYTES - len(_MAGIC))
 
 
-def _shared(key: X25519PrivateKey, greeting: bytes) -> bytes:
+def _key_agreement(key: X25519PrivateKey, greeting: bytes) -> bytes:
     """The X25519 secret of this side's key and the other's."""
     try:
         return key.exchange(X25519PublicKey.from_public_bytes(greeting[-_PUBLIC_KEY_BYTES:]))
-    except ValueError as error:  # of few that are no keys
-        raise HandshakeError("it sent what is no key") from error
+    except ValueError as error:
+        raise HandshakeError("it sent an invalid public key") from error
 
 
-def _material(
+def _key_material(
     secret: Secret, purpose: bytes, caller: bytes, answerer: bytes, shared: bytes
 ) -> bytes:
-    """What the keys for all that follows are made of."""
+    """The material from which the channel's keys are derived."""
     message = purpose_of(purpose, caller, answerer, shared)
-    return hmac.digest(secret.key(_SEALER), message, "sha256")
+    return hmac.digest(secret.key(_CHANNEL_KEYS), message, "sha256")
 
 
-def _call(secret: Secret, purpose: bytes) -> _Talk:
+def _call_exchange(secret: Secret, purpose: bytes) -> _Exchange:
     key = X25519PrivateKey.generate()
     caller = _greeting(key)
-    answerer = yield from _their_greeting(caller)
-    proofs = [_proof(secret, _KNOWER, b"", caller, answerer)]
+    answerer = yield from _exchange_greetings(caller)
+    proofs = [_proof(secret, _SECRET_PROOF, b"", caller, answerer)]
     proofs += [_proof(secret, _CALLER, purpose, caller, answerer)]
-    theirs = yield b"".join(proofs), _PROOF_BYTES
-    if hmac.compare_digest(theirs, _proof(secret, _ANSWERER, purpose, caller, answerer)):
-        material = _material(secret, purpose, caller, answerer, _shared(key, answerer))
+    their_proof = yield b"".join(proofs), _PROOF_BYTES
+    if hmac.compare_digest(their_proof, _proof(secret, _ANSWERER, purpose, caller, answerer)):
+        material = _key_material(secret, purpose, caller, answerer, _key_agreement(key, answerer))
         return purpose, Keys.agreed(material, is_caller=True)
     refusals = {answer: text for text, answer in _REFUSALS.items()}
-    raise HandshakeError(refusals.get(theirs, NO_SECRET))
+    raise HandshakeError(refusals.get(their_proof, NO_SECRET))
 
 
-def _answer(secret: Secret, purposes: Collection[bytes]) -> _Talk:
-    caller = yield from _their_greeting(b"")
+def _answer_exchange(secret: Secret, purposes: Collection[bytes]) -> _Exchange:
+    caller = yield from _exchange_greetings(b"")
     key = X25519PrivateKey.generate()
     answerer = _greeting(key)
     proofs = yield answerer, 2 * _PROOF_BYTES
-    known, theirs = proofs[:_PROOF_BYTES], proofs[_PROOF_BYTES:]
+    secret_proof, their_proof = proofs[:_PROOF_BYTES], proofs[_PROOF_BYTES:]
     refusal = OTHER_SECRET
-    if hmac.compare_digest(known, _proof(secret, _KNOWER, b"", caller, answerer)):
+    if hmac.compare_digest(secret_proof, _proof(secret, _SECRET_PROOF, b"", caller, answerer)):
         refusal = OTHER_JOB
         for purpose in purposes:
-            if hmac.compare_digest(theirs, _proof(secret, _CALLER, purpose, caller, answerer)):
-                material = _material(secret, purpose, caller, answerer, _shared(key, caller))
+            if hmac.compare_digest(their_proof, _proof(secret, _CALLER, purpose, caller, answerer)):
+                material = _key_material(
+                    secret, purpose, caller, answerer, _key_agreement(key, caller)
+                )
                 yield _proof(secret, _ANSWERER, purpose, caller, answerer), 0
                 return purpose, Keys.agreed(material, is_caller=False)
     yield _REFUSALS[refusal], 0
@@ -157,25 +158,25 @@ class Admission:
 
 
 class _Conversation:
-    """A talk over a socket, without waiting."""
+    """One side of a handshake over a socket, without waiting."""
 
-    def __init__(self, sock: socket.socket, talk: _Talk) -> None:
+    def __init__(self, sock: socket.socket, exchange: _Exchange) -> None:
         self.socket = sock
-        self._talk = talk
+        self._exchange = exchange
         self._received = bytearray()
-        self._unsent, self._num_wanted = next(talk)
-        self._admission: Admission | None = None  # once the handshake is done
+        self._unsent, self._num_wanted = next(exchange)
+        self._admission: Admission | None = None
 
     @property
     def events(self) -> int:
-        """What to poll for."""
+        """The events to poll for."""
         return select.POLLOUT if self._unsent else select.POLLIN
 
     def advance(self) -> Admission | None:
-        """Go on as far as possible without waiting; the admission, once the handshake is done.
+        """Continue without waiting; returns the admission when the handshake is complete.
 
         Raises:
-            HandshakeError: the other side failed it.
+            HandshakeError: the other side failed the handshake.
             OSError: the connection broke.
         """
         try:
@@ -189,13 +190,13 @@ class _Conversation:
         while self._unsent:
             self._unsent = self._unsent[self.socket.send(self._unsent) :]
         while len(self._received) < self._num_wanted:
-            # No byte more: what comes after the handshake is not ours to read.
+            # No byte more: the channel reads what comes after the handshake.
             data = self.socket.recv(self._num_wanted - len(self._received))
             if not data:
-                raise HandshakeError("it closed the connection in the handshake")
+                raise HandshakeError("it closed the connection during the handshake")
             self._received += data
         try:
-            self._unsent, self._num_wanted = self._talk.send(bytes(self._received))
+            self._unsent, self._num_wanted = self._exchange.send(bytes(self._received))
         except StopIteration as end:
             purpose, keys = end.value
             self._admission = Admission(channel=Channel(self.socket, keys), purpose=purpose)
@@ -216,14 +217,14 @@ def call(
     Args:
         family: of the address.
         where: the address.
-        secret: what both know.
-        purpose: what the connection is for; the other side must expect just that.
+        secret: the job's.
+        purpose: of the connection; the other side must expect the same.
         seconds: for connecting, and again for the handshake.
         look_around: called every 20 ms.
 
     Raises:
-        HandshakeError: there is somebody else.
-        OSError: there is nobody.
+        HandshakeError: the process there does not belong to this job.
+        OSError: no process answers there.
     """
     sock = connect(family, where, seconds, look_around)
     return introduce(sock, secret, purpose, seconds=seconds, look_around=look_around)
@@ -245,7 +246,7 @@ def introduce(
     watch = Stopwatch()
     try:
         _check_user(sock)
-        conversation = _Conversation(sock, _call(secret, purpose))
+        conversation = _Conversation(sock, _call_exchange(secret, purpose))
         while (admission := conversation.advance()) is None:
             wait_for(sock, conversation.events, watch, look_around)
             if watch.tick() > seconds:
@@ -257,7 +258,7 @@ def introduce(
 
 
 def _check_user(sock: socket.socket) -> None:
-    """Refuse the other end of a Unix socket before a word if it is another user's."""
+    """Raise HandshakeError if another user's process is at the other end of a Unix socket."""
     if sock.family == socket.AF_UNIX and user_of(sock) != os.geteuid():
         raise HandshakeError("it runs as another user")
 
@@ -265,14 +266,14 @@ def _check_user(sock: socket.socket) -> None:
 class Gate:
     """Runs the handshakes of all connections to a listener, and admits those that succeed.
 
-    A bounded number at a time, each for a bounded time. When more come, the oldest is refused: a
-    process of this job takes milliseconds, and would call again.
+    The number of handshakes and the time of each are limited. If more connections arrive, the
+    oldest is refused: a process of this job needs milliseconds, and would call again.
 
     Args:
         listener: a listening socket; the gate closes it.
-        secret: what admissions must know.
-        purposes: what connections may be for.
-        once: each purpose is good for one connection only.
+        secret: the job's.
+        purposes: the accepted purposes of connections.
+        once: accept each purpose for one connection only.
         seconds: for one handshake.
     """
 
@@ -298,17 +299,17 @@ class Gate:
 
     @property
     def address(self) -> SocketAddress:
-        """Where it listens."""
+        """The listener's address."""
         address: SocketAddress = self._listener.getsockname()
         return address
 
     def admit(self, seconds: float) -> list[Admission]:
-        """Go on with all handshakes, waiting at most so long for something to do."""
+        """Continue all handshakes; waits at most so many seconds for input."""
         admissions: list[Admission] = []
         for descriptor, _ in self._poller.poll(seconds * 1000):
             if descriptor == self._listener.fileno():
                 self._accept()
-            elif descriptor in self._pending:  # unless one who came now took its place
+            elif descriptor in self._pending:  # unless a new connection displaced it
                 admissions += self._advance(descriptor)
         now = time.monotonic()
         while self._pending and next(iter(self._pending.values()))[1] < now:
@@ -316,7 +317,7 @@ class Gate:
         return admissions
 
     def close(self) -> None:
-        """Stop listening, and break off all handshakes."""
+        """Stop listening, and close the connections of all handshakes."""
         self._listener.close()
         for conversation, _ in self._pending.values():
             conversation.socket.close()
@@ -325,12 +326,12 @@ class Gate:
     def _accept(self) -> None:
         for _ in range(_MOST_ACCEPTED_AT_ONCE):
             if len(self._pending) >= _MOST_PENDING:
-                self._refuse_oldest("too many others came")
+                self._refuse_oldest("too many other connections arrived")
             try:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError as error:  # it broke before it was accepted; or out of descriptors
+            except OSError as error:  # it was reset before it was accepted; or out of descriptors
                 self._count_refusal(error.strerror or str(error), "a connection")
                 return
             try:
@@ -340,7 +341,7 @@ class Gate:
                 sock.close()
                 continue
             deadline = time.monotonic() + self._seconds
-            conversation = _Conversation(tune(sock), _answer(self._secret, self.purposes))
+            conversation = _Conversation(tune(sock), _answer_exchange(self._secret, self.purposes))
             self._pending[sock.fileno()] = (conversation, deadline)
             self._poller.register(sock, conversation.events)
 
@@ -357,11 +358,11 @@ class Gate:
         except OSError as error:
             self._refuse(descriptor, error.strerror or str(error))
             return []
-        return self._welcome(descriptor, admission)
+        return self._admit(descriptor, admission)
 
-    def _welcome(self, descriptor: int, admission: Admission) -> list[Admission]:
+    def _admit(self, descriptor: int, admission: Admission) -> list[Admission]:
         if admission.purpose not in self.purposes:
-            self._refuse(descriptor, "its place was taken")
+            self._refuse(descriptor, "another connection has taken its place")
             return []
         if self._once:
             self.purposes.discard(admission.purpose)
@@ -390,5 +391,5 @@ def _peer_address(sock: socket.socket) -> str:
         if sock.family == socket.AF_UNIX:
             return f"process {pid_of(sock)}"
         return str(sock.getpeername()[0])
-    except OSError:  # gone already
+    except OSError:  # it is closed
         return "a connection"

@@ -219,7 +219,7 @@ class Hosts:
 
     def _explained(self, news: HostError) -> HostError:
         """A connection that ends says little: another host may be about to say more."""
-        if self.control_group.has_told:
+        if self.control_group.has_reported:
             return news
         watch = Stopwatch()
         try:
