@@ -138,7 +138,9 @@ def test_all_hosts_of_a_job_can_be_started_here(tmp_path: Path) -> None:
     write(tmp_path / "script.py", f"{PLACE}print(place.job, os.environ['LOCKSTEP_SECRET'])")
     found = call([*LOCKSTEP, "run", "--hosts", "2", "--local", "script.py"], tmp_path)
     assert (found.returncode, found.stderr) == (0, "")
-    where, job, where_1, job_1 = sorted(found.stdout.splitlines())
+    lines = sorted(found.stdout.splitlines())
+    where_1, job_1 = (line for line in lines if line.startswith("[host 1]"))
+    where, job = (line for line in lines if not line.startswith("[host 1]"))
     devices = max(usable_cores() // 2, 1)
     assert re.fullmatch(rf"\(0, 2, '127\.0\.0\.1:\d+', {devices}\)", where)
     assert where_1 == f"[host 1] {where.replace('0', '1', 1)}"
@@ -217,7 +219,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "no secret": (
         ["--hosts", "2", "--host-index", "0", "--rendezvous", "10.0.0.1:1", "{file}"],
-        ["Hosts must share a secret"],
+        ["The hosts of a job must share a secret"],
     ),
     "all hosts here, but one by hand": (
         [

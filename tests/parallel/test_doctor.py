@@ -165,7 +165,7 @@ def test_without_a_secret_hosts_do_not_meet(make_hosts: MakeHosts, tmp_path: Pat
     env = {**WIDE, **without_torch(tmp_path)}
     status, out, err = hosts.run(1, on_hosts(hosts, 1), env).finish()
     assert (status, err) == (1, "")
-    assert "Wrong: Hosts must share a secret" in out
+    assert "Wrong: The hosts of a job must share a secret" in out
     assert "umask 077" in out, "how to make one"
 
 
