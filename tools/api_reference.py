@@ -3,9 +3,9 @@
     python tools/api_reference.py            # write it
     python tools/api_reference.py --check    # exit status 1 if it is out of date
 
-What is public is what the packages say in ``__all__``. Signatures and docstrings are read from the
-sources by griffe, not from loaded objects, so the page is the same whatever Python writes it and
-whichever extras are installed.
+Public names are those in ``__all__`` of the packages. griffe reads signatures and docstrings from
+the sources, not from loaded objects, so the page depends neither on the version of Python nor on
+the installed extras.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import griffe
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
 
-# Packages of public names beside ``lockstep`` itself, those that are there.
+# Packages of public names beside ``lockstep`` itself.
 PACKAGES = ("data", "callbacks", "checkpoint", "plan")
 
 HEAD = """\
@@ -35,13 +35,13 @@ Everything that is public. `import lockstep` is enough for the names of `lockste
 `lockstep.data`; other modules are imported by name.
 """
 
-WIDTH = 88  # of a signature before it is broken into lines
+WIDTH = 88  # longest signature on one line
 
 
 def main() -> int:
     """Write or check the page; returns the exit status."""
     parser = argparse.ArgumentParser(description="Writes docs/api.md from the docstrings.")
-    parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
+    parser.add_argument("--check", action="store_true", help="only check whether it is up to date")
     check = parser.parse_args().check
     page = Reference(load_package()).page()
     if not check:

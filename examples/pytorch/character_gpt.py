@@ -3,7 +3,7 @@
     python character_gpt.py [--epochs 8]
 
 Its text is the source of a few modules of Python's standard library, so nothing is downloaded. The
-model is an ordinary module: the strategy cuts it where both stages take equally long.
+model is an ordinary module: the strategy cuts it so that both stages take equally long.
 """
 
 import argparse

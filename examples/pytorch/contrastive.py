@@ -2,10 +2,10 @@
 
     python contrastive.py [--epochs 8]
 
-Each digit is shown twice, moved about. The loss asks of every view which of all the others in the
-batch is of the same digit, so it is no mean over samples. Lockstep computes it on the whole batch
-of both devices; DistributedDataParallel would ask each device about half of the batch, which is
-another and easier question. Needs scikit-learn.
+Each digit is shown twice, at two places. For every view the loss looks for the other view of the
+same digit among all others in the batch, so it is no mean over samples. Lockstep computes it on
+the whole batch of both devices; under DistributedDataParallel each device would search half of the
+batch, which is another and easier task. Needs scikit-learn.
 """
 
 import argparse
@@ -26,7 +26,7 @@ draws = torch.Generator().manual_seed(0)
 
 
 def moved(images: torch.Tensor) -> torch.Tensor:
-    """Each image at a place of its own on a field of 12 x 12, with some noise."""
+    """Each image at a random place on a field of 12 x 12, with some noise."""
     fields = 0.1 * torch.randn(len(images), 1, 12, 12, generator=draws)
     for field, image, (top, left) in zip(
         fields, images, torch.randint(5, (len(images), 2), generator=draws), strict=True

@@ -2,8 +2,8 @@
 
     python digits_cnn.py [--epochs 10]
 
-Stop it with Ctrl-C, or kill it, and start it again: it resumes at the next batch and comes to the
-same weights, bit for bit. Delete the folder digits_run to begin anew. Needs scikit-learn.
+Stop it with Ctrl-C, or kill it, and start it again: it resumes at the next batch and reaches the
+same weights, bit for bit. Delete the folder digits_run to start over. Needs scikit-learn.
 """
 
 import argparse

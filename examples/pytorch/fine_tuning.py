@@ -2,9 +2,9 @@
 
     python fine_tuning.py [--epochs 3] [--model distilbert-base-uncased]
 
-Without --model it is a tiny BERT with random weights, and nothing is downloaded. Where you had
-transformers.Trainer, TrainingArguments become arguments of lockstep.Trainer and fit; the model, its
-own loss and the dataset stay as they are. Needs transformers and datasets.
+Without --model it is a tiny BERT with random weights, and nothing is downloaded. If you
+used transformers.Trainer, TrainingArguments become arguments of lockstep.Trainer and fit; the
+model, its own loss and the dataset stay unchanged. Needs transformers and datasets.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A training loop of one's own, from a script for DistributedDataParallel.
+"""A loop of your own, from a script for DistributedDataParallel.
 
     lockstep run --processes 2 own_loop.py [--epochs 20]
 
