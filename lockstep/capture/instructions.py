@@ -147,9 +147,9 @@ class Decision:
         if self.function(one, other) == self.outcome:
             return self.outcome
         raise ModelError(
-            "Where a model runs in stages, what its code decides by sizes must be decided as "
-            "for the first batch.",
-            received=f"{self.__name__}({one}, {other}), which was {self.outcome} then",
+            "In a pipeline, decisions that the model's code makes by sizes must be the same for "
+            "every batch.",
+            received=f"{self.__name__}({one}, {other}), first {self.outcome}",
             fix="Give all batches the same shape but for the number of samples, or use a data "
             "parallel strategy.",
         )

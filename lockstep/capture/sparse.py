@@ -41,8 +41,7 @@ def sparse_buffers_aside(model: nn.Module) -> Iterator[None]:
     for one, (path, _, _, buffer, _, version) in zip(now, held, strict=True):
         if one is not buffer or one._version != version:
             raise ModelError(
-                "A sparse buffer is a constant: what forward changes in it, each device would keep "
-                "for itself.",
+                "A sparse buffer must stay constant: only one device would have the change.",
                 received=f"a change of {path!r}",
-                fix="Keep what changes in a dense buffer.",
+                fix="Keep values that change in a dense buffer.",
             )

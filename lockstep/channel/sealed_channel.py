@@ -133,11 +133,11 @@ def late(hosts: Iterable[str], waited_seconds: float, timeout_seconds: float) ->
         timeout_seconds: the longest wait.
     """
     return HostError.of_loss(
-        f"{' and '.join(dict.fromkeys(hosts))} must come to the same step within "
+        f"{' and '.join(dict.fromkeys(hosts))} must reach the same step within "
         f"{format_seconds(timeout_seconds)}.",
         received=f"nothing for {format_seconds(waited_seconds)}",
         fix="See whether that host hangs or is cut off; raise `timeout_seconds` if steps may take "
-        "so long.",
+        "that long.",
     )
 
 
@@ -147,5 +147,5 @@ def tampered(host: str, error: TamperedError) -> str:
         f"What came from {host} is not what it sent: the connection was tampered with, or is "
         "broken.",
         received=str(error),
-        fix="See what is between these hosts, and who.",
+        fix="Check the network between these hosts.",
     )

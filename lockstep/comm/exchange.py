@@ -181,7 +181,7 @@ class Exchange:
         if self._groups is not None:
             self._groups.open()
 
-    def put_loss(
+    def write_loss(
         self,
         share: int,
         total: torch.Tensor | float,
@@ -202,15 +202,15 @@ class Exchange:
         self._late_losses.put(share, total, weight)
         self._losses[share, 2:] = is_refused, is_guess
 
-    def put(self, group: int, row: int, gradients: Gradients) -> None:
-        """See ``GroupGradients.put``."""
+    def write(self, group: int, row: int, gradients: Gradients) -> None:
+        """See ``GroupGradients.write``."""
         self._is_used |= any(gradient is not None for gradient in gradients)
         spec = self._spec.groups[group].gradients
         kept = [
             gradient if spec.is_sparse(number) else _dense(gradient)
             for number, gradient in enumerate(gradients)
         ]
-        self.gradients[group].put(row, kept)
+        self.gradients[group].write(row, kept)
 
     def expect(self, num_filled: int) -> None:
         """A step begins in which so many shares are filled."""
@@ -223,7 +223,7 @@ class Exchange:
         self._is_used |= gradient is not None
         self.gradients[group].arrive(row, parameter, _dense(gradient))
 
-    def put_product(
+    def write_product(
         self,
         group: int,
         row: int,
@@ -231,9 +231,9 @@ class Exchange:
         inputs: torch.Tensor,
         output_gradients: torch.Tensor,
     ) -> None:
-        """See ``GroupGradients.put_product``."""
+        """See ``GroupGradients.write_product``."""
         self._is_used = True
-        self.gradients[group].put_product(row, parameter, inputs, output_gradients)
+        self.gradients[group].write_product(row, parameter, inputs, output_gradients)
 
     def collect(self, num_filled: int, *, needs_totals: bool = True) -> ShareTotals:
         """Wait until all ranks have put what they have; the losses of the filled shares.

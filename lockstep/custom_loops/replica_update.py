@@ -248,8 +248,8 @@ class ReplicaUpdate:
         if exchange.board is not None:
             exchange.board.step = self.step
         exchange.begin_pass()
-        exchange.put(_GROUP, rank, contribution.gradients)
-        exchange.put_loss(
+        exchange.write(_GROUP, rank, contribution.gradients)
+        exchange.write_loss(
             rank,
             _JOINED if has_joined else contribution.factor,
             contribution.weight,
@@ -281,7 +281,7 @@ class ReplicaUpdate:
         counted = {factor for factor, own in zip(factors, weights, strict=True) if own}
         is_even = len(counted) == 1
         self._gradients.weigh(None if is_even else [factor / weight for factor in factors])
-        gradients = self._gradients.reduce(self._owned.pieces)
+        gradients = self._gradients.reduce_scatter(self._owned.pieces)
         used = [gradient for gradient in gradients if gradient is not None]
         if is_even and used and (factor := counted.pop() / weight) != 1.0:
             torch._foreach_mul_(used, factor)
@@ -289,7 +289,7 @@ class ReplicaUpdate:
             bound.tensor.grad = gradient
         self._judge.settle(self.step)
         self._updater.step()
-        self._gradients.spread(
+        self._gradients.all_gather(
             {number: one.detach() for number, one in enumerate(self.trained)},
             all_pieces=not self._updater.is_known,
         )
@@ -356,7 +356,7 @@ class ReplicaUpdate:
         if self._owned.is_scattered:
             numbers = {name: number for number, name in enumerate(self._names)}
             for name, tensor in updater.stored():
-                self._gradients.spread({numbers[name]: tensor.detach()}, all_pieces=True)
+                self._gradients.all_gather({numbers[name]: tensor.detach()}, all_pieces=True)
         own = [
             (part.name, part.start, part.stop, part.slots, list(part.stored))
             for part in updater.slots()

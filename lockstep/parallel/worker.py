@@ -226,7 +226,7 @@ class Worker:
                 bound.tensor.grad = gradient
 
     def _reduced(self, group: OwnedGroup) -> list[torch.Tensor | None]:
-        return self.exchange.gradients[group.number].reduce(group.pieces)
+        return self.exchange.gradients[group.number].reduce_scatter(group.pieces)
 
     def _step(self, now: TrainingStep) -> None:
         assert self.updater is not None
@@ -240,7 +240,7 @@ class Worker:
             self.updater.step()
             for group in self._groups:
                 self.exchange.gradients[group.number].commit()
-                self.exchange.gradients[group.number].spread(
+                self.exchange.gradients[group.number].all_gather(
                     {number: one.detach() for number, one in enumerate(group.members)},
                     all_pieces=not self.updater.is_known,
                 )
@@ -263,8 +263,8 @@ class Worker:
             self.board.step = step
         now = TrainingStep(run, step)
         self.exchange.begin_pass()
-        self.exchange.put(0, self.rank, gradients)
-        self.exchange.put_loss(self.rank, 0.0, 1.0)
+        self.exchange.write(0, self.rank, gradients)
+        self.exchange.write_loss(self.rank, 0.0, 1.0)
         now.totals = self.exchange.collect(self.plan.num_shares)
         self._sum_gradients(now, 1.0)
         self._step(now)
@@ -323,7 +323,7 @@ class Worker:
             numbers = {name: number for number, name in enumerate(group.names)}
             for name, tensor in self.updater.stored() if group.is_scattered else ():
                 if name in numbers:
-                    self.exchange.gradients[group.number].spread(
+                    self.exchange.gradients[group.number].all_gather(
                         {numbers[name]: tensor.detach()}, all_pieces=True
                     )
         self._show(self.mirrors[1])

@@ -315,7 +315,7 @@ def _check_ranks(plan: Decision, problems: Problems) -> None:
     sizes = [axis.size for axis in plan.mesh]
     if min(sizes, default=1) < 1 or math.prod(sizes) + plan.num_servers != plan.num_ranks:
         problems.add(
-            "The sizes of the mesh's axes must multiply to the number of devices, but for servers.",
+            "The sizes of the mesh's axes must multiply to the number of devices without servers.",
             received=f"axes of {sizes} with {plan.num_ranks} devices"
             + (f", {plan.num_servers} of servers" if plan.num_servers else ""),
             fix="Name one device per rank.",
@@ -345,7 +345,7 @@ def _check_shares(plan: Decision, problems: Problems) -> None:
         plan.num_ranks != 1 or plan.num_shares != plan.shares_per_row
     ):
         problems.add(
-            "A local update sees the gradients of one rank and one row of shares only.",
+            "A local update is for one rank and one row of shares.",
             received=f"{plan.num_ranks} ranks, num_shares={plan.num_shares}, "
             f"shares_per_row={plan.shares_per_row}",
             fix='Use an update of type "sliced".',
@@ -355,7 +355,7 @@ def _check_shares(plan: Decision, problems: Problems) -> None:
         plan.shares_per_row < 1 or left_over or num_rows < plan.num_replicas
     ):
         problems.add(
-            "Shares come in rows, at least one for each replica.",
+            "Shares must fill whole rows, at least one for each replica.",
             received=f"shares_per_row={plan.shares_per_row} with num_shares={plan.num_shares} on "
             f"{plan.num_replicas} replicas",
             fix="Use shares_per_row=1.",
@@ -367,13 +367,13 @@ def _check_compression(plan: Decision, problems: Problems) -> None:
         return
     if plan.num_hosts == 1 or not plan.engine.shares_memory:
         problems.add(
-            "Hosts compress what they send each other over Lockstep's own channels.",
+            "Compression needs several hosts that are connected by Lockstep's own channels.",
             received=f"compression with {plan.num_hosts} hosts, over {plan.engine.name}",
             fix="Use null.",
         )
     if any(layer.row_limit for layer in plan.layers):
         problems.add(
-            "Where gradients are compressed no activations are exchanged in their place.",
+            "With compression no layer can exchange activations instead of gradients.",
             received="layers with a row_limit",
             fix="Use row_limit 0.",
         )
@@ -391,7 +391,7 @@ def _check_stages(plan: Decision, problems: Problems) -> None:
     takes_stages = StagedUpdate if plan.pipeline is None else StagedUpdate | AveragedUpdate
     if (plan.pipeline is not None) != isinstance(plan.update, takes_stages):
         problems.add(
-            "Stages, and only they, are updated stage by stage.",
+            "A Plan with a pipeline needs a staged or averaged update; others cannot be staged.",
             received=f"{num_stages} stages with an update of type {type(plan.update).__name__}",
             fix='Use an update of type "staged" with a pipeline, or "averaged".',
         )
@@ -416,14 +416,14 @@ def _check_pipelines_apart(plan: Decision, pipeline: Pipeline, problems: Problem
         for stage in pipeline.stages
     ):
         problems.add(
-            "Each of the pipelines that train apart must hold every stage once.",
+            "Each replica of an averaged pipeline must hold every stage once.",
             received=f"stages on ranks {[stage.ranks for stage in pipeline.stages]} with "
             f"{plan.num_replicas} replicas",
             fix="Give each replica consecutive ranks, one for each stage.",
         )
     if any(count % size for count in plan.hosts):
         problems.add(
-            "A pipeline that trains apart must be on one host.",
+            "Each replica of an averaged pipeline must be on one host.",
             received=f"hosts with {plan.hosts} ranks and pipelines of {size}",
             fix=f"Give each host a multiple of {size} ranks.",
         )

@@ -61,7 +61,7 @@ def _check_names(problems: Problems, names: list[object], option: str) -> None:
     strange = [name for name in names if not (isinstance(name, str) and _NAME.fullmatch(name))]
     if strange:
         problems.add(
-            "A device has a kind, and a number where there may be several of it.",
+            "A device's name is its kind, with a number if a host may have several of that kind.",
             received=f"{option}={names!r}",
             fix='Use names such as "cuda:0", "xpu:1" or "cpu".',
         )
@@ -69,7 +69,7 @@ def _check_names(problems: Problems, names: list[object], option: str) -> None:
     kinds = sorted({kind_of(str(name)) for name in names})
     if len(kinds) > 1:
         problems.add(
-            "The devices of one training must be of one kind: one backend joins them.",
+            "The devices of one training must be of one kind: one backend connects them.",
             received=f"{option}={names!r}, of kinds {' and '.join(kinds)}",
             fix=f"Use those of one kind, such as {[n for n in names if kind_of(str(n)) != 'cpu']}.",
         )
@@ -94,7 +94,8 @@ def device_names(devices: Devices, host: Host) -> tuple[str, ...]:
     count = len(there) if devices is None else devices
     if count > len(there):
         raise DeviceError(
-            f"This host has {len(there)} of {host.accelerators[0].kind}: {', '.join(there)}.",
+            f"This host has {len(there)} devices of kind {host.accelerators[0].kind}: "
+            f"{', '.join(there)}.",
             received=f"{count} devices",
             fix=f"Use devices={len(there)}, or {['cpu'] * 2} for CPU replicas.",
         )
@@ -137,5 +138,5 @@ def check_there(names: Sequence[str], host: Host) -> None:
     raise DeviceError(
         has or "This host has no accelerator.",
         received=", ".join(missing),
-        fix=f"Use {there[0]!r}." if there else 'Use "cpu", or mend what is said above.',
+        fix=f"Use {there[0]!r}." if there else 'Use "cpu", or correct the cause above.',
     )

@@ -17,7 +17,7 @@ def ranks_per_host(num_ranks: int, cluster: Cluster) -> tuple[int, ...]:
         counts = tuple(stop - start for start, stop in share_bounds(num_ranks, len(given)))
     if min(counts) == 0:
         raise DeviceError(
-            "Every host must have something to do.",
+            "Every host must have a rank.",
             received=f"a plan for {num_ranks} devices on {len(counts)} hosts",
             fix="Use more stages or replicas, or fewer hosts.",
         )

@@ -51,7 +51,7 @@ class Plan(Decision, JsonFile, frozen=True, kw_only=True, forbid_unknown_fields=
         """Read a Plan that ``to_json`` wrote.
 
         Raises:
-            PlanError: the text is no Plan, or one of another version.
+            PlanError: the text is not a Plan, or of another version.
         """
         try:
             version = msgspec.json.decode(text, type=_Versioned).version
@@ -59,14 +59,14 @@ class Plan(Decision, JsonFile, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise PlanError(
                     f"This Lockstep reads Plans of version {PLAN_VERSION}.",
                     received=f"version {version}",
-                    fix="Make the Plan anew with this Lockstep.",
+                    fix="Make the Plan again with this Lockstep.",
                 )
             return msgspec.json.decode(text, type=cls)
         except (msgspec.MsgspecError, UnicodeError) as error:
             if isinstance(error.__cause__, PlanError):
                 raise error.__cause__ from None
             raise PlanError(
-                "This is no Plan.", received=error, fix="Give a file that Plan.save wrote."
+                "This is not a Plan.", received=error, fix="Give a file that Plan.save wrote."
             ) from error
 
     def __str__(self) -> str:

@@ -219,12 +219,12 @@ def exchange_gradients(
         for share in range(num_shares):
             if spec.share_ranks[share] == rank:
                 delay(dice)
-                exchange.put(0, share, make_gradients(share, step))
-                exchange.put_loss(share, float(share), 1.0)
+                exchange.write(0, share, make_gradients(share, step))
+                exchange.write_loss(share, float(share), 1.0)
         totals = exchange.collect(num_shares)
         assert totals.totals == [float(share) for share in range(num_shares)]
         delay(dice)
-        exchange.gradients[0].reduce(mine)
+        exchange.gradients[0].reduce_scatter(mine)
         exchange.barrier()
         summed = [exchange.gradients[0].summed(number) for number in range(len(SHAPES))]
         steps.append([None if total is None else total.clone() for total in summed])

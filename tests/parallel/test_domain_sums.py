@@ -150,7 +150,7 @@ class World:
         for rows in self.rows:
             rows.begin_pass()
         for rank in range(self.num_ranks):
-            self.rows[self.host_of(rank)].put(rank, gradients_of(rank, step))
+            self.rows[self.host_of(rank)].write(rank, gradients_of(rank, step))
         for rows in self.rows:
             for host, ranks in enumerate(self.hosts):
                 rows.table[ranks.start : ranks.stop] = self.rows[host].table[
@@ -219,7 +219,7 @@ def test_sums_have_the_same_bits_on_any_hosts(world: World) -> None:
 
         def reduce(rank: int, found: dict[int, list[torch.Tensor | None]] = found) -> None:
             barrier = world.barriers[world.host_of(rank)]
-            found[rank] = sums[rank].reduce(world.pieces[rank])
+            found[rank] = sums[rank].reduce_scatter(world.pieces[rank])
             barrier.wait()
 
         world.run(reduce)
@@ -251,7 +251,7 @@ def test_what_a_rank_has_updated_comes_to_all_hosts(world: World) -> None:
             flat = tensors[world.host_of(rank)][piece.parameter].view(-1)
             flat[piece.start : piece.stop] = rank + 1.0
     sums = [world.sums_of(rank) for rank in range(world.num_ranks)]
-    world.run(lambda rank: sums[rank].spread(tensors[world.host_of(rank)], all_pieces=True))
+    world.run(lambda rank: sums[rank].all_gather(tensors[world.host_of(rank)], all_pieces=True))
     for own in tensors:
         for number, tensor in own.items():
             assert torch.equal(tensor, tensors[0][number])

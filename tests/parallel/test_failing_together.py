@@ -64,14 +64,14 @@ def noted(error: BaseException) -> list[str]:
 
 def test_what_is_seen_of_another_host_is_raised_as_such(hosts: list[Hosts]) -> None:
     """As when a cable is pulled: rank 0 may wait for rank 1, which waits for the other host."""
-    learned = HostError("Host 1 must come to the same step")
+    learned = HostError("Host 1 must reach the same step")
     trouble = WorkerError("Rank 1 failed")
     with pytest.raises(HostError) as raised:
         failing(hosts[0], learned, trouble)
     assert raised.value is learned
     assert noted(learned) == [NOTE]
     assert learned.__cause__ is trouble
-    with pytest.raises(HostError, match="failed: Host 1 must come to the same step"):
+    with pytest.raises(HostError, match="failed: Host 1 must reach the same step"):
         failing(hosts[1], HostError("it has closed the connection"))
 
 

@@ -265,7 +265,7 @@ class ByNumber(nn.Module):
 def test_what_is_decided_by_sizes_otherwise_than_before_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(6, 8), ByNumber(4), nn.Linear(8, 3))
     trainer = make_trainer(lockstep.PipelineStrategy(cuts=["2"], microbatches=2), model)
-    with pytest.raises(LockstepError, match=r"eq\(4, 4\), which was False then"):
+    with pytest.raises(LockstepError, match=r"eq\(4, 4\), first False"):
         trainer.fit((X, Y), batch_size=14, shuffle=False, verbose=0)
 
 

@@ -386,7 +386,7 @@ def break_gradient(
     worker: Worker, fire: Fire, breaks: Callable[[Tensor], Tensor | None], name: str, step: int
 ) -> None:
     names = [key for key, value in worker.model.named_parameters() if value.requires_grad]
-    put, calls = worker.exchange.put, iter(range(100))
+    write, calls = worker.exchange.write, iter(range(100))
 
     def faulty(group: int, row: int, gradients: Any) -> None:
         if next(calls) == step:
@@ -394,9 +394,9 @@ def break_gradient(
             gradients = list(gradients)
             gradients[index] = breaks(gradients[index])
             fire()
-        put(group, row, gradients)
+        write(group, row, gradients)
 
-    vars(worker.exchange)["put"] = faulty
+    vars(worker.exchange)["write"] = faulty
 
 
 def drop_gradient(worker: Worker, fire: Fire) -> None:

@@ -314,7 +314,7 @@ def test_what_cannot_be_sent_is_named(make: Callable[[], Any], named: str) -> No
 def test_a_class_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = encode(Failing(1))
     monkeypatch.delattr(sys.modules[__name__], "Failing")
-    with pytest.raises(HostError, match=r"known here.*'Failing'"):
+    with pytest.raises(HostError, match=r"does not know.*'Failing'"):
         decode(sent)
 
 
@@ -396,7 +396,7 @@ def framed(head: bytes, *buffers: bytes) -> bytes:
 def test_forged_bytes_are_refused_without_taking_memory(forged: bytes) -> None:
     tracemalloc.start()
     try:
-        with pytest.raises(HostError, match="must be whole"):
+        with pytest.raises(HostError, match="cannot be decoded"):
             decode(forged)
         assert tracemalloc.get_traced_memory()[1] < 5_000_000
     finally:
@@ -404,7 +404,7 @@ def test_forged_bytes_are_refused_without_taking_memory(forged: bytes) -> None:
 
 
 def test_messages_about_forged_bytes_are_short() -> None:
-    with pytest.raises(HostError, match="must be known") as caught:
+    with pytest.raises(HostError, match="does not know") as caught:
         decode(message(["r", "m" * 100_000, "n", None, ["{"]]))
     assert len(str(caught.value)) < 600
     assert re.search("mmm", str(caught.value))

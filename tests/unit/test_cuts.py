@@ -126,7 +126,9 @@ def test_a_large_model_is_cut_evenly() -> None:
 def test_every_stage_needs_a_layer(num_stages: int, received: str, fix: str) -> None:
     with pytest.raises(PlanError) as caught:
         best_cut(chain(1, 1, 1), num_stages)
-    assert str(caught.value) == (f"Every stage holds a layer at least. Received: {received}. {fix}")
+    assert str(caught.value) == (
+        f"Every stage needs at least one layer. Received: {received}. {fix}"
+    )
 
 
 def test_a_model_that_does_not_fit_says_how_many_stages_do() -> None:
@@ -269,7 +271,7 @@ def test_cuts_in_another_order_are_refused_with_the_right_one() -> None:
     with pytest.raises(OptionError) as caught:
         stages_from_names(NAMES, ["head", "blocks.1", "blocks.10"])
     assert str(caught.value) == (
-        "Cuts come in the order in which the model computes. "
+        "Cuts must be in the order in which the model computes. "
         "Received: ['head', 'blocks.1', 'blocks.10']. Use ['blocks.1', 'blocks.10', 'head']."
     )
 
@@ -281,7 +283,7 @@ def test_all_that_is_wrong_with_cuts_is_said_at_once() -> None:
     assert text.startswith("4 problems:\n  1. The first stage")
     assert "\n  2. A cut names a module in which layers compute. Received: 'haed'. Did" in text
     assert "\n  3. Two cuts are at one layer, 'blocks.0.attention'." in text
-    assert "\n  4. Cuts come in the order" in text
+    assert "\n  4. Cuts must be in the order" in text
 
 
 # --- by scopes ----------------------------------------------------------------------------------
@@ -323,7 +325,7 @@ def test_devices_do_not_go_backwards() -> None:
     with pytest.raises(OptionError) as caught:
         from_scopes(0, 1, None, 0, 0, 1, 0, without_parameters="c")
     assert str(caught.value) == (
-        "Along the order in which the model computes, devices may only go up. "
+        "Device numbers must not decrease in the order in which the model computes. "
         "Received: 'd' on device 0 after 'b' on device 1, 'g' on device 0 after 'f' on device 1. "
         "Build 'd' on device 1 or a later one, or 'b' on device 0 or an earlier one."
     )

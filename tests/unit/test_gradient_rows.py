@@ -40,7 +40,7 @@ def reduce_all(rows: SharedGradientBuffer, num_ranks: int) -> Tensor | None:
     """Each rank's pieces in turn, then the whole."""
     rows.collect(NUM_SHARES)
     for pieces in elementwise_slices(rows._spec.extents, num_ranks, NUM_SHARES):
-        rows.reduce(pieces)
+        rows.reduce_scatter(pieces)
     return rows.summed(0)
 
 
@@ -61,14 +61,14 @@ def test_any_mixture_sums_to_the_gradient(kinds: tuple[str, ...]) -> None:
             )
             for number, size in enumerate(sizes):
                 inputs, gradients = factors(10 * share + number, size)
-                rows.put_product(share, 0, inputs, gradients)
+                rows.write_product(share, 0, inputs, gradients)
                 expected += gradients.T @ inputs
             if "gradient" in kind:
                 inputs, gradients = factors(share + 100, 2)
                 gradient = gradients.T @ inputs
                 whole[0] = gradient
                 expected += gradient
-            rows.put(share, whole)
+            rows.write(share, whole)
         summed = reduce_all(rows, num_ranks=2)
     if set(kinds) == {"nothing"}:
         assert summed is None
@@ -83,8 +83,8 @@ def test_the_number_of_ranks_changes_no_bit(dtype: torch.dtype, num_ranks: int) 
     def run(ranks: int) -> Tensor | None:
         rows = make_rows(torch.float32)
         for share in range(NUM_SHARES):
-            rows.put_product(share, 0, *factors(share, 4, dtype))
-            rows.put(share, [None, None])
+            rows.write_product(share, 0, *factors(share, 4, dtype))
+            rows.write(share, [None, None])
         return reduce_all(rows, ranks)
 
     alone, together = run(1), run(num_ranks)
@@ -97,8 +97,8 @@ def test_factors_take_no_memory_for_gradients() -> None:
     """Only the row of the sum, and the rows of the factors."""
     rows = make_rows(torch.float32, limit=3 * 40)
     for share in range(NUM_SHARES):
-        rows.put_product(share, 0, *factors(share, 4, torch.float32))
-        rows.put(share, [None, None])
+        rows.write_product(share, 0, *factors(share, 4, torch.float32))
+        rows.write(share, [None, None])
     reduce_all(rows, 1)
     touched = set(rows._memory._reserved)
     assert not touched & {offsets[0] for offsets in rows._memory._row_offsets}
@@ -108,8 +108,8 @@ def test_factors_take_no_memory_for_gradients() -> None:
 def test_bfloat16_factors_give_a_float32_gradient() -> None:
     rows = make_rows(torch.float32)
     for share in range(NUM_SHARES):
-        rows.put_product(share, 0, *factors(share, 4, torch.bfloat16))
-        rows.put(share, [None, None])
+        rows.write_product(share, 0, *factors(share, 4, torch.bfloat16))
+        rows.write(share, [None, None])
     summed = reduce_all(rows, 2)
     assert summed is not None
     assert summed.dtype == torch.float32
@@ -148,7 +148,7 @@ def test_touched_rows_take_the_memory_of_themselves_and_their_numbers() -> None:
     before = os.fstat(region.descriptor).st_blocks * 512
     gradient = touched(1_000_000, 256, 0)
     rows.begin_pass()
-    rows.put(0, [gradient])
+    rows.write(0, [gradient])
     taken = os.fstat(region.descriptor).st_blocks * 512 - before
     num_bytes = gradient.coalesce()._nnz() * 64 * 4
     assert num_bytes < taken <= 1.2 * num_bytes
@@ -160,12 +160,12 @@ def test_touched_rows_sum_to_the_dense_gradient(num_ranks: int) -> None:
     for seed in (0, 10):  # what the first pass has left behind must not matter
         rows.begin_pass()
         gradients = [touched(50, 30, seed + share) for share in range(2)]
-        rows.put(0, [gradients[0]])
-        rows.put(0, [gradients[1]])  # accumulated
-        rows.put(2, [gradients[1]])  # and the share between has touched nothing
+        rows.write(0, [gradients[0]])
+        rows.write(0, [gradients[1]])  # accumulated
+        rows.write(2, [gradients[1]])  # and the share between has touched nothing
         rows.collect(3)
         slices = elementwise_slices(rows._spec.extents, num_ranks, 3)
-        sums = [rows.reduce(pieces) for pieces in slices]
+        sums = [rows.reduce_scatter(pieces) for pieces in slices]
         for pieces, parts in zip(slices, sums, strict=True):
             rows.gather(pieces, parts)
         expected = (gradients[0] + gradients[1] + gradients[1]).to_dense()

@@ -93,7 +93,7 @@ def test_ranks_of_stages_are_dealt_out_in_order(
 
 
 def test_a_host_without_a_stage_is_refused() -> None:
-    with pytest.raises(DeviceError, match=r"Every host must have something to do.*2 devices on 3"):
+    with pytest.raises(DeviceError, match=r"Every host must have a rank.*2 devices on 3"):
         ranks_per_host(2, make_cluster(2, 2, 2))
 
 

@@ -326,7 +326,7 @@ def test_a_model_has_no_more_stages_than_layers(schedule: str) -> None:
 
 
 def test_a_cut_before_an_in_place_change_is_refused() -> None:
-    with pytest.raises(OptionError, match="'1' changes what '0' has made") as caught:
+    with pytest.raises(OptionError, match="'1' changes the output of '0'") as caught:
         plan_of(lockstep.PipelineStrategy(cuts=["1"]), chain(inplace=True))
     assert "Cut at '2'" in str(caught.value)
 

@@ -63,15 +63,15 @@ def test_a_plan_of_another_version_says_which() -> None:
 
 def test_a_plan_of_another_version_is_told_before_its_other_fields() -> None:
     text = edited(lambda raw: raw.update(version=PLAN_VERSION + 1, new_field=1))
-    with pytest.raises(PlanError, match="Make the Plan anew"):
+    with pytest.raises(PlanError, match="Make the Plan again"):
         Plan.from_json(text)
 
 
 MALFORMED: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "truncated"),
     "no JSON": (b"plan", "malformed"),
-    "not UTF-8": (b'{"version": 1, "strategy": "\xff"}', "This is no Plan"),
-    "cut short": (make_plan().to_json()[:-20], "This is no Plan"),
+    "not UTF-8": (b'{"version": 1, "strategy": "\xff"}', "This is not a Plan"),
+    "cut short": (make_plan().to_json()[:-20], "This is not a Plan"),
     "a list": (b"[]", "Expected `object`"),
     "no version": (edited(lambda raw: raw.pop("version")), "version"),
     "a version in words": (edited(lambda raw: raw.update(version="one")), "Expected `int`"),

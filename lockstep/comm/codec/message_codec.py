@@ -58,7 +58,7 @@ def decode(payload: bytes | memoryview) -> Any:
         raise
     except Exception as error:  # of msgspec, torch, numpy, or a class that got wrong parts
         raise HostError(
-            "What another host sends must be whole.",
+            "A message of another host cannot be decoded.",
             received=f"{len(payload)} bytes that cannot be read: {_shown(error)}",
             fix="Run the same version of Lockstep on every host.",
         ) from error
@@ -218,7 +218,7 @@ def _get_record(reader: _Reader, module: Any, name: Any, items: Any, attributes:
     cls = record_classes.find(module, name)
     if cls is None:
         raise HostError(
-            "A class in what another host sends must be known here, too.",
+            "A message of another host contains a class that this host does not know.",
             received=_shown((module, name)),
             fix="Define or import it at the top of the script, which every host runs.",
         )

@@ -1,17 +1,16 @@
 """The gradients of a group of parameters, on their way from passes to the update.
 
-A group's parameters are held by the same ranks. Passes put their gradients, each rank gets the sum
-of the pieces that it updates, and afterwards what it has updated comes to all ranks. How that
-happens is one of:
+A group's parameters are held by the same ranks. Passes write their gradients, each rank gets the
+sum of the pieces that it updates (reduce-scatter), and the updated pieces are brought to all ranks
+(all-gather). The implementations:
 
 - ``OwnGradients``: one rank alone has the group; gradients stay where autograd left them.
-- ``GradientRows`` (``comm.collectives.shm_gradient_buffer``): the ranks of a host meet in shared
-memory.
-- ``DomainSums`` (``comm.collectives.reduce_scatter``): ranks that share no memory send sums to one
-another;
-  ``EarlySums`` (``comm.collectives.overlapped_reduce``), which is one, does so while backward runs.
-- ``CompressedSums`` (``comm.compression.compressed_sums``): these sums are compressed, and not
-exact.
+- ``SharedGradientBuffer`` (``comm.collectives.shm_gradient_buffer``): the ranks of a host exchange
+  in shared memory.
+- ``ReduceScatter`` (``comm.collectives.reduce_scatter``): ranks that share no memory send each
+  other sums; its subclass ``OverlappedReduce`` (``comm.collectives.overlapped_reduce``) does so
+  while backward runs.
+- ``CompressedSums`` (``comm.compression.compressed_sums``): the sums are compressed, and not exact.
 """
 
 from abc import ABC, abstractmethod
@@ -58,7 +57,7 @@ class GroupGradients(ABC):
     """One rank's end. Parameters are numbered within the group.
 
     Attributes:
-        factor: by what the sums of the next ``reduce`` are multiplied after it.
+        factor: by what the sums of the next ``reduce_scatter`` are multiplied after it.
     """
 
     factor = 1.0
@@ -68,7 +67,7 @@ class GroupGradients(ABC):
         """A new batch: nothing has been put yet."""
 
     @abstractmethod
-    def put(self, row: int, gradients: Gradients) -> None:
+    def write(self, row: int, gradients: Gradients) -> None:
         """Add gradients to a row of this rank.
 
         Args:
@@ -77,10 +76,10 @@ class GroupGradients(ABC):
         """
 
     @abstractmethod
-    def put_product(
+    def write_product(
         self, row: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
     ) -> None:
-        """Add ``output_gradients.T @ inputs`` to a row's gradient of a weight, before ``put``.
+        """Add ``output_gradients.T @ inputs`` to a row's gradient of a weight, before ``write``.
 
         Args:
             row: one of this rank's.
@@ -111,7 +110,7 @@ class GroupGradients(ABC):
         """All ranks have put what they have; the first ``num_rows`` rows count."""
 
     @abstractmethod
-    def reduce(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
+    def reduce_scatter(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
         """Sum each piece over the rows that used its parameter; None if none did.
 
         The results are flat, or of the parameter's shape where the piece is the whole parameter.
@@ -126,11 +125,11 @@ class GroupGradients(ABC):
         return None
 
     def commit(self) -> None:
-        """The sums of the last ``reduce`` are used, and not thrown away."""
+        """The sums of the last ``reduce_scatter`` are used, and not thrown away."""
         return
 
     def weigh(self, factors: Sequence[float] | None) -> None:
-        """Before ``reduce``: by what each row is multiplied; None for by nothing."""
+        """Before ``reduce_scatter``: by what each row is multiplied; None for by nothing."""
         assert factors is None, "a rank alone has nothing to weigh its gradients against"
 
     def divide(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
@@ -138,10 +137,10 @@ class GroupGradients(ABC):
         return
 
     def gather(self, pieces: Sequence[Piece], sums: Sequence[torch.Tensor | None]) -> None:
-        """After ``reduce``: have ``summed`` know of other hosts' pieces; every rank calls it."""
+        """After ``reduce_scatter``: bring other hosts' pieces to ``summed``. All ranks call it."""
         return
 
-    def spread(self, tensors: Mapping[int, torch.Tensor], *, all_pieces: bool) -> None:
+    def all_gather(self, tensors: Mapping[int, torch.Tensor], *, all_pieces: bool) -> None:
         """Bring what each rank has updated to all other hosts.
 
         Args:
@@ -160,11 +159,11 @@ class OwnGradients(GroupGradients):
     def begin_pass(self) -> None:
         self._gradients = []
 
-    def put(self, row: int, gradients: Gradients) -> None:
+    def write(self, row: int, gradients: Gradients) -> None:
         before = self._gradients
         self._gradients = added(before, gradients) if before else list(gradients)
 
-    def put_product(
+    def write_product(
         self, row: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
     ) -> None:
         raise NotImplementedError("one rank alone keeps the gradients that autograd makes")
@@ -172,7 +171,7 @@ class OwnGradients(GroupGradients):
     def collect(self, num_rows: int) -> None:
         return
 
-    def reduce(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
+    def reduce_scatter(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
         return [self._gradients[piece.parameter] for piece in pieces]
 
     def summed(self, parameter: int) -> torch.Tensor | None:

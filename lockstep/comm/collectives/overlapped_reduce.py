@@ -167,17 +167,17 @@ class OverlappedReduce(ReduceScatter):
         if not (bucket.missing or bucket.is_sent):
             self._send(bucket)
 
-    def put(self, row: int, gradients: Gradients) -> None:
+    def write(self, row: int, gradients: Gradients) -> None:
         for parameter, gradient in enumerate(gradients):
             if gradient is not None:
                 self._note_late(parameter)
-        super().put(row, gradients)
+        super().write(row, gradients)
 
-    def put_product(
+    def write_product(
         self, row: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
     ) -> None:
         self._note_late(parameter)
-        super().put_product(row, parameter, inputs, output_gradients)
+        super().write_product(row, parameter, inputs, output_gradients)
 
     def _note_late(self, parameter: int) -> None:
         bucket = self._buckets[self._bucket_of[parameter]]
@@ -193,7 +193,7 @@ class OverlappedReduce(ReduceScatter):
     def _send(self, bucket: _Bucket) -> None:
         bucket.is_sent = True
         for part in self._filled(bucket.outgoing):
-            self._rows.sum_put(list(part.pieces), part.rows)
+            self._rows.sum_own_rows(list(part.pieces), part.rows)
             bucket.sends += self._transport.send(part.peer, part.runs, part.tag)
 
     def _receive(self, parts: Iterable[_BucketSlice]) -> list[Message]:
@@ -225,9 +225,9 @@ class OverlappedReduce(ReduceScatter):
                 bucket.receives = self._receive(again)
 
     @torch.no_grad()
-    def reduce(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
+    def reduce_scatter(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
         rest = [piece for piece in pieces if self._is_everywhere[piece.parameter]]
-        results = dict(zip(rest, super().reduce(rest), strict=True))
+        results = dict(zip(rest, super().reduce_scatter(rest), strict=True))
         for bucket in self._buckets.values():
             results |= self._sums_of(bucket, pieces)
         for bucket in self._buckets.values():

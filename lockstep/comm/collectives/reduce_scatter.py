@@ -107,18 +107,18 @@ class ReduceScatter(GroupGradients):
             if partner(other, domains, self._domain) == rank
         ]
         self._pieces: Mapping[int, Sequence[Piece]] = {}
-        self._touched: dict[Piece, torch.Tensor] = {}  # rows of sparse pieces, by the last reduce
+        self._touched: dict[Piece, torch.Tensor] = {}  # rows of sparse pieces
 
     def begin_pass(self) -> None:
         self._rows.begin_pass()
 
-    def put(self, row: int, gradients: Gradients) -> None:
-        self._rows.put(row, gradients)
+    def write(self, row: int, gradients: Gradients) -> None:
+        self._rows.write(row, gradients)
 
-    def put_product(
+    def write_product(
         self, row: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
     ) -> None:
-        self._rows.put_product(row, parameter, inputs, output_gradients)
+        self._rows.write_product(row, parameter, inputs, output_gradients)
 
     def places(self, row: int) -> Sequence[torch.Tensor] | None:
         return self._rows.places(row)
@@ -133,7 +133,7 @@ class ReduceScatter(GroupGradients):
         self._pieces = pieces
 
     @torch.no_grad()
-    def reduce(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
+    def reduce_scatter(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
         sends, receives, partials = self._partial_sums(pieces)
         if any(self._is_everywhere):
             self._add_factors(sends, receives)
@@ -175,7 +175,7 @@ class ReduceScatter(GroupGradients):
         return sends, receives, partials
 
     def _exchanged(self, rank: int) -> Sequence[Piece]:
-        """The pieces of a rank whose gradients are exchanged in ``reduce``."""
+        """The pieces of a rank whose gradients are exchanged in ``reduce_scatter``."""
         return self._pieces[rank]
 
     def _sum_in_place(self, pieces: Sequence[Piece]) -> None:
@@ -258,7 +258,7 @@ class ReduceScatter(GroupGradients):
     def _published(self, piece: Piece) -> Iterable[SparseRows]:
         return (SparseRows.of_gradient(each) for _, each in self._own_touched(piece))
 
-    def _spread_touched(self, tensors: Mapping[int, torch.Tensor]) -> None:
+    def _all_gather_touched(self, tensors: Mapping[int, torch.Tensor]) -> None:
         """Bring what was touched of sparse pieces to all domains."""
 
         def by_rows(piece: Piece) -> torch.Tensor:
@@ -292,11 +292,11 @@ class ReduceScatter(GroupGradients):
         for piece, total in zip(pieces, sums, strict=True):
             if total is not None and not total.is_sparse:
                 cut_piece(wholes[piece.parameter], piece).copy_(total)
-        self.spread(wholes, all_pieces=True)
+        self.all_gather(wholes, all_pieces=True)
 
-    def spread(self, tensors: Mapping[int, torch.Tensor], *, all_pieces: bool) -> None:
+    def all_gather(self, tensors: Mapping[int, torch.Tensor], *, all_pieces: bool) -> None:
         if self._rows.has_touched and not all_pieces:
-            self._spread_touched(tensors)
+            self._all_gather_touched(tensors)
 
         def pieces_of(rank: int) -> Iterable[torch.Tensor]:
             for piece in self._pieces[rank]:

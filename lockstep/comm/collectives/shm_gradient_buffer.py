@@ -100,7 +100,7 @@ class SharedGradientBuffer(GroupGradients):
 
     # --- publishing ------------------------------------------------------------------------------
 
-    def put_product(
+    def write_product(
         self, row: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
     ) -> None:
         own = self._own_of(row, parameter)
@@ -117,7 +117,7 @@ class SharedGradientBuffer(GroupGradients):
             multiply(gradient, output_gradients, inputs, adds=own.kind == _GRADIENT)
             own.kind = _GRADIENT
 
-    def put(self, row: int, gradients: Gradients) -> None:
+    def write(self, row: int, gradients: Gradients) -> None:
         self.take({(row, number): one for number, one in enumerate(gradients) if one is not None})
         nothing = _Own()
         found = [self._own.get((row, number), nothing) for number in range(len(gradients))]
@@ -125,7 +125,7 @@ class SharedGradientBuffer(GroupGradients):
         self.table[row, : len(entries)] = np.reshape(entries, (-1, 2))
 
     def take(self, gradients: Mapping[tuple[int, int], torch.Tensor]) -> None:
-        """Add gradients, by row and parameter, of which others hear at the next ``put``."""
+        """Add gradients, by row and parameter, of which others hear at the next ``write``."""
         targets, sources = [], []
         for (row, parameter), gradient in gradients.items():
             own = self._own_of(row, parameter)
@@ -200,7 +200,7 @@ class SharedGradientBuffer(GroupGradients):
     def weigh(self, factors: Sequence[float] | None) -> None:
         self._factors_of_rows = factors
 
-    def reduce(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
+    def reduce_scatter(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
         results = [
             None
             if not self._found[piece.parameter]
@@ -243,7 +243,7 @@ class SharedGradientBuffer(GroupGradients):
             for row in rows:
                 self.cut(row, piece).mul_(self._factors_of_rows[row])
 
-    def sum_put(self, pieces: Sequence[Piece], rows: range) -> None:
+    def sum_own_rows(self, pieces: Sequence[Piece], rows: range) -> None:
         """Before others hear of it: sum what this rank has put into its rows, in the first."""
         if len(rows) == 1:
             return
@@ -420,7 +420,7 @@ def sum_of_rows(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _not_sparse(name: str) -> ModelError:
     return ModelError(
-        "An embedding with sparse=True must be used for lookups only: its gradient is no rows.",
+        "An embedding with sparse=True must be used for lookups only: its gradient must be sparse.",
         received=f"a dense gradient of {name!r}",
-        fix="Leave out sparse=True where its weight is used otherwise, too.",
+        fix="Leave out sparse=True where its weight is also used in other operations.",
     )

@@ -84,7 +84,7 @@ class CompressedSums(ReduceScatter):
         self._peers = [ranks[place] for ranks in self._domains] if self._own else []
 
     @torch.no_grad()
-    def reduce(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
+    def reduce_scatter(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
         self._uncommitted.clear()
         self._rows.sum_rows(self._own)
         begun = {

@@ -1,7 +1,7 @@
 """Where the ranks of a process group find each other: a file without a name, on one host.
 
 torch.distributed asks for a store of keys and values in which each rank leaves its address. Its own
-stores listen on all interfaces (TCPStore), or need a file with a name that somebody must remove
+stores listen on all interfaces (TCPStore), or need a file with a name that must be removed
 (FileStore). This one lies in a file that exists only as a descriptor of the script's process:
 others open it through ``/proc``, which the kernel allows to processes of the same user only.
 
@@ -119,7 +119,7 @@ class SharedStore(_Store):  # type: ignore[misc]
         until = None if timeout is None else time.monotonic() + timeout.total_seconds()
         while not self.check(keys):
             if until is not None and time.monotonic() > until:
-                raise TimeoutError(f"nobody has set {', '.join(keys)}")
+                raise TimeoutError(f"no rank has set {', '.join(keys)}")
             time.sleep(_POLL_SECONDS)
 
     @contextmanager

@@ -223,7 +223,7 @@ class ProcessGroups:
         return WorkerError(
             f"Rank {self._rank} cannot reach the others through torch.distributed.",
             received=str(error).splitlines()[0],
-            fix="See whether another rank has ended.",
+            fix="Check whether another rank has ended.",
         )
 
     # --- making ----------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ class ModelPasses(Passes):
         self, shares: list[int], number: int, inputs: torch.Tensor, gradients: torch.Tensor
     ) -> None:
         row = self._row_of(shares[self._interleaver.current])
-        self._exchange.put_product(_GROUP, row, number, inputs, gradients)
+        self._exchange.write_product(_GROUP, row, number, inputs, gradients)
 
     def _row_of(self, share: int) -> int:
         return share // max(self._group.shares_per_row, 1)
@@ -198,7 +198,7 @@ class ModelPasses(Passes):
 
     def _put_loss(self, share: int) -> None:
         loss, refused = self._losses[share], self._refused.pop(share)
-        self._exchange.put_loss(
+        self._exchange.write_loss(
             share, loss.total, loss.weight, is_refused=refused, is_guess=loss.is_guess
         )
 
@@ -206,7 +206,7 @@ class ModelPasses(Passes):
         loss = self._losses.pop(share)
         if loss.parts:
             run.parts.append(loss.parts)
-        self._exchange.put(_GROUP, self._row_of(share), gradients)
+        self._exchange.write(_GROUP, self._row_of(share), gradients)
         if self._plan.num_shares > 1:
             self._clear_gradients()
 

@@ -160,11 +160,11 @@ class _GroupAverage:
 
     def put(self, row: Sequence[torch.Tensor | None]) -> None:
         """What this rank adds to the sums."""
-        self._exchange.put(self._number, self._row, row)
+        self._exchange.write(self._number, self._row, row)
 
     def sum(self) -> None:
         """Sum this rank's pieces; all have put what they have."""
-        self._rows.gather(self._pieces, self._rows.reduce(self._pieces))
+        self._rows.gather(self._pieces, self._rows.reduce_scatter(self._pieces))
         self._rows.commit()
 
     def sums(self) -> Iterator[tuple[str, torch.Tensor]]:

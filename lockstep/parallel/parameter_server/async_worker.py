@@ -132,7 +132,7 @@ class AsyncWorker(Worker):
             )
         else:
             assert isinstance(alone.updater, Pusher)
-            alone.updater.push_to = partial(self.exchange.put, _GROUP, self.rank)
+            alone.updater.push_to = partial(self.exchange.write, _GROUP, self.rank)
             self._weights = self._own_weights(group, served)
         self._opened: dict[int, StepBatch] = {}  # batches that may have parts
         self._first_step = 0  # since all ranks have met

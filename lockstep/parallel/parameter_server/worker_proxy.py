@@ -202,7 +202,7 @@ class WorkerProxy:
         self._pushing.wait(self._pushing.is_taken)
         if message.gradients:
             self._rows.begin_pass()
-            self._rows.put(
+            self._rows.write(
                 self._worker,
                 [
                     one.as_gradient(len(self._rows.base(number)))

@@ -160,7 +160,7 @@ class StagePasses(Passes):
 
     def _set_loss(self, share: int, loss: ShareLoss) -> None:
         self._microbatch_runs[self._last_stage, share].loss = loss
-        self._exchange.put_loss(share, loss.total, loss.weight, is_guess=loss.is_guess)
+        self._exchange.write_loss(share, loss.total, loss.weight, is_guess=loss.is_guess)
 
     def _backward(self, run: Run, action: Backward) -> None:
         microbatch_run = self._microbatch_runs.pop((action.stage, action.microbatch))
@@ -190,7 +190,7 @@ class StagePasses(Passes):
     def hand_in(self) -> None:
         for group in self._groups:
             row = group.spec.ranks.index(self._rank)
-            self._exchange.put(group.number, row, [one.grad for one in group.members])
+            self._exchange.write(group.number, row, [one.grad for one in group.members])
 
     def diagnose(self, run: Run, share: int) -> str:
         """The first weight that is not finite, of all ranks' weights."""

@@ -36,29 +36,28 @@ class Compressing(Wrapping):
         """Make the Plan for global batches of ``batch_size`` samples.
 
         Raises:
-            OptionError: hosts have nothing to compress, or there is one.
+            OptionError: hosts send each other no gradients, or there is one host.
             DeviceError: hosts of different kinds, or with accelerators.
         """
         plan = self.maker(graph, cluster, batch_size)
         if not is_cpu(plan.devices):
             raise DeviceError(
-                "What CPU replicas send between hosts is compressed; other devices' gradients are "
-                "not.",
+                "Only gradients of CPU replicas can be compressed between hosts.",
                 received=f"compression={self.compression} with {plan.devices[0]}",
                 fix="Leave `compression` out, or use devices of kind cpu.",
             )
         sent = _sent_between_hosts(plan, graph)
         if not sent:
             raise OptionError(
-                "Hosts that send each other no gradients have nothing to compress.",
+                "Compression needs several hosts that send each other gradients.",
                 received=f"compression={self.compression} with {plan.num_hosts} "
                 f"{'host' if plan.num_hosts == 1 else 'hosts'}",
                 fix="Leave it out, or have replicas of the same parameters on several hosts.",
             )
         if len({host.arithmetic for host in cluster.hosts}) > 1:
             raise DeviceError(
-                "Where gradients are compressed every host updates all weights, and only the same "
-                "processors come to the same bits.",
+                "With compression every host updates all weights: all need the same processor to "
+                "compute the same bits.",
                 received=", ".join(dict.fromkeys(host.arithmetic for host in cluster.hosts)),
                 fix="Use hosts of one kind, or leave `compression` out.",
             )

@@ -118,8 +118,8 @@ class Accumulating(Wrapping):
         uses_statistics = bool(norms)
         if plan.pipeline is not None and norms:
             raise OptionError(
-                "Accumulation must not change the result, and in a pipeline a layer that "
-                "normalises by the batch takes the statistics of each part.",
+                "In a pipeline, accumulation would change the result of a layer that normalises "
+                "by the batch: it takes the statistics of each part.",
                 received=f"accumulate={self.parts} with {first_few(norms)}",
                 fix="Leave `accumulate` out, use a GroupNorm or evaluation mode there, or a data "
                 "parallel strategy.",

@@ -92,15 +92,15 @@ class Served(Maker):
     ) -> None:
         if len(workers) > 1 and self.update.replicas > 1:
             raise OptionError(
-                "Second copies of what servers update are for workers and servers of one host.",
+                "Replicas of servers need all workers and servers on one host.",
                 received=f"replicas={self.update.replicas} with {len(workers)} hosts",
                 fix="Leave `replicas` out, and use a checkpoint.",
             )
         num_serving = sum(map(bool, servers))
         if num_serving > 1 and not self.update.is_synchronous:
             raise OptionError(
-                "Workers that do not wait take their work from a table in the memory of the one "
-                "host that all servers are on.",
+                "Workers that do not wait take their work from a table in shared memory, so all "
+                "servers must be on one host.",
                 received=f"staleness={self.update.staleness} with servers on {num_serving} hosts",
                 fix="Put all servers on one host, or use staleness=0.",
             )

@@ -51,7 +51,7 @@ def stages_from_names(
             starts[start] = cut
     if list(starts) != sorted(starts):
         problems.add(
-            "Cuts come in the order in which the model computes.",
+            "Cuts must be in the order in which the model computes.",
             received=listed(starts.values()),
             fix=f"Use {listed(starts[start] for start in sorted(starts))}.",
         )
@@ -117,7 +117,7 @@ def _check_forwards(problems: Problems, scoped: Sequence[tuple[str, int]]) -> No
     if back:
         (before, high), (after, low) = back[0]
         problems.add(
-            "Along the order in which the model computes, devices may only go up.",
+            "Device numbers must not decrease in the order in which the model computes.",
             received=first_few(
                 [f"{b!r} on device {lo} after {a!r} on device {hi}" for (a, hi), (b, lo) in back]
             ),

@@ -55,8 +55,8 @@ def _raise_inseparable(graph: LayerGraph, start: int) -> None:
         )
     raise OptionError(
         "No tensor that crosses a cut may be changed in place on the other side.",
-        received=f"a cut at {names[start]!r}: {names[last]!r} changes what "
-        f"{names[first]!r} has made",
+        received=f"a cut at {names[start]!r}: {names[last]!r} changes the "
+        f"output of {names[first]!r}",
         fix=f"{elsewhere}, or let {names[last]!r} make a new tensor (inplace=False).",
     )
 
@@ -111,7 +111,7 @@ def costs_of(layer: Layer) -> LayerCosts:
     """
     if layer.costs is None:
         raise PlanError(
-            "A pipeline is planned from what each layer costs.",
+            "Planning a pipeline needs the costs of each layer.",
             received=f"no costs of {layer.name!r}",
             fix="Capture the model with a sample of its data.",
         )

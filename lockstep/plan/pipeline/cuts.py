@@ -415,7 +415,7 @@ def _check_num_stages(cut_problem: CutProblem, num_stages: int) -> None:
     num_layers = len(cut_problem.layers)
     if not 1 <= num_stages <= num_layers:
         raise PlanError(
-            "Every stage holds a layer at least.",
+            "Every stage needs at least one layer.",
             received=f"{counted(num_stages, 'stage')} of {counted(num_layers, 'layer')}",
             fix=f"Use 1 to {num_layers} stages." if num_layers > 1 else "Use 1 stage.",
         )

@@ -246,9 +246,9 @@ class Pipelined(Maker):
         is_shared = self.schedule == "interleaved" and devices is not None and found >= devices
         if devices is not None and devices != found and not is_shared:
             raise OptionError(
-                f"The {source} must make as many stages as are asked for.",
+                f"The {source} must make as many stages as `stages` says.",
                 received=f"stages={devices}, and {source} that make {found}",
-                fix="Leave `stages` out, or change the one or the other.",
+                fix="Leave `stages` out, or change one of them.",
             )
 
     def _recomputes(self, stage: int, num_stages: int) -> bool:

@@ -161,7 +161,7 @@ SCHEDULES = tuple(_ORDERS)
 def _check_schedule(kind: str) -> None:
     if kind not in _ORDERS:
         raise PlanError(
-            "There is no such schedule.",
+            "The schedule is unknown.",
             received=repr(kind),
             fix=f"Use one of {', '.join(SCHEDULES)}.",
         )
