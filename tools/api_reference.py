@@ -65,7 +65,7 @@ def load_package(root: Path = ROOT) -> griffe.Module:
 
 
 class Reference:
-    """The page.
+    """Renders the page.
 
     Args:
         package: Lockstep's sources.
@@ -88,12 +88,12 @@ class Reference:
         }
 
     def page(self) -> str:
-        """All of it, as Markdown."""
+        """The page as Markdown."""
         parts = [HEAD, *self._contents()]
         for section, members in self._sections.items():
             parts.append(f"\n## {_heading(section)}\n")
             for name, member in sorted(members.items(), key=lambda item: item[0].lower()):
-                if not member.is_module:  # it has a section of its own
+                if not member.is_module:  # modules have sections of their own
                     parts.append("\n".join(self._entry(f"{section}.{name}", member)))
         parts.append(f"\n## {_heading('lockstep.errors')}\n")
         parts.append(prose(self._package["errors"].docstring.value))
@@ -150,7 +150,7 @@ class Reference:
         yield from self._inherited(kind, bases)
 
     def _documented(self, kind: griffe.Class) -> list[Any]:
-        """A class's members, and those of bases that are not public and so have no place else."""
+        """A class's members, and those of its private bases, which have no section of their own."""
         hidden = [base for base in kind.mro() if base.path not in self._anchors]
         owners = [*reversed(hidden), kind]
         return list({member.name: member for own in owners for member in _members(own)}.values())
@@ -168,12 +168,12 @@ class Reference:
 
 
 def _heading(section: str) -> str:
-    """Apart from the names in it: ``lockstep.Plan`` is a class, ``lockstep.plan`` a package."""
+    """A heading with a prefix, since ``lockstep.Plan`` is a class, ``lockstep.plan`` a package."""
     return f"Package {section}"
 
 
 def _homes(package: griffe.Module) -> dict[str, tuple[str, str]]:
-    """Where the public names of ``lockstep`` are defined: it says so itself, to load them late."""
+    """Where the public names of ``lockstep`` are defined, by its table for lazy imports."""
     homes: dict[str, tuple[str, str]] = ast.literal_eval(str(package["_HOMES"].value))
     return homes
 
@@ -183,7 +183,7 @@ def _target(member: Any) -> Any:
 
 
 def _members(kind: griffe.Class) -> list[Any]:
-    """Public methods and properties that have something to say of their own."""
+    """Public methods and properties with a docstring."""
     return [
         member
         for member in kind.members.values()
@@ -194,7 +194,7 @@ def _members(kind: griffe.Class) -> list[Any]:
 
 
 def _called(kind: griffe.Class, method: griffe.Function) -> str:
-    """How a user writes it: class methods by the class, the others by an instance."""
+    """The call in a user's code: class methods on the class, others on an instance."""
     is_bound_to_class = {"classmethod", "staticmethod"} & method.labels
     return f"{kind.name if is_bound_to_class else kind.name.lower()}.{method.name}"
 
@@ -210,7 +210,7 @@ def anchor(heading: str) -> str:
 def signature(
     name: str, parameters: griffe.Parameters, returns: object, package: griffe.Module
 ) -> str:
-    """A call as it is written in the sources, without ``self``, defaults by their values."""
+    """A call as in the sources, without ``self``, with the values of defaults."""
     given = list(_shown(parameters, package))
     result = "" if returns is None else f" -> {returns}"
     line = f"{name}({', '.join(given)}){result}"
@@ -239,7 +239,7 @@ def _shown(parameters: Iterable[griffe.Parameter], package: griffe.Module) -> It
 
 
 def _value(default: Any, package: griffe.Module) -> str:
-    """A constant by its value, where the sources give it a name."""
+    """The value of a default, also if it is a named constant."""
     if isinstance(default, griffe.ExprName) and isinstance(default.canonical_path, str):
         path = default.canonical_path.removeprefix("lockstep.")
         try:

@@ -1,4 +1,4 @@
-"""Placement by hand: which layer is on which of two devices, as ``tf.device`` reads in tutorials.
+"""Placement by hand: each layer on one of two devices, as with ``tf.device`` in tutorials.
 
 python by_hand.py [folder of MNIST]
 """

@@ -1,7 +1,7 @@
-"""A checkpoint every epoch, and a second run that goes on from the newest one.
+"""A checkpoint every epoch, and a second run that resumes from the newest one.
 
-Both runs are this program: it trains on as long as there are epochs to train. Together they come to
-the weights that one run of all epochs comes to, and so does a run on another number of devices.
+Both runs are this program, which trains the remaining epochs. Together they give the weights of one
+run of all epochs, also on another number of devices.
 
     python checkpoints.py [folder of MNIST]
 """
@@ -20,7 +20,7 @@ EPOCHS = 4
 
 
 def make_model():
-    """The model, with weights that the seed gives."""
+    """The model, with initial weights from the seed."""
     with lockstep.MirroredStrategy(devices=2).scope():
         model = keras.Sequential(
             [
@@ -37,7 +37,7 @@ def make_model():
 
 def run(folder, last_epoch):
     """Train up to an epoch, from the newest checkpoint if there is one."""
-    keras.utils.set_random_seed(7)  # of orders and random numbers, too: also a run that goes on
+    keras.utils.set_random_seed(7)  # orders and random numbers depend on it, in a resumed run, too
     found = sorted(folder.glob("epoch-*.keras"))
     first_epoch = len(found)
     if found:
@@ -68,4 +68,4 @@ whole = make_model()
 whole.fit(x, y, batch_size=100, epochs=EPOCHS, verbose=0)
 same = zip(continued.get_weights(), whole.get_weights(), strict=True)
 assert all(np.array_equal(one, other) for one, other in same), "the runs do not continue"
-print("two runs came to the weights of one, bit by bit")
+print("two runs gave the weights of one, bit by bit")

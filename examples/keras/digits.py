@@ -1,7 +1,7 @@
 """Handwritten digits for the examples: images of 28 x 28 from 0 to 1, and classes.
 
-MNIST, where its folder is given as the only argument of the example; else the 1,797 digits that
-come with scikit-learn, enlarged from 8 x 8.
+MNIST, if its folder is the only argument of the example; else the 1,797 digits of scikit-learn,
+enlarged from 8 x 8.
 """
 
 import sys
@@ -13,7 +13,7 @@ NUM_TEST = 297
 
 
 def load() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """(images, classes) to train on, and to test with; images of shape (n, 28, 28)."""
+    """(images, classes) for training and for testing; images of shape (n, 28, 28)."""
     if len(sys.argv) > 1:
         from lockstep.data import load_mnist
 

@@ -1,8 +1,8 @@
-"""Several hosts by TF_CONFIG: an MLP of 784-128-10, trained by two processes as by one.
+"""Several hosts by TF_CONFIG: two processes train an MLP of 784-128-10 as one would.
 
-Where TF_CONFIG is set, this program is one of the hosts: start it on each of them, with a file of
-the same secret (`LOCKSTEP_SECRET_FILE`). Where it is not, it starts two such processes here, and
-then compares what they have come to with what one device comes to.
+If TF_CONFIG is set, this program is one of the hosts: start it on each of them, with a file of the
+same secret (`LOCKSTEP_SECRET_FILE`). Otherwise it starts two such processes here, and compares
+their weights with those of one device.
 
     python multi_worker.py [folder of MNIST]
 """
@@ -42,11 +42,11 @@ def train(strategy):
 
 
 def be_a_host():
-    """What each host does. All know the same in the end; host 0 alone shows progress."""
+    """The training on each host. All return the same values; only host 0 shows progress."""
     strategy = lockstep.MultiWorkerMirroredStrategy(devices_per_host=1)
     model = train(strategy)
     loss, accuracy = model.evaluate(*test, verbose=0)
-    replicas = strategy.num_replicas_in_sync  # all hosts ask
+    replicas = strategy.num_replicas_in_sync  # all hosts call it
     if strategy.is_chief:
         print(f"{replicas} replicas: loss {loss:.3f}, accuracy {accuracy:.3f}")
         assert accuracy > 0.85, "the digits were not learnt"
@@ -54,7 +54,7 @@ def be_a_host():
 
 
 def start_two_hosts(weights):
-    """Two processes on this machine, each with an address of its own."""
+    """Start two processes on this machine, each with its own address."""
     workers = [f"{address}:{free_port(address)}" for address in ("127.0.0.1", "127.0.0.2")]
     job = {"WEIGHTS": weights, "LOCKSTEP_SECRET": secrets.token_hex(32)}
     processes = []
@@ -66,7 +66,7 @@ def start_two_hosts(weights):
 
 
 def free_port(address):
-    """A port that nothing listens at."""
+    """A free port."""
     with socket.create_server((address, 0)) as server:
         return server.getsockname()[1]
 

@@ -1,6 +1,6 @@
 """Model parallel: a convolutional net whose layers are divided between two devices.
 
-Where to cut is chosen by how long each layer takes on this machine.
+Lockstep chooses the cuts by the layers' time on this machine.
 
     python pipelined_cnn.py [folder of MNIST]
 """

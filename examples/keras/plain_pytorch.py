@@ -14,14 +14,14 @@ import lockstep
 
 
 class Block(nn.Module):
-    """A layer with a way around it."""
+    """A layer with a skip connection."""
 
     def __init__(self, width):
         super().__init__()
         self.layer = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU())
 
     def forward(self, inputs):
-        """The inputs, and what the layer makes of them."""
+        """The inputs plus the layer's outputs."""
         return inputs + self.layer(inputs)
 
 

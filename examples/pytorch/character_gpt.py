@@ -31,7 +31,7 @@ windows = tokens.unfold(0, CONTEXT + 1, CONTEXT)
 
 
 class Block(nn.Module):
-    """Attention to the letters before, then a layer for each letter by itself."""
+    """Attention to earlier letters, then a layer for each letter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -64,7 +64,7 @@ class Encoder(nn.Module):
 
 
 def contrast(points: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """NT-Xent: among all other views of the batch, which one is of the same digit?"""
+    """NT-Xent: find the view of the same digit among all other views of the batch."""
     views = points.transpose(0, 1).flatten(0, 1)
     likeness = (views @ views.T / 0.2).fill_diagonal_(-torch.inf)
     return F.cross_entropy(likeness, torch.arange(len(views)).roll(len(points)))
@@ -89,4 +89,4 @@ views = torch.cat(
     [torch.stack([moved(digits[360:]), moved(digits[360:])], dim=1) for _ in range(4)]
 )
 trainer.fit((views, torch.zeros(len(views))), epochs=epochs, batch_size=256)
-print(f"After it {found_by_neighbours(trainer):.1%}, and no class was ever shown")
+print(f"After it {found_by_neighbours(trainer):.1%}, without any classes")

@@ -20,8 +20,8 @@ Every process runs the script; python own_loop.py is one replica. What has chang
     -if dist.get_rank() == 0:
     +if lockstep.rank() == 0:
 
-Any number of processes comes to the weights of one: no sample is repeated, short batches weigh
-less, and the norm that is clipped is the whole gradient's. Needs scikit-learn.
+Any number of processes gives the weights of one: no sample is repeated, short batches weigh less,
+and clipping uses the norm of the whole gradient. Needs scikit-learn.
 """
 
 import argparse
