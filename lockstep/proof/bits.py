@@ -188,8 +188,8 @@ class BitsProof:
         found = [_verdict("run to run", first.digests, again.digests, is_promised=True)]
         plan = self._plan
         assert plan is not None
-        is_apart = isinstance(plan.update, AveragedUpdate) or plan.num_hosts > 1
-        if is_apart or plan.num_shares == 1:
+        has_no_single_device_run = isinstance(plan.update, AveragedUpdate) or plan.num_hosts > 1
+        if has_no_single_device_run or plan.num_shares == 1:
             return found
         if plan.pipeline is None:
             name = f"one device, {plan.num_shares} shares"

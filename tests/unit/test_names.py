@@ -79,3 +79,10 @@ def test_every_folder_says_what_it_is() -> None:
 def test_retired_names_are_gone() -> None:
     found = {str(path.relative_to(ROOT)): names_in(path) & set(RETIRED) for path in FILES}
     assert {name: sorted(words) for name, words in found.items() if words} == {}
+
+
+def test_the_glossary_is_short_and_has_no_retired_word() -> None:
+    page = (ROOT.parent / "docs" / "glossary.md").read_text()
+    words = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(words) <= 70
+    assert {word.lower() for word in words} & {name.lower() for name in RETIRED} == set()
