@@ -6,8 +6,8 @@ from collections.abc import Callable
 from torch import nn
 
 from lockstep.data.batch_dims import BatchDims
-from lockstep.data.map_style.sources import Source
-from lockstep.data.trees import Tree, tensors_of
+from lockstep.data.map_style.sources import Source, as_input_source
+from lockstep.data.trees import map_tensors, tensors_of
 from lockstep.errors import DataError, OptionError
 from lockstep.parallel.storage.meta_init import allocate, build_on_meta, check_on_meta
 from lockstep.train.input.stream_broadcast import SharedStream
@@ -33,20 +33,21 @@ def made_models(
     return made, meta_model.to("meta")
 
 
-def shaped_inputs(source: Source | SharedStream) -> Tree:
-    """Inputs of no samples, which say what shape a sample has.
+def made_up_sample(source: Source | SharedStream) -> Source:
+    """One sample of zeros, with the shapes of the samples of an empty source.
 
     Raises:
-        DataError: there are none.
+        DataError: the source does not tell these shapes.
     """
     inputs = getattr(source, "inputs", None)
     if next(tensors_of(inputs), None) is None:
         raise DataError(
-            "An empty dataset says nothing of the shape of its samples.",
+            "An empty dataset does not tell the shape of its samples.",
             received="a dataset of length 0",
             fix="Pass an array of shape (0, ...) instead.",
         )
-    return inputs
+    zeros = map_tensors(lambda tensor: tensor.new_zeros(1, *tensor.shape[1:]), inputs)
+    return as_input_source(zeros, name="inputs")
 
 
 def check_scope(dims: BatchDims) -> None:

@@ -24,12 +24,10 @@ class ProvingRunner(FittingRunner):
     """A runner that shows its Plan and proves it.
 
     Attributes:
-        _job_parts: loss, step and form of the data, as the user has given them.
-        _unproved: names of the options that a proof leaves out.
+        _job_parts: loss, step and form of the data, as the user passed them.
     """
 
     _job_parts: dict[str, Any]
-    _unproved: list[str]
 
     @checks_names
     def plan_for(self, data: Any, y: Any = None, *, batch_size: int | None = None) -> Plan:
@@ -107,9 +105,19 @@ class ProvingRunner(FittingRunner):
         report = public.verify(
             job, self.strategy, steps=steps, seed=seed, bits=bits, self_test=self_test
         )
-        if not self._unproved:
+        left_out = self._options_not_proven()
+        if not left_out:
             return report
-        note = (
-            f"Of the Trainer's options these are not part of the proof: {listed(self._unproved)}."
-        )
+        note = f"Of the Trainer's options these are not part of the proof: {listed(left_out)}."
         return replace(report, notes=(*report.notes, note))
+
+    def _options_not_proven(self) -> list[str]:
+        facts = self._update_config.facts()
+        options = {
+            "clip_norm": facts["clip_norm"] is not None,
+            "clip_value": facts["clip_value"] is not None,
+            "accumulate": facts["accumulate"] != 1,
+            "average": facts["average"] is not None,
+            "schedule": self.schedule is not None,
+        }
+        return [name for name, is_used in options.items() if is_used]

@@ -14,7 +14,7 @@ import torch
 from torch import nn, optim
 
 from lockstep.data.batch_dims import BatchDims
-from lockstep.data.map_style.sources import as_input_source, joined
+from lockstep.data.map_style.sources import joined
 from lockstep.data.records.bad_records import OnBadRecord
 from lockstep.data.trees import Tree, concatenate, map_tensors
 from lockstep.launch.health.failure import ending_with
@@ -28,7 +28,7 @@ from lockstep.train.callbacks.callback import Callback, Logs
 from lockstep.train.callbacks.driver import TaskDriver
 from lockstep.train.callbacks.interrupt import held_termination
 from lockstep.train.checkpointing.checkpoints import Checkpoint
-from lockstep.train.fit.fitting import FitRequest
+from lockstep.train.fit.fit_request import FitRequest
 from lockstep.train.fit.tasks import EvaluateTask, PredictTask
 from lockstep.train.history import History
 from lockstep.train.input.data_adapter import (
@@ -39,7 +39,7 @@ from lockstep.train.input.data_adapter import (
 )
 from lockstep.train.input.stream_broadcast import sample_of
 from lockstep.train.logging.metrics import Metrics
-from lockstep.train.model_making import check_scope, made_models, shaped_inputs
+from lockstep.train.model_making import check_scope, made_models, made_up_sample
 from lockstep.train.optim.learning_rates import make_schedule
 from lockstep.train.optim.optimizers import Optimizers, make_optimizers
 from lockstep.train.optim.rate_rules import rule_of
@@ -65,66 +65,65 @@ class Trainer(ProvingRunner):
 
     Args:
         model: the model; it is trained in place. Or a function that makes it: then each rank of a
-            pipeline makes its own part only, with the values that ``reset_parameters`` of its
+            pipeline makes only its own part, with the values that ``reset_parameters`` of its
             modules gives, and ``trainer.model`` is the whole by address.
         loss: ``loss(output, target)`` returning a scalar, values of shape (n,), or a pair (total,
-            weight). A scalar that is not known to be a mean or a sum over the samples is taken on
-            the outputs of the whole batch. Several of them, in a dict or list, each for the model's
-            output and the target under its key or in its place. Or ``lockstep.OwnLoss()`` where the
-            model returns its loss. Or a name of ``torch.nn.functional``: "cross_entropy", "mse".
-            Needed for ``fit`` and ``evaluate``.
+            weight). A scalar that is not known to be a mean or a sum over the samples is computed
+            on the outputs of the whole batch. Several, in a dict or list, each for the model's
+            output and the target with its key or position. Or ``lockstep.OwnLoss()`` if the model
+            returns its loss. Or a name of ``torch.nn.functional``: "cross_entropy", "mse". Needed
+            for ``fit`` and ``evaluate``.
         optimizer: a torch optimizer over ``model.parameters()``, or a class or function that makes
             one from them, or the name of one of torch's, with its default options: "adam". Needed
             for ``fit``.
-        metrics: torchmetrics metrics by name; or names, such as ``["accuracy"]``, which the loss
-            says the meaning of.
+        metrics: torchmetrics metrics by name; or names, such as ``["accuracy"]``, whose meaning
+            follows from the loss.
         strategy: where and how to train; None is the strategy of the enclosing ``scope()``, else
             one device.
         precision: ``"fp32"``; ``"bf16-mixed"``, which keeps parameters, updates and the loss in
             float32 and lets the model compute in bfloat16 where that is safe (torch.autocast);
             ``"fp16-mixed"``, the same in float16 with a dynamic loss scale: steps whose gradients
-            overflow are left out; ``"bf16"``, which turns parameters and buffers to bfloat16 and
-            updates float32 copies of the parameters; or ``"fp64"``, which turns them to float64.
+            overflow are left out; ``"bf16"``, which casts parameters and buffers to bfloat16 and
+            updates float32 copies of the parameters; or ``"fp64"``, which casts them to float64.
         seed: of the order of the samples and of all random numbers in training.
-        clip_norm: longest gradient: the norm over all parameters, as
-            ``torch.nn.utils.clip_grad_norm_`` has it. None for any length.
-        clip_value: largest element of a gradient. None for any.
-        accumulate: parts in which each device goes through its share of a batch, one after the
-            other, to keep fewer activations at a time. It changes memory and time, and no result:
+        clip_norm: largest norm of the gradient over all parameters, as in
+            ``torch.nn.utils.clip_grad_norm_``; None for any.
+        clip_value: largest element of a gradient; None for any.
+        accumulate: parts into which each device divides its share of a batch, one after the other,
+            to keep fewer activations at a time. It changes memory and time, and no result:
             ``batch_size`` is that of one update. Gradients of the parts are added up in place.
-        on_nonfinite: what becomes of a step whose loss or gradient is NaN or infinite: ``"raise"``
-            ends the training before the update, and names the first layer; ``"skip"`` leaves the
-            step out, on all ranks alike, and counts it (``"skipped_steps"`` in the history);
-            ``"ignore"`` updates with it.
-        compile: have every rank compile the model with ``torch.compile``, which takes seconds once
+        on_nonfinite: for a step whose loss or gradient is NaN or infinite: ``"raise"`` ends the
+            training before the update, and names the first layer; ``"skip"`` leaves the step out,
+            on all ranks alike, and counts it (``"skipped_steps"`` in the history); ``"ignore"``
+            updates with it.
+        compile: compile the model with ``torch.compile`` on every rank, which takes seconds once
             and a C++ compiler on CPUs; not in pipelines, whose stages run parts of the model.
-        deterministic: use torch's deterministic kernels only, on every rank, so that two runs on
-            accelerators give the same bits; on cores they do anyway. An operation that has none is
-            an error of torch's with its name.
-        average: ``lockstep.EMA(decay)`` to average the weights over the updates; ``with
-            trainer.averaged():`` has the model use the averages.
+        deterministic: use only torch's deterministic kernels, on every rank, so that two runs on
+            accelerators give the same bits; on CPUs they do anyway. torch raises an error that
+            names an operation without such a kernel.
+        average: ``lockstep.EMA(decay)`` to average the weights over the updates; within ``with
+            trainer.averaged():`` the model has the averages.
         callbacks: called during every ``fit``.
-        loss_weights: a factor for each of several losses, by key or in their order; 1 for each by
+        loss_weights: a factor for each of several losses, by key or in their order; 1 each by
             default.
-        schedule: of the learning rate: a torch scheduler's class, or a function that makes one from
-            the optimizer, or one over the optimizer given; or a ``lockstep.Schedule`` that says
+        schedule: of the learning rate: a torch scheduler's class, a function that makes one from
+            the optimizer, or one over the optimizer passed; or a ``lockstep.Schedule``, which says
             when it steps. The rate of every epoch's last update is in the logs as ``"lr"``.
         train_step: ``train_step(model, batch)``, which returns a loss as ``loss`` does, in place of
             ``loss(model(inputs), targets)`` in training; ``batch`` is a share of a batch, in the
-            form of the data given. Or several by name, which take turns with every batch, each with
-            the optimizer of its name in ``optimizer``. Under data parallel strategies.
-        batch_dim: where the samples are: 1 in data with time first. For all that the data, the
-            model and the loss have; or a dict of "inputs", "targets" and "outputs", each a number,
-            or numbers by position or name where they differ: ``{"inputs": {"x": 1, "edges": None},
-            "targets": 0, "outputs": 0}``. What is left out is 0, None is an input or output that
-            belongs to no sample. Of a tensor with fewer dims it is the last one. Datasets have
-            samples one by one, which are put together there.
+            form of the data. Or several by name, which take turns with every batch, each with the
+            optimizer of its name in ``optimizer``. For data parallel strategies.
+        batch_dim: the dim of the samples: 1 in data with time first. For all inputs, targets and
+            outputs; or a dict of "inputs", "targets" and "outputs", each a number, or numbers by
+            position or name: ``{"inputs": {"x": 1, "edges": None}, "targets": 0, "outputs": 0}``.
+            The default is 0; None is an input or output that belongs to no sample. In a tensor with
+            fewer dims it is the last one. Samples of a Dataset are stacked along this dim.
 
     Attributes:
-        batch_size: of the last ``fit``, as it was given or found; None before.
+        batch_size: of the last ``fit``, as given or found; None before.
 
     Raises:
-        OptionError: an argument cannot be what it is.
+        OptionError: an argument is not valid.
         ModelError: the model cannot be trained as it is.
     """
 
@@ -190,14 +189,6 @@ class Trainer(ProvingRunner):
             "train_step": train_step,
             "batch_dim": batch_dim,
         }
-        parts = {
-            "clip_norm": clip_norm,
-            "clip_value": clip_value,
-            "accumulate": accumulate > 1,
-            "average": average,
-            "schedule": schedule,
-        }
-        self._unproved = [name for name, part in parts.items() if part]
         self.deterministic = deterministic
         self.callbacks = list(callbacks)
         self.stop_training = False
@@ -256,7 +247,7 @@ class Trainer(ProvingRunner):
         record: str | os.PathLike[str] | None = None,
         on_snapshot: Any = None,
     ) -> History:
-        """Train; a second ``fit`` goes on where the first ended.
+        """Train; a second ``fit`` continues where the first ended.
 
         Args:
             data: ``(inputs, targets)`` or ``(inputs, targets, sample_weight)`` of arrays or tensors
@@ -264,46 +255,44 @@ class Trainer(ProvingRunner):
                 inputs is the model's positional arguments, a dict its keyword arguments. Without
                 targets, for a model that computes its own loss: ``(inputs,)`` or a dict of inputs.
                 Or global batches of these forms, from a DataLoader, an iterable, a function that
-                makes an iterator anew for every epoch, an iterator, or a ``tf.data.Dataset``; or an
+                makes a new iterator for every epoch, an iterator, or a ``tf.data.Dataset``; or an
                 IterableDataset of samples. These are read on this process alone, in their order.
-            y: the targets, where ``data`` is the inputs alone.
-            epochs: how many there are.
-            batch_size: samples of a global batch, over all devices together; None is 32, or what
-                the data has for itself. ``"auto"`` is the fastest per sample on this machine, found
-                by trial and remembered; see ``BatchSizeSearch``, which may be given as well.
-            steps_per_epoch: batches of an epoch, which then goes on in the data where the one
-                before has ended; None is a pass over the data.
+            y: the targets, if ``data`` is the inputs alone.
+            epochs: the number of epochs.
+            batch_size: samples of a global batch, over all devices together; None is 32, or the
+                data's own. ``"auto"`` is the fastest per sample on this machine, found by trial and
+                remembered; or pass a ``BatchSizeSearch``.
+            steps_per_epoch: batches of an epoch; the next epoch continues in the data from there.
+                None is a pass over the data.
             validation_data: as ``data``; evaluated after every epoch.
-            validation_split: the part of arrays or tensors, from 0 to 1, that is evaluated after
-                every epoch and not trained on: the last samples, before they are shuffled.
+            validation_split: the part (0 to 1) of arrays or tensors that is evaluated after every
+                epoch and not trained on: the last samples, before they are shuffled.
             sample_weight: of each sample, where ``y`` is given.
-            shuffle: take the samples in a new order every epoch, a function of the seed and the
-                epoch alone; None is yes, for data without an order of its own.
+            shuffle: take the samples in a new order every epoch, a function of seed and epoch
+                alone; None is True for data without an order of its own.
             verbose: 1 shows progress, 0 is silent.
             learning_rate_rule: ``"linear"`` or ``"sqrt"`` multiplies the learning rate of every
                 parameter group by ``batch_size / reference_batch_size``, or by its square root:
-                once, and by the ratio when a later ``fit`` has the rule and another size. None
-                leaves them as they are.
+                once, and by the ratio when a later ``fit`` has the rule and another size.
             reference_batch_size: the batch size that the learning rates were chosen for.
-            checkpoint: where and how often to write all that is needed to go on. Started again, the
-                same script goes on from the newest of these at the very next batch, on any number
-                of devices; a ``fit`` that had ended returns its history.
-            restarts: how often to go on after a process was killed or has not answered for
-                ``timeout_seconds`` of the strategy, to the same bits. On one host that goes with
-                fresh helpers, from the last copy of the training in memory, which takes memory for
-                a second copy of weights and optimizer, and at most 2 % of the time. On several
-                hosts ``checkpoint`` is needed, too: who is left waits for all hosts to come, and
-                all go on from the newest, on disk or in the memory of host 0 or 1.
-            on_bad_record: what becomes of a sample that cannot be read, or is not of the shapes and
-                types of the first one that can be: ``"error"`` ends the training with a
-                BadRecordError; ``"skip"`` leaves it out of its batch, on all ranks alike, and
-                counts it (``"bad_records"`` in the history). For map-style datasets.
-            record: folder for a record of the run, ``record.jsonl``, from which ``lockstep doctor``
-                tells what has gone wrong; None is the checkpoint's, or that which
-                ``LOCKSTEP_RECORD`` names, or none.
-            on_snapshot: called with a ``train.callbacks.driver.Snapshot`` after every step: all
-                gradients, every rank's state and the optimizer's slots. For proofs; slow. Its
-                attribute ``look``, if any, is the steps in which modules' values are recorded.
+            checkpoint: where and how often to write the whole state of training. The same script,
+                started again, resumes from the newest checkpoint at the very next batch, on any
+                number of devices; a ``fit`` that had ended returns its history.
+            restarts: how often to resume, to the same bits, after a process was killed or did not
+                answer for ``timeout_seconds`` of the strategy. One host resumes with fresh helpers
+                from the last copy of the training in memory, which takes memory for a second copy
+                of weights and optimizer, and at most 2 % of the time. Several hosts need
+                ``checkpoint``, too: the remaining hosts wait until all have come back, and resume
+                from the newest checkpoint, on disk or in the memory of host 0 or 1.
+            on_bad_record: for samples of map-style datasets that cannot be read, or differ in
+                shapes or types from the first readable one: ``"error"`` ends the training with a
+                BadRecordError; ``"skip"`` leaves the sample out of its batch, on all ranks alike,
+                and counts it (``"bad_records"`` in the history).
+            record: folder for ``record.jsonl``, from which ``lockstep doctor`` tells what went
+                wrong; None is the checkpoint's, or ``LOCKSTEP_RECORD``'s, or none.
+            on_snapshot: for proofs; slow. Called after every step with a Snapshot
+                (``train.callbacks.driver``): gradients, every rank's state, the optimizer's slots,
+                and in the steps of its attribute ``look``, if it has one, the modules' values.
 
         Returns:
             Loss, metrics and validation values of every epoch.
@@ -311,12 +300,12 @@ class Trainer(ProvingRunner):
         Raises:
             OptionError, DataError, DeviceError, PlanError, ShippingError: before a process starts.
             LossError, NonFiniteError: at the step they name.
-            CheckpointError: there are checkpoints, but none is whole, or they are of another fit.
-            OSError: a checkpoint cannot be written; at the next one, or at the end.
-            Exception: what the model, loss or data raise, on whichever rank; a note names it.
-            WorkerError: a helper died or hung, or raised what cannot be brought here.
-            HostError: another host has failed or was lost, and no restart is left.
-            KeyboardInterrupt: after Ctrl-C and the step that was under way, with weights and
+            CheckpointError: no checkpoint there is complete, or they are of another fit.
+            OSError: a checkpoint cannot be written; raised at the next one, or at the end.
+            Exception: the model, loss or data raised it, on any rank; a note names the rank.
+            WorkerError: a helper died or hung, or raised an error that cannot be sent here.
+            HostError: another host failed or was lost, and no restart is left.
+            KeyboardInterrupt: after Ctrl-C and the end of the running step, with weights and
                 optimizer as that step left them; at once after a second Ctrl-C.
         """
         asked = FitRequest(
@@ -456,9 +445,6 @@ class Trainer(ProvingRunner):
 
     def _predict_none(self, feed: DataPipeline) -> Tree:
         """No samples: outputs of the right kind and shape, found with one made-up sample."""
-        made_up = map_tensors(
-            lambda tensor: tensor.new_zeros(1, *tensor.shape[1:]), shaped_inputs(feed.source)
-        )
-        source = as_input_source(made_up, name="inputs")
-        outputs = self._predict(DataPipeline(source=source, batch_size=1, num_steps=1))
+        sample = made_up_sample(feed.source)
+        outputs = self._predict(DataPipeline(source=sample, batch_size=1, num_steps=1))
         return map_tensors(lambda tensor: tensor[:0], outputs)

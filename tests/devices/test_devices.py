@@ -349,7 +349,7 @@ def test_a_callback_may_evaluate_where_the_whole_model_is() -> None:
     stages = lockstep.PipelineStrategy(
         2, microbatches=2, devices=ranks_on_devices(2), engine="gloo"
     )
-    with pytest.raises(OptionError, match="not all of the model"):
+    with pytest.raises(OptionError, match="does not hold the whole model"):
         make_trainer(stages, callbacks=[_Looking()]).fit((X, Y), batch_size=8, verbose=0)
 
 

@@ -16,7 +16,8 @@ from lockstep.errors import DataError, NonFiniteLossError, WorkerError
 from lockstep.launch.health.failure import as_raised, failure_error, pack_failure, unpack_failure
 from lockstep.train.callbacks.fit_driver import FitDriver
 from lockstep.train.input.data_adapter import DataPipeline
-from lockstep.train.runtime.session import Session, _RunningCall
+from lockstep.train.runtime.running_call import RunningCall
+from lockstep.train.runtime.session import Session
 from tests.faults.jobs import (
     BATCH_SIZE,
     fit,
@@ -201,8 +202,8 @@ def test_each_failure_of_what_ends_a_call_is_a_note(monkeypatch: pytest.MonkeyPa
     trainer = make_trainer(2, lambda: fail(AsAsked("true")), on="rank 0")
     ends = {
         (Session, "close"): "the team",
-        (_RunningCall, "look_at_ranks"): "the ranks",
-        (_RunningCall, "abandon"): "the weights",
+        (RunningCall, "look_at_ranks"): "the ranks",
+        (RunningCall, "abandon"): "the weights",
         (FitDriver, "close"): "the screen",
         (DataPipeline, "close"): "the data",
     }

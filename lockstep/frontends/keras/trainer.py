@@ -68,6 +68,7 @@ from lockstep.train.callbacks.interrupt import Interrupt, held_interrupts, telli
 from lockstep.train.callbacks.rank_sync import Resume
 from lockstep.train.fault_tolerance.backups import Backups
 from lockstep.train.fault_tolerance.restarting import FollowerDriver
+from lockstep.train.fit.fit_hooks import FitHooks
 from lockstep.train.fit.tasks import Task
 from lockstep.train.input.data_adapter import DataPipeline
 from lockstep.train.input.stream_broadcast import SharedStream, sample_of
@@ -136,7 +137,7 @@ class KerasTrainer(CheckpointRunner):
                 check_restartable(self._maker())
                 backups = self._backups_of(task.sources(), options.restarts)
             if backups is not None:
-                task.takes_states = task.is_kept = True
+                task.hooks = task.hooks._replace(state=True, full_state=True)
             driver = self._driver(callbacks, interrupt, backups)
             self._maker().check_batch_size(feed.batch_size)
             self.batch_size = feed.batch_size
@@ -192,15 +193,17 @@ class KerasTrainer(CheckpointRunner):
             seed=self.seed,
             first_epoch=self._epochs_trained,
             first_step=self._steps_trained,
-            watched=True,
-            watches_beginnings=True,
-            before_steps=start.before_steps,
-            after_steps=start.reports == "each",
-            shows_slots=not all(is_elementwise(one, variables) for one in self._optimizers),
+            hooks=FitHooks(
+                callbacks=True,
+                epoch_begin=True,
+                step_begin=start.before_steps,
+                step_end=start.reports == "each",
+                slots=not all(is_elementwise(one, variables) for one in self._optimizers),
+                state=self.keeper is not None and self.keeper.acts_in("takes_state"),
+                full_state=self.keeper is not None,
+            ),
             watches_validation=start.watches_validation,
             reports=start.reports,
-            takes_states=self.keeper is not None and self.keeper.acts_in("takes_state"),
-            is_kept=self.keeper is not None,
         )
         if self._job_context.hosts is None:
             return task

@@ -14,7 +14,7 @@ from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.update import Slots, assemble_slots
 from lockstep.parallel.worker import Worker
 from lockstep.train.checkpointing.training_state import TrainingState, copied
-from lockstep.train.fit.epoch_sums import told
+from lockstep.train.fit.epoch_sums import steps_as_tree
 from lockstep.train.optim.wrapped_updaters import OuterUpdater
 
 
@@ -27,7 +27,7 @@ def replicas_of(worker: Worker, results: Sequence[StepResult], control: Control)
         control: its line to the others.
     """
     assert worker.updater is not None
-    own = {"steps": told(results), "buffers": _flags(worker)}
+    own = {"steps": steps_as_tree(results), "buffers": _flags(worker)}
     size = worker.plan.ranks_per_replica
     pieces = worker.updater.slots() if size > 1 else []  # of the optimizer a rank knows these
     if worker.rank >= size == 1:  # the first replica's is the training's

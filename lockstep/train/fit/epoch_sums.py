@@ -4,6 +4,7 @@ Losses of steps are kept one by one: their sums are exactly rounded, so an epoch
 with has the very loss of one that was not interrupted.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ import torch
 from lockstep.checkpoint.trees import Tree
 from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.training_step import StepResult
+from lockstep.parallel.worker import Worker
 from lockstep.train.checkpointing.training_state import copied
 from lockstep.train.logging.metrics import Metrics
 
@@ -34,7 +36,7 @@ def epoch_sums(
         whole = [result for own in steps for result in own]
     else:
         whole = [_with_all_parts(own) for own in zip(*steps, strict=True)]
-    return {**told(whole), "metrics": copied(states)}
+    return {**steps_as_tree(whole), "metrics": copied(states)}
 
 
 def _with_all_parts(ranks: Sequence[StepResult]) -> StepResult:
@@ -42,7 +44,7 @@ def _with_all_parts(ranks: Sequence[StepResult]) -> StepResult:
     return replace(ranks[0], parts=[sums for result in ranks for sums in result.parts])
 
 
-def told(results: Sequence[StepResult]) -> dict[str, Tree]:
+def steps_as_tree(results: Sequence[StepResult]) -> dict[str, Tree]:
     """Steps as a tree, for ``results_so_far``."""
     losses = [[result.total, result.weight] for result in results]
     counts = [[result.num_samples, int(result.is_skipped), result.num_bad] for result in results]
@@ -53,12 +55,12 @@ def told(results: Sequence[StepResult]) -> dict[str, Tree]:
     }
 
 
-def results_so_far(sums: Tree, *, is_told: bool) -> list[StepResult]:
-    """The steps of an epoch that is gone on with.
+def results_so_far(sums: Tree, *, has_parts: bool) -> list[StepResult]:
+    """The steps of an epoch that is resumed.
 
     Args:
-        sums: what ``epoch_sums`` or ``told`` has told.
-        is_told: this rank tells of the parts of their losses, of all ranks.
+        sums: from ``epoch_sums`` or ``steps_as_tree``.
+        has_parts: this rank holds the parts of their losses, for all ranks.
     """
     steps = zip(sums["losses"].tolist(), sums["counts"].tolist(), sums["parts"], strict=True)
     return [
@@ -67,8 +69,42 @@ def results_so_far(sums: Tree, *, is_told: bool) -> list[StepResult]:
             weight=weight,
             num_samples=size,
             is_skipped=bool(is_skipped),
-            parts=parts if is_told else [],
+            parts=parts if has_parts else [],
             num_bad=num_bad,
         )
         for (total, weight), (size, is_skipped, num_bad), parts in steps
     ]
+
+
+def results_of_ranks(
+    worker: Worker, control: Control, results: list[StepResult]
+) -> list[StepResult]:
+    """The steps of an epoch; of ranks that train apart, on rank 0, those of all of them."""
+    if not worker.trains_apart:
+        return results
+    gathered = control.gather(worker.results_of_epoch(results))
+    return [result for own in gathered for result in own]
+
+
+def mean_loss(results: Sequence[StepResult]) -> float:
+    """The loss of an epoch, by exactly rounded sums: the order of ranks cannot matter."""
+    weight = math.fsum(result.weight for result in results)
+    return math.fsum(result.total for result in results) / weight if weight else math.nan
+
+
+def joined_turns(results: Sequence[StepResult], *, has_parts: bool) -> StepResult:
+    """The steps that took turns with a batch as one: their losses add up, and each is a part.
+
+    Args:
+        results: of the steps; all ranks know their losses.
+        has_parts: this rank is the one that holds the parts.
+    """
+    sums = tuple((float(result.total), result.weight) for result in results)
+    size = results[0].num_samples
+    return StepResult(
+        total=math.fsum(size * result.loss for result in results if result.weight),
+        weight=float(size),
+        num_samples=size,
+        is_skipped=any(result.is_skipped for result in results),
+        parts=[sums] if has_parts else [],
+    )

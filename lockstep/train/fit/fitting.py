@@ -3,13 +3,12 @@
 What comes before and after is the Trainer's; what happens between the steps is the driver's.
 """
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
-from lockstep.data.records.bad_records import CheckedSource, OnBadRecord
+from lockstep.data.records.bad_records import CheckedSource
 from lockstep.errors import ModelError, OptionError
 from lockstep.launch.health.failure import ending_with
 from lockstep.parallel.loss.share_losses import ONE_LOSS, LossAdapter
@@ -27,12 +26,14 @@ from lockstep.train.callbacks.interrupt import (
     telling_of_interrupts,
 )
 from lockstep.train.callbacks.rank_sync import Resume
-from lockstep.train.checkpointing.checkpoints import Checkpoint, CheckpointWriter, check_places
+from lockstep.train.checkpointing.checkpoints import CheckpointWriter, check_places
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.fault_tolerance.backups import Backups
 from lockstep.train.fault_tolerance.lost_hosts import check_restarts_on, going_on, outlast
 from lockstep.train.fault_tolerance.restarting import FollowerDriver
 from lockstep.train.fault_tolerance.run_record import RunRecord
+from lockstep.train.fit.fit_hooks import FitHooks
+from lockstep.train.fit.fit_request import FitData, FitRequest
 from lockstep.train.fit.fit_task import FitTask
 from lockstep.train.history import History
 from lockstep.train.input.bad_record_filter import skipping
@@ -41,7 +42,6 @@ from lockstep.train.input.data_adapter import (
     DataPipeline,
     adapt_data,
     adapt_validation_data,
-    close_all,
     closing_on_error,
     split_off,
 )
@@ -71,49 +71,6 @@ from lockstep.train.validation.checks import (
     check_targets,
     log_names,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitRequest:
-    """The arguments of a ``fit``: see ``Trainer.fit``."""
-
-    data: Any
-    epochs: int
-    batch_size: int | Literal["auto"] | BatchSizeSearch | None
-    steps_per_epoch: int | None
-    validation_data: Any
-    validation_split: float
-    shuffle: bool | None
-    verbose: int
-    rule: RateRule | None
-    checkpoint: Checkpoint | None
-    restarts: int
-    on_bad_record: OnBadRecord
-    record: str | os.PathLike[str] | None
-    on_snapshot: Any
-    memory: MemoryCheckpoints = field(default_factory=MemoryCheckpoints)
-    """What this process has of it in memory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Fit:
-    """A ``fit`` whose data is taken in.
-
-    Attributes:
-        loss: None where the step has its own.
-        wish: what was asked of the data.
-        feed: the training data.
-        validation: what is evaluated after every epoch, or None.
-    """
-
-    loss: LossAdapter | None
-    wish: DataOptions
-    feed: DataPipeline
-    validation: DataPipeline | None
-
-    def close(self) -> None:
-        """Read no more."""
-        close_all(self.feed, self.validation)
 
 
 class FittingRunner(ResumingRunner):
@@ -195,13 +152,15 @@ class FittingRunner(ResumingRunner):
             self._finish(keeper, history)
         return history
 
-    def _train_through(self, asked: FitRequest, fit: _Fit) -> History:
+    def _train_through(self, asked: FitRequest, fit: FitData) -> History:
         task = self._fit_task(fit)
         backups = self._backups_of(task.sources(), asked.restarts)
         if asked.on_snapshot is not None:
-            task = replace(task, record=True, look=getattr(asked.on_snapshot, "look", None))
-        task.takes_states = task.takes_states or backups is not None
-        task.is_kept = task.is_kept or (backups is not None and backups.is_asked)
+            watched = getattr(asked.on_snapshot, "look", None)
+            task = replace(task, record=True, watched_modules=watched)
+        if backups is not None:
+            full = task.hooks.full_state or backups.is_asked
+            task.hooks = task.hooks._replace(state=True, full_state=full)
         display = None
         if self._shows(asked):
             rates = partial(rates_of, self.optimizer)
@@ -211,7 +170,7 @@ class FittingRunner(ResumingRunner):
     def _shows(self, asked: FitRequest) -> bool:
         return bool(asked.verbose) and self._is_chief
 
-    def _taken_in(self, asked: FitRequest, search: BatchSizeSearch | None) -> _Fit:
+    def _taken_in(self, asked: FitRequest, search: BatchSizeSearch | None) -> FitData:
         """Check what needs no data, and take the data in."""
         sizes = {
             "batch_size": None if search else asked.batch_size,
@@ -244,11 +203,11 @@ class FittingRunner(ResumingRunner):
             validation = split or adapt_validation_data(asked.validation_data, wish, feed)
             if validation and asked.on_bad_record == "skip":
                 validation = skipping(validation, self._maker(), self._job_context.hosts)
-        return _Fit(loss=loss, wish=wish, feed=feed, validation=validation)
+        return FitData(loss=loss, wish=wish, feed=feed, validation=validation)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
-    def _pass_over(self, fit: _Fit) -> None:
+    def _pass_over(self, fit: FitData) -> None:
         """Read streams again up to where they were left.
 
         Raises:
@@ -259,7 +218,7 @@ class FittingRunner(ResumingRunner):
         others = [] if validation is None else [(validation.source, range(start.epoch))]
         self._read_again(start, 0, fit.feed, others)
 
-    def _facts(self, fit: _Fit) -> Facts:
+    def _facts(self, fit: FitData) -> Facts:
         loss, validation = fit.loss, fit.validation
         return {
             "epochs": fit.wish.epochs,
@@ -325,7 +284,7 @@ class FittingRunner(ResumingRunner):
                 fix="Unfreeze a part of it, or use evaluate or predict.",
             )
 
-    def _check_targets(self, fit: _Fit) -> None:
+    def _check_targets(self, fit: FitData) -> None:
         """Refuse data without targets where there must be some."""
         if fit.loss is not None and self._update_config.train_step is None:
             check_targets(sample_of(fit.feed.source), fit.loss, self.metrics)
@@ -334,7 +293,9 @@ class FittingRunner(ResumingRunner):
 
     # --- batch size and rates --------------------------------------------------------------------
 
-    def _find_batch_size(self, search: BatchSizeSearch, fit: _Fit, console: OutputConsole) -> int:
+    def _find_batch_size(
+        self, search: BatchSizeSearch, fit: FitData, console: OutputConsole
+    ) -> int:
         """The batch size that the search finds, or remembers."""
         training = Training(
             trainer=cast(TrainerProtocol, self),
@@ -361,7 +322,7 @@ class FittingRunner(ResumingRunner):
             said = rule.apply(self.optimizer, batch_size)
             console.print(said, highlight=False, soft_wrap=True)
 
-    def _begin_schedule(self, fit: _Fit) -> None:
+    def _begin_schedule(self, fit: FitData) -> None:
         if self.schedule is None:
             return
         has_validation = fit.validation is not None
@@ -380,7 +341,7 @@ class FittingRunner(ResumingRunner):
     def _start_of(self, feed: DataPipeline) -> Resume:
         return self._start(feed.batch_size, is_stream=isinstance(feed.source, SharedStream))
 
-    def _fit_task(self, fit: _Fit) -> FitTask:
+    def _fit_task(self, fit: FitData) -> FitTask:
         callbacks, wish = self._own_callbacks, fit.wish
         task = FitTask(
             source=fit.feed.source,
@@ -393,10 +354,14 @@ class FittingRunner(ResumingRunner):
             first_step=self._steps_trained,
             metrics=Metrics(None) if self._update_config.train_step is not None else self.metrics,
             validation_metrics=self.metrics.for_validation,
-            watched=bool(callbacks),
-            watches_beginnings=bool(acting(callbacks, "on_epoch_begin")),
-            before_steps=bool(stopping(callbacks, "on_train_batch_begin")),
-            after_steps=bool(stopping(callbacks, "on_train_batch_end")),
+            hooks=FitHooks(
+                callbacks=bool(callbacks),
+                epoch_begin=bool(acting(callbacks, "on_epoch_begin")),
+                step_begin=bool(stopping(callbacks, "on_train_batch_begin")),
+                step_end=bool(stopping(callbacks, "on_train_batch_end")),
+                state=bool(acting(callbacks, "takes_state")),
+                full_state=bool(acting(callbacks, "takes_state")),
+            ),
             steps_per_epoch=wish.steps_per_epoch,
             traced=traced_steps(callbacks, self._steps_trained),
             counts_bad=isinstance(fit.feed.source, CheckedSource),
@@ -404,8 +369,6 @@ class FittingRunner(ResumingRunner):
             loss_parts=ONE_LOSS if fit.loss is None else fit.loss.parts,
             turns=self._update_config.turns,
             start=self._start_of(fit.feed),
-            takes_states=bool(acting(callbacks, "takes_state")),
-            is_kept=bool(acting(callbacks, "takes_state")),
         )
         return self._agreed(task)
 
@@ -465,5 +428,5 @@ class FittingRunner(ResumingRunner):
         """A call ends well only where it does so on all hosts."""
         if self._job_context.hosts is not None:
             self._job_context.hosts.wait()
-            if task.watched:  # ``on_train_end`` may have set weights
+            if task.hooks.callbacks:  # ``on_train_end`` may have set weights
                 self._job_context.share_values(self.model)

@@ -32,6 +32,7 @@ from lockstep.parallel.update import Updater
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks.model_changes import ModelLayout, take_changes
 from lockstep.train.checkpointing.run_state import set_state, state_of
+from lockstep.train.fit.fit_hooks import FitHooks
 from lockstep.train.fit.fit_task import FitTask
 from lockstep.train.multihost.followers import host_key
 from lockstep.units import format_seconds
@@ -281,15 +282,12 @@ class Hosts:
         others = ("steps_per_epoch", "counts_skipped", "loss_parts", "turns")
         own = {f"`{name}`": getattr(task, name) for name in (*fixed, *others)}
         self.check_equal({**own, **facts})
-        between = ("watches_beginnings", "before_steps", "after_steps")
-        wishes = ("watched", *between, "takes_states", "is_kept")
-        told = self.from_chief([getattr(task, name) for name in wishes])
         traced = self.from_chief(
             None if task.traced is None else (task.traced.start, task.traced.stop)
         )
         return replace(
             task,
-            **dict(zip(wishes, told, strict=True)),
+            hooks=FitHooks(*self.from_chief(tuple(task.hooks))),
             traced=None if traced is None else range(*traced),
         )
 

@@ -24,12 +24,10 @@ from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.errors import OptionError, WorkerError
 from lockstep.events import LOGGER
 from lockstep.launch.health.failure import ending_with, noting_on
-from lockstep.parallel.data_parallel.forward import ModelCall
 from lockstep.parallel.exchange.compressed_tensors import compressed_tensors
 from lockstep.parallel.groups import ParameterGroup, parameter_groups
 from lockstep.parallel.loss.share_losses import LossAdapter
 from lockstep.parallel.loss.whole_batch import whole_batch_note
-from lockstep.parallel.pipeline.stage_passes import StageTools
 from lockstep.parallel.settings import TorchSettings, check_deterministic, deterministic_kernels
 from lockstep.parallel.storage.meta_init import blank_names, clear_meta, initialize
 from lockstep.plan.devices import is_cpu
@@ -41,7 +39,7 @@ from lockstep.train.callbacks.rank_sync import Resume
 from lockstep.train.checkpointing.run_state import set_state, state_of
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.fit.fit_task import FitResult, FitTask
-from lockstep.train.fit.model_loss_check import check_inner_loss
+from lockstep.train.fit.pipeline_trials import check_inner_loss, stages_on_samples
 from lockstep.train.fit.tasks import Task
 from lockstep.train.input.data_adapter import DEFAULT_BATCH_SIZE
 from lockstep.train.input.stream_broadcast import sample_of
@@ -49,15 +47,15 @@ from lockstep.train.optim.error_feedback import ErrorFeedback
 from lockstep.train.optim.optimizer_checks import check_divisible
 from lockstep.train.optim.optimizers import each_optimizer
 from lockstep.train.optim.update_config import AnyUpdater, UpdateConfig
-from lockstep.train.runtime.assignment import Assignment, compute_settings
+from lockstep.train.runtime.assignment import Assignment
 from lockstep.train.runtime.call_cache import CallCache
-from lockstep.train.runtime.job_context import DEFAULT_TIMEOUT_SECONDS, JobContext, StrategyLike
+from lockstep.train.runtime.job_context import JobContext, StrategyLike
+from lockstep.train.runtime.nested_call import nested_session
 from lockstep.train.runtime.planning import Partitions, Planning
 from lockstep.train.runtime.session import Session
 from lockstep.train.validation.checks import check_backend, device_of, place_model
 from lockstep.train.validation.local_update_checks import check_local_sgd, check_parameter_server
 from lockstep.train.validation.rank_consistency import proof_key, samples_of
-from lockstep.train.validation.stage_consistency import Crossing, run_stages
 
 _T = TypeVar("_T")
 
@@ -233,7 +231,7 @@ class Runner(ABC):
         while resume is not None and resume.epoch < task.epochs:
             task = replace(task, start=resume, first_step=first_step)
             driver.updater = updater = self._make_updater()
-            hosts = self._job_context.hosts if task.watched else None
+            hosts = self._job_context.hosts if task.hooks.callbacks else None
             before = None if hosts is None else ModelLayout(self.model, self._torch_optimizers)
             try:
                 result: FitResult = self._run(task, loss, updater, driver, batch_size)
@@ -265,8 +263,7 @@ class Runner(ABC):
         kernels = deterministic_kernels() if self.deterministic else nullcontext()
         with sparse_buffers_aside(self.model), kernels:
             if self._job_context.is_aside:
-                self._check_nested()
-                session, planned = _nested(task), self._plan_for_one(batch_size)
+                session, planned = nested_session(task, self._plan), self._plan_for_one(batch_size)
             else:
                 planned = self._plan_for_all(task, batch_size, driver.announce)
                 session = self._session
@@ -287,21 +284,6 @@ class Runner(ABC):
                 notes = (*self._plan.notes, whole_batch_note(loss))
                 self._plan = msgspec.structs.replace(self._plan, notes=tuple(dict.fromkeys(notes)))
             return result
-
-    def _check_nested(self) -> None:
-        """Refuse a callback's call where its model's weights are on other devices.
-
-        Raises:
-            OptionError: they are.
-        """
-        plan = self._plan
-        if plan is not None and plan.pipeline is not None and not is_cpu(plan.devices):
-            raise OptionError(
-                "In the midst of a training in stages on accelerators the script's process has "
-                "not all of the model.",
-                received="evaluate or predict in a callback",
-                fix="Pass validation_data to fit, or call it after fit.",
-            )
 
     def _prepare_proof(
         self, assignment: Assignment, session: Session, driver: TaskDriver
@@ -324,7 +306,7 @@ class Runner(ABC):
             driver.samples = samples_of(sample_of(task.source), self.precision)
         if task.proves and in_stages and driver.samples is not None:
             is_first = self._job_context.host == 0
-            driver.samples = _run_in_stages(assignment, driver.samples) if is_first else None
+            driver.samples = stages_on_samples(assignment, driver.samples) if is_first else None
         return proof
 
     def _plan_for_all(
@@ -435,35 +417,6 @@ class Runner(ABC):
         return each_optimizer(self.optimizer)
 
 
-def _run_in_stages(assignment: Assignment, samples: Any) -> Crossing | None:
-    """What all stages make of samples, here, before ranks have them; None where that fails."""
-    plan, model, loss = assignment.plan, assignment.model, assignment.loss
-    assert loss is not None
-    tools = StageTools(
-        model=model,
-        partition=assignment.partitions[True],
-        call=ModelCall(model, plan, assignment.device, assignment.dims),
-        loss=loss,
-    )
-    with compute_settings(plan):
-        return run_stages(tools, samples)
-
-
 def _of_kernels() -> tuple[str, ...]:
     """What torch imports where it is told to be deterministic: once, not in every helper."""
     return ("torch._inductor.config",) if torch.are_deterministic_algorithms_enabled() else ()
-
-
-def _nested(task: Task) -> Session:
-    """How a callback's own ``evaluate`` or ``predict`` runs: on rank 0, while the others wait.
-
-    Raises:
-        OptionError: a ``fit`` within a ``fit``.
-    """
-    if isinstance(task, FitTask):
-        raise OptionError(
-            "A callback cannot train the model that is being trained.",
-            received="fit within fit",
-            fix="Call evaluate or predict, or train another model with another Trainer.",
-        )
-    return Session(DEFAULT_TIMEOUT_SECONDS)

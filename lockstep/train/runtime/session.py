@@ -10,40 +10,32 @@ On several hosts the script's process of each leads that host's ranks, with a se
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from lockstep.comm.exchange_spec import ExchangeSpec
-from lockstep.comm.shared_memory.shared_region import SharedRegion
-from lockstep.comm.transports.memfd_store import MeetingPoint
 from lockstep.data.map_style.sources import ArraySource
 from lockstep.errors import WorkerError
-from lockstep.launch.health.failure import add_note, as_raised, noting_on
+from lockstep.launch.health.failure import as_raised, noting_on
 from lockstep.launch.workers.pool import expect_team, give_back, take_team
 from lockstep.launch.workers.team import Team
-from lockstep.parallel.data_parallel.batch_norm import note_lone_sample
-from lockstep.parallel.exchange.control import LeaderControl, SoloControl
+from lockstep.parallel.exchange.control import SoloControl
 from lockstep.parallel.exchange.exchange_layout import exchange_spec
-from lockstep.parallel.exchange.host_control import HostControl
-from lockstep.parallel.parameter_server.async_worker import AsyncWorker
 from lockstep.parallel.storage.meta_init import clear_meta
 from lockstep.parallel.transfer.serialization import SerializedObject, pack
 from lockstep.parallel.worker import Worker
 from lockstep.pickling import dumps
 from lockstep.plan.decision import LocalUpdate
-from lockstep.plan.devices import is_cpu
-from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks.driver import TaskDriver
-from lockstep.train.fault_tolerance.rank_states import RankState, said_of, states_of
+from lockstep.train.fault_tolerance.rank_states import states_of
 from lockstep.train.fit.fit_task import FitTask
 from lockstep.train.input.read_limit import ReadLimit
 from lockstep.train.multihost.consistency import assignment_facts
 from lockstep.train.multihost.followers import call_conclude
-from lockstep.train.multihost.host_channels import HostChannels, bring_groups, meeting_point_of
+from lockstep.train.multihost.host_channels import HostChannels, meeting_point_of
 from lockstep.train.multihost.hosts import Hosts
 from lockstep.train.runtime.assignment import (
     Assignment,
@@ -59,14 +51,10 @@ from lockstep.train.runtime.assignment_serialization import (
 )
 from lockstep.train.runtime.call_cache import CallCache, CallSignature, CallUpdate, is_cacheable
 from lockstep.train.runtime.helper_watchdog import (
-    STATE_AS_SERVERS_HAD_IT,
-    STATE_OF_FIRST,
-    STATE_OF_SERVERS,
     HelperWatchdog,
     Position,
-    what_is_left,
-    what_is_lost,
 )
+from lockstep.train.runtime.running_call import RunningCall
 from lockstep.train.runtime.serving import TaskRequest, serve, serve_again
 from lockstep.train.runtime.stores import Mapped, Stores, has_options, options_store
 
@@ -188,7 +176,7 @@ class Session:
         stores = self.stores.adopt_all(assignment, here.start)
         name = assignment.task.name
         footing = CallSignature.of(assignment, sight, [mapped.store for mapped in stores])
-        part: _RunningCall | None = calls.find(name, footing)
+        part: RunningCall | None = calls.find(name, footing)
         if part is not None and part.team is self._team and part.team.answers():
             keeps = True
             result = self._conduct(part, driver, partial(self._recall, part, assignment))
@@ -215,7 +203,7 @@ class Session:
         stores: Sequence[Mapped],
         spec: ExchangeSpec,
         here: range,
-    ) -> "_RunningCall":
+    ) -> RunningCall:
         """This process's part of a call, and all ranks that it leads."""
         with self._ending_team():
             region = spec.create(here)
@@ -237,7 +225,7 @@ class Session:
                 meeting=None if meeting_point is None else meeting_point.meeting,
             )
             watch.watch(worker.board)
-        return _RunningCall(
+        return RunningCall(
             assignment=assignment,
             team=team,
             worker=worker,
@@ -251,7 +239,7 @@ class Session:
 
     @contextmanager
     def _ending_team(
-        self, part: "_RunningCall | None" = None, driver: TaskDriver | None = None
+        self, part: RunningCall | None = None, driver: TaskDriver | None = None
     ) -> Iterator[None]:
         """A call that fails within the block ends the helpers, and says what it leaves."""
         try:
@@ -272,7 +260,7 @@ class Session:
                 raise
             raise error from error.__cause__
 
-    def _conduct(self, part: "_RunningCall", driver: TaskDriver, call: Callable[[], None]) -> Any:
+    def _conduct(self, part: RunningCall, driver: TaskDriver, call: Callable[[], None]) -> Any:
         """Call the helpers, and do this process's part of the task."""
         assignment, worker, team = part.assignment, part.worker, part.team
         with self._ending_team(part, driver):
@@ -320,7 +308,7 @@ class Session:
                 )
         return self._team
 
-    def _call(self, part: "_RunningCall", serialized: SerializedObject, *, keeps: bool) -> None:
+    def _call(self, part: RunningCall, serialized: SerializedObject, *, keeps: bool) -> None:
         """Send the helpers their parts."""
         assignment, connected = part.assignment, part.connected
         here = assignment.plan.ranks_of_host(0 if connected is None else connected.hosts.host)
@@ -349,7 +337,7 @@ class Session:
         # The call may hold classes of the script's own: those of a model's outputs.
         self._send(part, serve, dumps(call), (*descriptors, *serialized.descriptors))
 
-    def _recall(self, part: "_RunningCall", assignment: Assignment) -> None:
+    def _recall(self, part: RunningCall, assignment: Assignment) -> None:
         """Send the helpers what is new in a call whose like they have kept."""
         news = CallUpdate.of(assignment, part.assignment)
         with closing(pack(news)) as serialized:
@@ -358,7 +346,7 @@ class Session:
 
     def _send(
         self,
-        part: "_RunningCall",
+        part: RunningCall,
         function: Callable[..., bytes],
         body: bytes,
         descriptors: tuple[int, ...],
@@ -392,93 +380,6 @@ class Session:
     @property
     def _preload(self) -> tuple[str, ...]:
         return PRELOAD + self.preload
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RunningCall:
-    """This process's part of a call, as the first rank of its host."""
-
-    assignment: Assignment
-    team: Team
-    worker: Worker
-    watch: HelperWatchdog
-    stores: Sequence[Mapped]
-    region: SharedRegion
-    spec: ExchangeSpec
-    connected: HostChannels | None
-    meeting_point: MeetingPoint | None
-
-    @cached_property
-    def control(self) -> LeaderControl:
-        """The line of this process to the other ranks."""
-        team, connected, watch = self.team, self.connected, self.watch
-        if connected is None:
-            return LeaderControl(team, watch.timeout_seconds)
-        return HostControl(
-            team,
-            connected.hosts.control_group,
-            rank=self.worker.rank,
-            num_ranks=self.assignment.plan.num_ranks,
-            timeout_seconds=watch.timeout_seconds,
-            look_around=watch.look_around,
-            bring_groups=partial(bring_groups, connected, self.assignment, self.stores),
-        )
-
-    @property
-    def is_halted(self) -> bool:
-        """Whether the ranks were told to stop: for good, as far as their board is concerned."""
-        board = self.worker.board
-        return board is not None and board.is_halted
-
-    def states(self) -> list[RankState]:
-        """What the ranks of this host are at."""
-        return states_of(self.team, self.worker.board, self.worker.rank)
-
-    def look_at_ranks(self, error: BaseException, driver: TaskDriver) -> None:
-        """The call has failed, and the helpers still live: note in the error what they were at."""
-        if self.assignment.plan.pipeline is not None:
-            note_lone_sample(error)
-        states = self.states()
-        if note := said_of(states, error):
-            add_note(error, note)
-        driver.note_failure(error, states, self.team)
-
-    def hold(self, error: BaseException) -> None:
-        """A process is lost, and those that live are about to be ended: have no update cut off."""
-        if isinstance(error, WorkerError) and error.is_loss:
-            self.worker.hold()
-
-    def abandon(self, error: BaseException, driver: TaskDriver) -> None:
-        """The call has failed, and the helpers have ended: note in the error what is left."""
-        worker = self.worker
-        worker.abandon()
-        if worker.updater is None:
-            return
-        if isinstance(self.assignment.plan.update, AveragedUpdate):
-            add_note(error, STATE_OF_FIRST)
-            return
-        if isinstance(worker, AsyncWorker):
-            stand = worker.stand()
-            driver.record_progress(stand)
-            if stand is None:
-                worker.updater.recover()
-            add_note(error, STATE_OF_SERVERS if stand is None else STATE_AS_SERVERS_HAD_IT)
-            return
-        assert worker.board is not None
-        lost = worker.updater.recover()
-        plan = self.assignment.plan
-        has_older = len(plan.domains) > 1 and (
-            bool(worker.updater.slot_keys()) or not is_cpu(plan.devices)
-        )
-        last = worker.board.last_update
-        if last is not None and not lost and not has_older:
-            note = what_is_left(last)
-        elif (copied := driver.put_back()) is not None:
-            is_older = last is None or copied < last
-            note = what_is_left(copied, is_put_back=is_older)
-        else:
-            note = what_is_lost(last, lost, has_older=has_older)
-        add_note(error, note)
 
 
 def _heed(driver: TaskDriver, worker: Worker) -> None:

@@ -1,8 +1,10 @@
-"""A model tried on a first batch before a pipeline divides it: its own loss, or its outputs.
+"""Trials of a whole model before a pipeline divides it: its loss or outputs, and its stages.
 
 Ranks that have the whole model try it on their own shares
 (``parallel.data_parallel.model_passes``).
 """
+
+from typing import Any
 
 import torch
 
@@ -13,7 +15,9 @@ from lockstep.parallel.data_parallel.staging import moved
 from lockstep.parallel.independence.reduction_test import check_added, check_mean
 from lockstep.parallel.independence.sample_independence import check_sample_independence
 from lockstep.parallel.loss.share_losses import JointLoss, LossAdapter, ShareLoss
-from lockstep.train.runtime.assignment import Assignment
+from lockstep.parallel.pipeline.stage_passes import StageTools
+from lockstep.train.runtime.assignment import Assignment, compute_settings
+from lockstep.train.validation.stage_consistency import Crossing, run_stages
 
 
 def check_inner_loss(
@@ -52,3 +56,17 @@ def check_inner_loss(
         return loss(output, part)
 
     loss.is_linear = check_mean(model, loss_of, batch, is_low=call.is_low)
+
+
+def stages_on_samples(assignment: Assignment, samples: Any) -> Crossing | None:
+    """Run all stages of a pipeline here on samples, before ranks hold them; None if that fails."""
+    plan, model, loss = assignment.plan, assignment.model, assignment.loss
+    assert loss is not None
+    tools = StageTools(
+        model=model,
+        partition=assignment.partitions[True],
+        call=ModelCall(model, plan, assignment.device, assignment.dims),
+        loss=loss,
+    )
+    with compute_settings(plan):
+        return run_stages(tools, samples)

@@ -1,0 +1,26 @@
+"""When all ranks of a training wait for rank 0's callbacks, checkpoints and backups."""
+
+from typing import NamedTuple
+
+
+class FitHooks(NamedTuple):
+    """What runs on rank 0 between steps and needs the other ranks; on several hosts, host 0's.
+
+    Attributes:
+        callbacks: there are callbacks.
+        epoch_begin: callbacks may act where an epoch begins.
+        step_begin: callbacks may act before every step.
+        step_end: callbacks may act after every step.
+        slots: callbacks that act after a step read the optimizer's slots.
+        state: a callback or a backup may take the training's state after a step.
+        full_state: that state includes what each replica has of its own, so that another process
+            can resume from it.
+    """
+
+    callbacks: bool = False
+    epoch_begin: bool = False
+    step_begin: bool = False
+    step_end: bool = False
+    slots: bool = False
+    state: bool = False
+    full_state: bool = False

@@ -1,0 +1,56 @@
+"""The arguments of a ``fit``, and the data adapted from them."""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lockstep.data.records.bad_records import OnBadRecord
+from lockstep.parallel.loss.share_losses import LossAdapter
+from lockstep.train.batch_size_search.batch_size import BatchSizeSearch
+from lockstep.train.checkpointing.checkpoints import Checkpoint
+from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
+from lockstep.train.input.data_adapter import DataOptions, DataPipeline, close_all
+from lockstep.train.optim.rate_rules import RateRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRequest:
+    """The arguments of a ``fit``: see ``Trainer.fit``."""
+
+    data: Any
+    epochs: int
+    batch_size: int | Literal["auto"] | BatchSizeSearch | None
+    steps_per_epoch: int | None
+    validation_data: Any
+    validation_split: float
+    shuffle: bool | None
+    verbose: int
+    rule: RateRule | None
+    checkpoint: Checkpoint | None
+    restarts: int
+    on_bad_record: OnBadRecord
+    record: str | os.PathLike[str] | None
+    on_snapshot: Any
+    memory: MemoryCheckpoints = field(default_factory=MemoryCheckpoints)
+    """What this process has of it in memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitData:
+    """A ``fit`` whose data is taken in.
+
+    Attributes:
+        loss: None where the step has its own.
+        wish: what was asked of the data.
+        feed: the training data.
+        validation: what is evaluated after every epoch, or None.
+    """
+
+    loss: LossAdapter | None
+    wish: DataOptions
+    feed: DataPipeline
+    validation: DataPipeline | None
+
+    def close(self) -> None:
+        """Read no more."""
+        close_all(self.feed, self.validation)

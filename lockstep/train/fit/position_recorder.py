@@ -1,0 +1,86 @@
+"""Gives rank 0 the training's position and state, for the callback or backup that takes them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from lockstep.data.map_style.sources import Source
+from lockstep.parallel.training_step import StepResult
+from lockstep.train.callbacks.driver import Place
+from lockstep.train.callbacks.rank_sync import RankSync, Resume
+from lockstep.train.checkpointing.replica_state import replicas_of
+from lockstep.train.fit.epoch_sums import epoch_sums
+from lockstep.train.fit.fit_hooks import FitHooks
+from lockstep.train.input.stream_broadcast import SharedStream
+from lockstep.train.logging.metrics import Metrics
+from lockstep.train.optim.error_feedback import residuals_of_all
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionRecorder:
+    """Records positions from which training can go on; every rank calls each method.
+
+    Attributes:
+        rank_sync: the ranks.
+        hooks: what takes states.
+        metrics: this rank's metrics of training.
+        source: the training data.
+    """
+
+    rank_sync: RankSync
+    hooks: FitHooks
+    metrics: Metrics
+    source: Source | SharedStream
+
+    def begin_epoch(self, begun: Resume, num_steps: int) -> None:
+        """Before the first step of an epoch: ranks that train apart go on from there."""
+        worker, driver = self.rank_sync.worker, self.rank_sync.driver
+        if not worker.trains_apart:
+            return
+        worker.go_on_from(begun.served)
+        driver.begin_apart(begun)
+        if begun.served is None and self.hooks.state and not worker.has_own_optimizer:
+            self.rank_sync.show_slots()  # no backup can be taken within the epoch
+            begun = Resume(begun.epoch, True, begun.stops)
+            self.rank_sync.act(partial(driver.back_up_at, begun, num_steps))
+
+    def end_step(self, place: Place, results: Sequence[StepResult]) -> None:
+        """After a step: record the position if rank 0 takes the state there.
+
+        Args:
+            place: the position, without what the ranks have to tell.
+            results: of this rank's steps in the epoch so far.
+        """
+        rank_sync, worker = self.rank_sync, self.rank_sync.worker
+        meets = self.hooks.full_state or not worker.trains_apart
+        if worker.is_apart or not meets or not self._is_wanted(place.batch - 1):
+            rank_sync.driver.record_position(None)
+            return
+        self.show_all()
+        results = [result.settled() for result in results]
+        own = worker.results_of_epoch(results) if worker.has_own_optimizer else results
+        sums = epoch_sums(own, self.metrics, rank_sync.control, are_apart=worker.trains_apart)
+        self.record(replace(place, so_far=sums), results)
+
+    def _is_wanted(self, index: int) -> bool:
+        """True, on all ranks, if rank 0 takes the state after a step."""
+        wish = self.rank_sync.act(partial(self.rank_sync.driver.wants_state, index))
+        return self.rank_sync.is_wanted(bool(wish))
+
+    def record(self, place: Place, results: Sequence[StepResult] = ()) -> None:
+        """Record a position, with the parts of the state that the ranks have of their own."""
+        worker, control = self.rank_sync.worker, self.rank_sync.control
+        if worker.has_own_optimizer and self.hooks.full_state:
+            place = replace(place, replicas=replicas_of(worker, results, control))
+        if worker.plan.compression is not None and self.hooks.full_state:
+            place = replace(place, residuals=residuals_of_all(worker, control))
+        if isinstance(self.source, SharedStream):
+            read = self.source.used
+            place = replace(place, read=read, is_lasting=read is not None)
+        self.rank_sync.driver.record_position(place)
+
+    def show_all(self) -> None:
+        """Bring the whole state of the training to rank 0."""
+        self.rank_sync.collect_buffers()
+        self.rank_sync.show_slots()
+        self.rank_sync.control.bring_groups()

@@ -1,0 +1,121 @@
+"""This process's part of a call that runs on all ranks: its Worker, helpers, stores and hosts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+from lockstep.comm.exchange_spec import ExchangeSpec
+from lockstep.comm.shared_memory.shared_region import SharedRegion
+from lockstep.comm.transports.memfd_store import MeetingPoint
+from lockstep.errors import WorkerError
+from lockstep.launch.health.failure import add_note
+from lockstep.launch.workers.team import Team
+from lockstep.parallel.data_parallel.batch_norm import note_lone_sample
+from lockstep.parallel.exchange.control import LeaderControl
+from lockstep.parallel.exchange.host_control import HostControl
+from lockstep.parallel.parameter_server.async_worker import AsyncWorker
+from lockstep.parallel.worker import Worker
+from lockstep.plan.devices import is_cpu
+from lockstep.plan.makers.averaging import AveragedUpdate
+from lockstep.train.callbacks.driver import TaskDriver
+from lockstep.train.fault_tolerance.rank_states import RankState, said_of, states_of
+from lockstep.train.multihost.host_channels import HostChannels, bring_groups
+from lockstep.train.runtime.assignment import (
+    Assignment,
+)
+from lockstep.train.runtime.helper_watchdog import (
+    STATE_AS_SERVERS_HAD_IT,
+    STATE_OF_FIRST,
+    STATE_OF_SERVERS,
+    HelperWatchdog,
+    what_is_left,
+    what_is_lost,
+)
+from lockstep.train.runtime.stores import Mapped
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningCall:
+    """This process's part of a call, as the first rank of its host."""
+
+    assignment: Assignment
+    team: Team
+    worker: Worker
+    watch: HelperWatchdog
+    stores: Sequence[Mapped]
+    region: SharedRegion
+    spec: ExchangeSpec
+    connected: HostChannels | None
+    meeting_point: MeetingPoint | None
+
+    @cached_property
+    def control(self) -> LeaderControl:
+        """The line of this process to the other ranks."""
+        team, connected, watch = self.team, self.connected, self.watch
+        if connected is None:
+            return LeaderControl(team, watch.timeout_seconds)
+        return HostControl(
+            team,
+            connected.hosts.control_group,
+            rank=self.worker.rank,
+            num_ranks=self.assignment.plan.num_ranks,
+            timeout_seconds=watch.timeout_seconds,
+            look_around=watch.look_around,
+            bring_groups=partial(bring_groups, connected, self.assignment, self.stores),
+        )
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether the ranks were told to stop: for good, as far as their board is concerned."""
+        board = self.worker.board
+        return board is not None and board.is_halted
+
+    def states(self) -> list[RankState]:
+        """What the ranks of this host are at."""
+        return states_of(self.team, self.worker.board, self.worker.rank)
+
+    def look_at_ranks(self, error: BaseException, driver: TaskDriver) -> None:
+        """The call has failed, and the helpers still live: note in the error what they were at."""
+        if self.assignment.plan.pipeline is not None:
+            note_lone_sample(error)
+        states = self.states()
+        if note := said_of(states, error):
+            add_note(error, note)
+        driver.note_failure(error, states, self.team)
+
+    def hold(self, error: BaseException) -> None:
+        """A process is lost, and those that live are about to be ended: have no update cut off."""
+        if isinstance(error, WorkerError) and error.is_loss:
+            self.worker.hold()
+
+    def abandon(self, error: BaseException, driver: TaskDriver) -> None:
+        """The call has failed, and the helpers have ended: note in the error what is left."""
+        worker = self.worker
+        worker.abandon()
+        if worker.updater is None:
+            return
+        if isinstance(self.assignment.plan.update, AveragedUpdate):
+            add_note(error, STATE_OF_FIRST)
+            return
+        if isinstance(worker, AsyncWorker):
+            stand = worker.stand()
+            driver.record_progress(stand)
+            if stand is None:
+                worker.updater.recover()
+            add_note(error, STATE_OF_SERVERS if stand is None else STATE_AS_SERVERS_HAD_IT)
+            return
+        assert worker.board is not None
+        lost = worker.updater.recover()
+        plan = self.assignment.plan
+        has_older = len(plan.domains) > 1 and (
+            bool(worker.updater.slot_keys()) or not is_cpu(plan.devices)
+        )
+        last = worker.board.last_update
+        if last is not None and not lost and not has_older:
+            note = what_is_left(last)
+        elif (copied := driver.put_back()) is not None:
+            is_older = last is None or copied < last
+            note = what_is_left(copied, is_put_back=is_older)
+        else:
+            note = what_is_lost(last, lost, has_older=has_older)
+        add_note(error, note)
