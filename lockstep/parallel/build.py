@@ -54,7 +54,7 @@ def build_worker(
         work,
         passes=open_passes(work, endpoint, exchange, owned, process),
         groups=owned,
-        told_elsewhere=_told_elsewhere(plan, spec, rank),
+        counted_elsewhere=_counted_elsewhere(plan, spec, rank),
         **what_it_has(work, rank),
         exchange=exchange,
     )
@@ -62,8 +62,12 @@ def build_worker(
 
 def what_it_has(work: Workload, rank: int) -> dict[str, Any]:
     """A rank, and names of what it has: arguments of a Worker."""
-    ruled = ruled_buffers(work, rank)
-    return {"rank": rank, "held": _held_names(work, rank, ruled), "ruled": ruled}
+    authoritative = authoritative_buffers(work, rank)
+    return {
+        "rank": rank,
+        "local_names": _local_names(work, rank, authoritative),
+        "authoritative": authoritative,
+    }
 
 
 def open_passes(
@@ -182,7 +186,7 @@ def owned_groups(
     ]
 
 
-def _told_elsewhere(plan: Plan, spec: ExchangeSpec, rank: int) -> frozenset[str]:
+def _counted_elsewhere(plan: Plan, spec: ExchangeSpec, rank: int) -> frozenset[str]:
     """Parameters that all domains update alike, where the first tells of them."""
     return frozenset(
         tensor.name
@@ -193,7 +197,7 @@ def _told_elsewhere(plan: Plan, spec: ExchangeSpec, rank: int) -> frozenset[str]
     )
 
 
-def _held_names(work: Workload, rank: int, ruled: frozenset[str]) -> frozenset[str] | None:
+def _local_names(work: Workload, rank: int, authoritative: frozenset[str]) -> frozenset[str] | None:
     """Parameters and buffers that are on a rank; None for all."""
     if work.plan.pipeline is None:
         return None
@@ -205,10 +209,10 @@ def _held_names(work: Workload, rank: int, ruled: frozenset[str]) -> frozenset[s
         if rank in stage.ranks
         for name in part.buffers
     }
-    return frozenset(parameters | buffers | ruled)
+    return frozenset(parameters | buffers | authoritative)
 
 
-def ruled_buffers(work: Workload, rank: int) -> frozenset[str]:
+def authoritative_buffers(work: Workload, rank: int) -> frozenset[str]:
     """Buffers whose values on this rank are those that count.
 
     Training changes a buffer in one stage, whose first replica has the values that count, even if

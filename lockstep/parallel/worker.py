@@ -1,14 +1,14 @@
 """The Worker: one rank's part of a Plan, run on real tensors.
 
-A training step is the rank's program (``plan.program.lowering``), action by action: passes over
-shares of the batch, which ``parallel.data_parallel.passes`` runs, and then
+A training step runs the rank's program (``plan.program.lowering``): first the passes over shares of
+the batch (``parallel.data_parallel.passes``), then
 
     REDUCE  wait for all ranks; sum the gradients of the pieces that this rank updates
     STEP    update these pieces
     SYNC    wait until every rank has updated its own
 
-What trains, evaluates and predicts with a Worker (``train.fit.fit_task``, ``train.fit.tasks``)
-knows nothing of how the Plan divides the model.
+Tasks (``train.fit.fit_task``, ``train.fit.tasks``) call a Worker and do not depend on how the Plan
+divides the model.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ from lockstep.plan.program.rank_program import (
     Sync,
 )
 
-# What a rank says of itself meanwhile.
+# Phases that a rank reports on the status board.
 _PHASES: dict[type[Action], str] = {
     Forward: "forward",
     Backward: "backward",
@@ -64,34 +64,35 @@ class Worker:
     """Runs one rank of a Plan. Made by ``parallel.build``.
 
     Args:
-        work: what all ranks work on, with the model as far as this one has it.
+        work: common to all ranks; its model has only the layers that this rank holds.
         rank: this rank.
         exchange: this rank's end of the exchange.
-        passes: how it goes forward and backward.
-        groups: of parameters, those that this rank holds.
-        told_elsewhere: see ``GradientJudge``.
-        held: names of the parameters and buffers that this rank has; None for all.
-        ruled: names of the buffers of which this rank has the values that count.
+        passes: runs forward and backward passes.
+        groups: the groups of parameters that this rank holds.
+        counted_elsewhere: see ``GradientJudge``.
+        local_names: names of the parameters and buffers that this rank has; None for all.
+        authoritative: names of the buffers whose values are taken from this rank.
 
     Attributes:
-        board: where the ranks of the host wait for each other; None where there is one alone.
-        trains_apart: a step is one on this rank's part of the batch, on parameters of its own.
-        keeps_pace: such steps end together all the same, for what goes on between them.
-        is_apart: the weights of the ranks differ.
-        goes_on: where a rank dies the epoch may be gone on with: nothing else is kept of its steps
-            than what their results tell in sum.
+        board: status board of the host's ranks; None for a single rank.
+        has_local_steps: this rank trains on its part of the batch, without waiting for the others.
+        is_synchronous: ranks wait for each other after every step nevertheless, because callbacks
+            or metrics need them all.
+        has_diverged: the weights of the ranks differ.
+        is_restartable: if a rank dies, the epoch may continue: only sums of its steps' results are
+            kept.
         first_share: see ``Run``.
-        batch_size: samples of the batches that it trains on parts of; 0 where they are whole.
-        has_own_optimizer: it steps parameters of its own, with slots that no other rank has.
-        mirrors: what rank 0 is shown of what this rank alone has on its device.
+        batch_size: of the global batch, if ``train_step`` gets parts of it; else 0.
+        has_own_optimizer: this rank has its own parameters and slots.
+        mirrors: host copies of values that only this rank has on its device.
     """
 
-    trains_apart = False
-    keeps_pace = False
-    is_apart = False
+    has_local_steps = False
+    is_synchronous = False
+    has_diverged = False
     first_share = 0
     batch_size = 0
-    goes_on = False
+    is_restartable = False
     has_own_optimizer = False
     mirrors: Mirrors = ((), ())
 
@@ -103,9 +104,9 @@ class Worker:
         exchange: Exchange,
         passes: Passes,
         groups: Sequence[OwnedGroup],
-        told_elsewhere: frozenset[str] = frozenset(),
-        held: frozenset[str] | None = None,
-        ruled: frozenset[str] = frozenset(),
+        counted_elsewhere: frozenset[str] = frozenset(),
+        local_names: frozenset[str] | None = None,
+        authoritative: frozenset[str] = frozenset(),
     ) -> None:
         self.plan = work.plan
         self.rank = rank
@@ -115,13 +116,13 @@ class Worker:
         self.passes = passes
         self.updater = work.updater
         self._groups = groups
-        self._held = held
-        self._ruled = ruled
+        self._local_names = local_names
+        self._authoritative = authoritative
         self._pieces = [group.bound(is_alone=self.plan.num_ranks == 1) for group in groups]
         bound = [piece for pieces in self._pieces for piece in pieces]
         if self.updater is not None:
             self.updater.bind(bound)
-        # What other domains have updated, every rank of a group writes.
+        # Every rank of a scattered group writes the parameters that other domains update.
         self._changes_weights = bool(bound) or any(group.is_scattered for group in groups)
         if self.board is not None and not self._changes_weights:
             self.board.own_nothing()
@@ -132,13 +133,13 @@ class Worker:
             [sizes for group in groups for sizes in group.blocks],
             [name for name, _ in self.model.named_parameters()],
             self.board,
-            told_elsewhere,
+            counted_elsewhere,
         )
 
     # --- training --------------------------------------------------------------------------------
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """One step on a global batch; every rank calls it with the same.
+        """Train on a global batch; every rank calls it with the same batch.
 
         Raises:
             NonFiniteLossError: the loss is NaN or infinite; nothing has been updated.
@@ -153,8 +154,8 @@ class Worker:
                 return self._train(self._begun(batch))
             except _UnknownReductionError:
                 self.passes.restore_buffers()
-                self.passes.take_whole()
-                self.exchange.end_step()  # all have seen it
+                self.passes.use_whole_batch()
+                self.exchange.end_step()  # all ranks know it
                 return self._train(self._begun(batch))
 
     def _begun(self, batch: StepBatch) -> TrainingStep:
@@ -215,7 +216,7 @@ class Worker:
         self._sum_gradients(now, factor / self._rules.scale)
 
     def _sum_gradients(self, now: TrainingStep, factor: float) -> None:
-        """Give the pieces that this rank updates the gradients of all shares, times a factor."""
+        """Sum the gradients of all shares for this rank's pieces, and multiply them by a factor."""
         for group, pieces in zip(self._groups, self._pieces, strict=True):
             self.exchange.gradients[group.number].factor = factor
             gradients = [None] * len(pieces) if now.is_void else self._reduced(group)
@@ -246,13 +247,12 @@ class Worker:
                 )
 
     def update(self, gradients: Gradients, run: Run, step: int, turn: int = 0) -> None:
-        """Make an update by itself, with gradients that code of the user's has computed.
+        """Update with gradients that the user's code has computed.
 
-        Every rank of a Plan without stages calls it, which has a share of the batch each.
+        Every rank calls it; the Plan has no stages and one share per rank.
 
         Args:
-            gradients: what this rank adds to those of the batch, one for each parameter that is
-                trained; None where it adds nothing.
+            gradients: of this rank's share, one for each trained parameter; None for no gradient.
             run: the batch.
             step: the number of the step.
             turn: see ``StepBatch``.
@@ -272,11 +272,11 @@ class Worker:
 
     @property
     def trained_names(self) -> list[str]:
-        """Names of the parameters that this rank trains, in the order of ``update``."""
+        """Names of the parameters that this rank trains, in the order that ``update`` expects."""
         return [name for group in self._groups for name in group.names]
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Gradients of the last step, summed over all shares; every name on one rank only."""
+        """Gradients of the last step, summed over all shares; each is on one rank only."""
         for group, pieces in zip(self._groups, self._pieces, strict=True):
             sums = [bound.tensor.grad for bound in pieces]
             self.exchange.gradients[group.number].gather(group.pieces, sums)
@@ -289,10 +289,10 @@ class Worker:
         }
 
     @torch.no_grad()
-    def take_slots(self) -> None:
-        """Have the slots of its pieces in pages of its own, of a store that is copied on write.
+    def copy_slots(self) -> None:
+        """Copy the slots of its pieces to its own pages of a copy-on-write store.
 
-        Before any step: where pages are still those of another rank, its changes would be seen.
+        It must be called before any step: until then another rank's changes are visible.
         """
         pieces = [
             (group.names[one.parameter], one) for group in self._groups for one in group.pieces
@@ -303,7 +303,7 @@ class Worker:
                 own.copy_(own.clone())
 
     def show_parameters(self) -> None:
-        """Have rank 0 know the parameters that it has not; every rank calls it."""
+        """Copy parameters of other ranks' devices to where rank 0 reads them; collective."""
         self._show(self.mirrors[0])
 
     def _show(self, mirrors: Sequence[Mirror]) -> None:
@@ -314,11 +314,11 @@ class Worker:
         self.barrier()
 
     def gather_slots(self) -> None:
-        """Bring what lies in the stores of slots to all domains; every rank calls it."""
+        """All-gather the stored slots between domains; collective."""
         if len(self.plan.domains) == 1:
             return
         assert self.updater is not None
-        self.exchange.open()  # perhaps no step was made
+        self.exchange.open()  # if no step has opened it
         for group in self._groups:
             numbers = {name: number for number, name in enumerate(group.names)}
             for name, tensor in self.updater.stored() if group.is_scattered else ():
@@ -335,7 +335,7 @@ class Worker:
     def evaluate_step(
         self, source: Source, indices: torch.Tensor, observe: Observe | None = None
     ) -> list[Sums]:
-        """The sums of the shares of the batch at ``indices`` whose loss is known here."""
+        """Loss sums of the shares of a batch whose loss this rank computes."""
         parts: dict[int, SharePart] = {}
 
         def take(share: int, batch: Batch, output: Tree) -> None:
@@ -350,7 +350,7 @@ class Worker:
 
     @torch.no_grad()
     def predict_step(self, source: Source, indices: torch.Tensor) -> list[tuple[int, Tree]]:
-        """(position in the batch, output) of the shares whose output is known here."""
+        """(position in the batch, output) of the shares whose output this rank computes."""
         outputs: list[tuple[int, Tree]] = []
         run = Run(source, indices, self.plan.num_shares)
 
@@ -364,10 +364,10 @@ class Worker:
         self.passes.begin(run)
         self.passes.infer(run, take)
 
-    # --- what a rank has and reads ---------------------------------------------------------------
+    # --- data and state of this rank -------------------------------------------------------------
 
     def reads(self, indices: torch.Tensor, step: int | None = None, turn: int = 0) -> list[Read]:
-        """What this rank is going to read of the batch at ``indices``, in this order.
+        """The reads that this rank will make of a batch, in order.
 
         Args:
             indices: of the global batch.
@@ -384,38 +384,38 @@ class Worker:
         )
         return self.passes.reads(run)
 
-    def settle(self, *, is_last: bool = False) -> None:
-        """All steps of an epoch, or with ``is_last`` of the task, are made: have ranks be alike."""
+    def synchronise(self, *, is_last: bool = False) -> None:
+        """Make the weights of all ranks equal, after an epoch or, with ``is_last``, the task."""
         return
 
     def results_of_epoch(self, own: list[StepResult]) -> list[StepResult]:
-        """Of an epoch's steps, what this rank tells where each has made steps of its own."""
+        """This rank's results of an epoch, so that the sum over ranks counts each sample once."""
         return own
 
-    def go_on_from(self, stand: Any) -> None:
-        """Of ranks that train apart: the epoch begins there, or at its beginning if None."""
+    def resume_from(self, progress: Any) -> None:
+        """Begin the epoch at ``progress``, or at its start if None; for ranks with local steps."""
         return
 
-    def hold(self) -> None:
-        """On rank 0, when a process has died, before the others are ended."""
+    def hold_updates(self) -> None:
+        """On rank 0, after a process has died: let no update be interrupted by ending the rest."""
         return
 
     def epoch_logs(self) -> dict[str, float]:
-        """What is to be told of an epoch, beside losses; all ranks have settled."""
+        """Values for an epoch's logs, beside losses; ranks are synchronised."""
         return {}
 
     @property
     def is_halted(self) -> bool:
-        """Whether to stop here: on all ranks or on none."""
+        """True if training must stop here; the same on all ranks."""
         return self.board is not None and self.board.is_halted
 
     def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
-        """What this rank has of the optimizer's slots that count; see ``Updater.slots``."""
+        """This rank's slots of the optimizer's state; see ``Updater.slots``."""
         assert self.updater is not None
         return self.updater.slots(with_stored=with_stored)
 
-    def bind_again(self) -> None:
-        """Somebody has changed what the front end's optimizer knows: step on with that."""
+    def rebind(self) -> None:
+        """Reload the state of the front end's optimizer after it has changed."""
         assert self.updater is not None
         self.updater.bind([piece for pieces in self._pieces for piece in pieces])
 
@@ -423,26 +423,27 @@ class Worker:
         """Wait for all ranks."""
         self.exchange.barrier()
 
-    def held_names(self) -> frozenset[str] | None:
-        """Names of the parameters and buffers that this rank has; None for all of the model's."""
-        return self._held
+    def local_names(self) -> frozenset[str] | None:
+        """Names of the parameters and buffers that this rank has; None for all."""
+        return self._local_names
 
-    def ruled_buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers of which this rank has the values that count."""
-        return {name: buffer for name, buffer in self.model.named_buffers() if name in self._ruled}
+    def authoritative_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers whose values are taken from this rank."""
+        own, buffers = self._authoritative, self.model.named_buffers()
+        return {name: buffer for name, buffer in buffers if name in own}
 
     def leaves_a_rank_idle(self, num_samples: int) -> bool:
-        """Whether some rank works on no share of such a batch, and sees no buffer change."""
+        """True if some rank has no share of such a batch, and sees no buffer change."""
         return leaves_a_rank_idle(self.plan, num_samples)
 
     def close(self) -> None:
-        """A task is done; every rank calls it."""
+        """End a task; every rank calls it."""
         self.passes.close()
 
     def abandon(self) -> None:
-        """A task has failed; whoever notices it calls this."""
+        """End a failed task; any rank may call it."""
         self.passes.abandon()
 
 
 class _UnknownReductionError(Exception):
-    """What a share's loss weighs, nobody knows: the step is made once more, otherwise."""
+    """The loss's reduction is unknown: repeat the step with the loss of the whole batch."""

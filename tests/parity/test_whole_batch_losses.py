@@ -80,7 +80,7 @@ def test_outputs_are_not_exchanged_for_what_is_known(name: str) -> None:
     trainer = trainer_of(job, STRATEGIES["mirrored-2"])
     trainer.fit(job.data, batch_size=job.batch_size, epochs=1, verbose=0)
     assert trainer._loss is not None
-    assert not trainer._loss.takes_whole
+    assert not trainer._loss.uses_whole_batch
     trainer.close()
 
 

@@ -94,7 +94,7 @@ class GradientJudge:
         blocks: of every piece, the sizes of the blocks that its norm is taken of.
         names: of all parameters, in the model's order.
         board: where to ask the others; None where there are none.
-        told_elsewhere: parameters of which other hosts update the same, and tell of it.
+        counted_elsewhere: parameters of which other hosts update the same, and tell of it.
     """
 
     rules: GradientRules
@@ -102,7 +102,7 @@ class GradientJudge:
     blocks: Sequence[Sequence[int]]
     names: Sequence[str]
     board: StatusBoard | None
-    told_elsewhere: frozenset[str] = frozenset()
+    counted_elsewhere: frozenset[str] = frozenset()
 
     @cached_property
     def _places(self) -> Mapping[str, int]:
@@ -141,7 +141,7 @@ class GradientJudge:
         used = [
             _elements(piece.tensor.grad)
             for piece in self.pieces
-            if piece.tensor.grad is not None and piece.name not in self.told_elsewhere
+            if piece.tensor.grad is not None and piece.name not in self.counted_elsewhere
         ]
         norms = torch._foreach_norm(used) if used else (torch.zeros(()),)
         found = self._fetched(torch.stack(norms).sum(dtype=torch.float64)[None])
@@ -202,7 +202,7 @@ class GradientJudge:
         """Of every piece, the norms of its blocks; none where it has no gradient."""
         cut = [
             ()
-            if piece.name in self.told_elsewhere
+            if piece.name in self.counted_elsewhere
             else _blocks_of(piece, blocks if self.rules.clip_norm is not None else None)
             for piece, blocks in zip(self.pieces, self.blocks, strict=True)
         ]

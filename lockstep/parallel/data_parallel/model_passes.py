@@ -70,7 +70,8 @@ class ModelPasses(Passes):
         return _together(
             lower_train(self._plan, self._rank, num_samples),
             interleaved=self._plan.interleaved,
-            forward_first=self._loss is not None and (bool(self._loss.parts) or self._takes_whole),
+            forward_first=self._loss is not None
+            and (bool(self._loss.parts) or self._uses_whole_batch),
         )
 
     @property
@@ -122,7 +123,7 @@ class ModelPasses(Passes):
         batch, output = self._output(run, share)
         if run.is_observed:
             run.show(share, self.shown(output), batch)
-        if self._takes_whole and run.num_filled > 1:
+        if self._uses_whole_batch and run.num_filled > 1:
             self._apart[share] = SharePart(output=output, batch=batch)
             return
         loss = self.loss_of(output, batch)

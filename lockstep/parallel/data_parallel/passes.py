@@ -236,15 +236,15 @@ class Passes(ABC):
 
     # --- losses of whole batches -----------------------------------------------------------------
 
-    def take_whole(self) -> None:
+    def use_whole_batch(self) -> None:
         """What shares' losses weigh, nobody knows: from now on take them on whole batches."""
         assert self._loss is not None
-        self._loss.takes_whole = True
+        self._loss.uses_whole_batch = True
         self._programs.clear()
 
     @property
-    def _takes_whole(self) -> bool:
-        return self._loss is not None and self._loss.takes_whole
+    def _uses_whole_batch(self) -> bool:
+        return self._loss is not None and self._loss.uses_whole_batch
 
     def _divided(self, run: Run, own: Mapping[int, SharePart]) -> dict[int, ShareLoss]:
         """What the loss of a whole batch leaves to this rank's shares."""
@@ -259,15 +259,15 @@ class Passes(ABC):
         if not has_turns or (not own and run.num_filled == 1):
             return []
         losses, is_known = {}, run.num_filled == 1 or self._loss.is_certain
-        if is_known or not self._takes_whole:
+        if is_known or not self._uses_whole_batch:
             losses = {share: self.loss_of(part.output, part.batch) for share, part in own.items()}
         if is_known:
             return [loss.sums for loss in losses.values()]
-        if not self._takes_whole:
+        if not self._uses_whole_batch:
             guesses = {share: b"?" * loss.is_guess for share, loss in losses.items()}
             if not any(gather_bytes(self._exchange, guesses, run.num_filled)):
                 return [loss.sums for loss in losses.values()]
-            self.take_whole()
+            self.use_whole_batch()
             self._loss.begin(run.num_samples, run.num_filled)
         if not own:
             gather_bytes(self._exchange, {}, run.num_filled)

@@ -1,9 +1,9 @@
-"""The Worker of a replica that steps on its own, and averages with the others now and then.
+"""The Worker of a replica that takes local steps, and averages with the others periodically.
 
-Between two averages it is a device alone: a Worker of a Plan with one rank trains on this replica's
-part of each batch, on its own parameters, and waits for nobody. Or a replica is a pipeline, and
-each of its ranks has a Worker of a Plan with that pipeline alone. Evaluation and prediction divide
-their batches as any data parallel Plan does, or hybrid; by then the replicas are alike.
+Between two averages an inner Worker trains on this replica's part of each batch, on its own
+parameters, without waiting: its Plan has one rank, or one pipeline, of which it is a rank.
+Evaluation and prediction divide batches as data parallel or hybrid Plans do; the replicas are
+averaged by then.
 """
 
 import math
@@ -32,34 +32,34 @@ class LocalWorker(Worker):
     """See the module, and ``build_local_worker``.
 
     Args:
-        work: what the replicas have in common.
-        alone: trains this replica, or this rank's stages of it.
-        averaging: with the others.
+        work: common to the replicas.
+        inner: trains this replica, or this rank's stages of it.
+        averaging: averages the replicas.
         options: see ``Worker``.
     """
 
-    trains_apart = True
+    has_local_steps = True
     has_own_optimizer = True
 
     def __init__(
-        self, work: Workload, *, alone: Worker, averaging: Averaging, **options: Any
+        self, work: Workload, *, inner: Worker, averaging: Averaging, **options: Any
     ) -> None:
         super().__init__(work, groups=(), **options)
         assert isinstance(self.plan.update, AveragedUpdate)
-        self.updater = alone.updater
-        self._alone = alone
+        self.updater = inner.updater
+        self._inner = inner
         self.replica = self.rank // self.plan.ranks_per_replica
-        alone.first_share = self.plan.shares_of(self.replica)[0]
-        if alone.board is not None and self.board is not None:  # its ranks stop together
-            alone.board.wants_halt = self.board.wants_end
+        inner.first_share = self.plan.shares_of(self.replica)[0]
+        if inner.board is not None and self.board is not None:  # its ranks stop together
+            inner.board.wants_halt = self.board.wants_end
         self._averaging = averaging
         self._every = self.plan.update.every
-        self._weight = 0.0  # of what was trained on since the replicas were alike
-        self._num_steps = 0  # likewise
+        self._weight = 0.0  # of the losses since the last average
+        self._num_steps = 0  # since the last average
         self._is_over = False
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """One step on this replica's part of the batch, of which the result tells.
+        """Train on this replica's part of the batch; the result is of that part.
 
         Raises:
             NonFiniteLossError, LossError: see ``Worker.train_step``; on this rank only.
@@ -73,8 +73,8 @@ class LocalWorker(Worker):
         self._weight += result.weight
         self._num_steps += 1
         if self._num_steps == self._every:
-            self.settle()
-        if self.keeps_pace:
+            self.synchronise()
+        if self.is_synchronous:
             self.barrier()
         return result
 
@@ -82,10 +82,10 @@ class LocalWorker(Worker):
         part = part_of_replica(self.plan, self.replica, len(batch.indices))
         if not part:
             return StepResult(total=0.0, weight=0.0, num_samples=0)
-        self._alone.passes.reading = self.passes.reading
+        self._inner.passes.reading = self.passes.reading
         try:
             own = batch.indices[part.start : part.stop]
-            return self._alone.train_step(replace(batch, indices=own))
+            return self._inner.train_step(replace(batch, indices=own))
         except NonFiniteError as error:
             add_note(
                 error,
@@ -94,65 +94,66 @@ class LocalWorker(Worker):
             )
             raise
 
-    def settle(self, *, is_last: bool = False) -> None:
-        """Have the replicas be alike: average what they have come to, if anything.
+    def synchronise(self, *, is_last: bool = False) -> None:
+        """Average the replicas, if any has trained since the last average.
 
-        Each comes here when it is due, or when the user wants out: then all find that it is over.
+        Every rank calls it when an average is due, or when the user stops training: then all
+        ranks learn that it is the last one.
         """
         if self._is_over:
             return
         assert self.board is not None
-        told = self.board.tell([self._weight, is_last])
-        total = math.fsum(weight for weight, _ in told[:: self.plan.ranks_per_replica])
+        weights = self.board.tell([self._weight, is_last])
+        total = math.fsum(weight for weight, _ in weights[:: self.plan.ranks_per_replica])
         if total:
             self._averaging.average(self._weight / total)
         else:
-            self.barrier()  # all have heard it before anybody tells anything else
+            self.barrier()  # all have read the values before any rank writes new ones
         self._weight, self._num_steps = 0.0, 0
-        self._is_over = any(last for _, last in told)
+        self._is_over = any(last for _, last in weights)
 
     @property
-    def is_apart(self) -> bool:  # type: ignore[override]  # of any other Worker it is never so
+    def has_diverged(self) -> bool:  # type: ignore[override]  # a constant in Worker
         return self._num_steps > 0
 
     @property
     def is_halted(self) -> bool:
-        if not self._num_steps or self.keeps_pace:
+        if not self._num_steps or self.is_synchronous:
             return super().is_halted
-        if self._alone.board is not None:
-            return self._alone.is_halted
-        return self.board is not None and self.board.wants_end()  # others are wherever they are
+        if self._inner.board is not None:
+            return self._inner.is_halted
+        return self.board is not None and self.board.wants_end()  # others are at other steps
 
     def results_of_epoch(self, own: list[StepResult]) -> list[StepResult]:
-        """All ranks of a replica know what it has done; the first tells."""
+        """The first rank of each replica returns its results; all its ranks have the same."""
         if self._is_first:
             return own
         return [replace(one, total=0.0, weight=0.0, num_samples=0, is_skipped=False) for one in own]
 
     @property
     def _is_first(self) -> bool:
-        """Of its replica."""
+        """True on the first rank of a replica."""
         return self.rank % self.plan.ranks_per_replica == 0
 
     def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
-        """The first replica's are those that count."""
+        """The first replica's slots."""
         return super().slots(with_stored=with_stored) if self.replica == 0 else []
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """The first replica's."""
-        return self._alone.gradients() if self.replica == 0 else {}
+        """The first replica's gradients."""
+        return self._inner.gradients() if self.replica == 0 else {}
 
-    def bind_again(self) -> None:
-        self._alone.bind_again()
+    def rebind(self) -> None:
+        self._inner.rebind()
 
     def gather_slots(self) -> None:
-        """No other replica's count."""
+        """Nothing to gather: slots are taken from the first replica."""
 
     def reads(self, indices: torch.Tensor, step: int | None = None, turn: int = 0) -> list[Read]:
         if step is None:
             return super().reads(indices)
         part = part_of_replica(self.plan, self.replica, len(indices))
-        return self._alone.reads(indices[part.start : part.stop], step, turn) if part else []
+        return self._inner.reads(indices[part.start : part.stop], step, turn) if part else []
 
     def leaves_a_rank_idle(self, num_samples: int) -> bool:
         """Buffers are averaged."""
@@ -160,13 +161,13 @@ class LocalWorker(Worker):
 
 
 def build_local_worker(work: Workload, endpoint: Endpoint) -> LocalWorker:
-    """Put the parts of a rank that trains together; for the arguments see ``build_worker``."""
+    """The Worker of a rank that takes local steps; for the arguments see ``build_worker``."""
     assert work.updater is not None
     exchange = endpoint.exchange()
     in_common = replace(work, updater=None, functions=())
     return LocalWorker(
         in_common,
-        alone=build_alone(work, endpoint, work.updater),
+        inner=build_inner_worker(work, endpoint, work.updater),
         averaging=Averaging(work, endpoint.rank, exchange, endpoint.spec.groups),
         passes=open_passes(in_common, endpoint, exchange, ()),
         exchange=exchange,
@@ -174,11 +175,8 @@ def build_local_worker(work: Workload, endpoint: Endpoint) -> LocalWorker:
     )
 
 
-def build_alone(work: Workload, endpoint: Endpoint, updater: Updater) -> Worker:
-    """The Worker of one replica by itself: of what one device would do with its part of a batch.
-
-    Of a replica that is a pipeline it is one rank's.
-    """
+def build_inner_worker(work: Workload, endpoint: Endpoint, updater: Updater) -> Worker:
+    """The Worker that trains one replica, or one rank of a replica that is a pipeline."""
     replica, rank = divmod(endpoint.rank, work.plan.ranks_per_replica)
     own = replace(work_of_replica(work, replica), updater=updater)
     spec = exchange_spec(own)

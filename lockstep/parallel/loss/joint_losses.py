@@ -47,7 +47,7 @@ class JointAdapter(LossAdapter):
     def begin(self, batch_size: int, num_filled: int, *, is_part: bool = False) -> None:
         super().begin(batch_size, num_filled, is_part=is_part)
         for adapter in self._adapters.values():
-            adapter.takes_whole = self.takes_whole
+            adapter.uses_whole_batch = self.uses_whole_batch
             adapter.begin(batch_size, num_filled, is_part=is_part)
 
     def __call__(self, output: Tree, batch: Batch) -> JointLoss:

@@ -213,8 +213,8 @@ class LossAdapter(ABC):
         needs_targets: it compares outputs with targets.
         is_certain: what a share's loss weighs is known, whatever the loss returns.
         is_inside: the model computes it.
-        takes_whole: it is called once, with the outputs of all shares: what it weighs in a share
-            alone is not known (``parallel.loss.whole_batch``).
+        uses_whole_batch: it is called once, with the outputs of all shares, because the weight of
+            a share's loss is unknown (``parallel.loss.whole_batch``).
         adds: the model adds something to it.
         gathered_bytes: the most that all shares of a batch have published for that.
         batch_size: samples of the batch under way.
@@ -229,7 +229,7 @@ class LossAdapter(ABC):
     needs_targets = True
     is_certain = True
     is_inside = False
-    takes_whole = False
+    uses_whole_batch = False
     adds = False
     gathered_bytes = 0
     batch_size = 0
@@ -242,7 +242,7 @@ class LossAdapter(ABC):
         """A batch is on its way, or a part of one, in so many shares."""
         self.batch_size = batch_size
         self.is_alone = num_filled == 1
-        self.sees_all = self.takes_whole or (self.is_alone and not is_part)
+        self.sees_all = self.uses_whole_batch or (self.is_alone and not is_part)
 
     def watching(self) -> AbstractContextManager[Any]:
         """Around the model's forward pass, where the loss is computed in it."""

@@ -1,18 +1,17 @@
-"""The Worker of a rank with parameter servers, where workers may be some steps apart.
+"""The Worker of a rank with asynchronous parameter servers.
 
-A worker takes a part of a batch, brings its copy of the weights up to date, and has a Worker of a
-Plan with one rank compute, whose update is to push: the gradients go to this worker's row in shared
-memory, and servers come for their pieces. A server adds up what comes of a batch, weighted by
-samples, and when all parts have come it steps. So every batch is one update, of all its samples,
-whoever has computed what; batches may be finished in another order than they were begun.
+A worker takes a part of a batch, pulls the weights, and computes with an inner Worker of a one-rank
+Plan, whose update is a push: it writes the gradients to this worker's row in shared memory, and
+servers read their pieces. A server sums the gradients of a batch, weighted by samples, and steps
+when all parts have come. So every batch is one update of all its samples; batches may end in
+another order than they began.
 
-When a process dies all others are ended, and the first worker sees how far the servers are
-(``stand``): fresh processes go on from there. Parts that were under way are computed anew; what a
-server has added up of them goes with it. If it has died within an update its second copy undoes
-that.
+When a process dies all others are ended, the first worker reads the progress of the servers, and
+new processes continue from there. Unfinished parts are computed again; a server's incomplete sums
+are dropped. If it died within an update its second copy undoes that.
 
-Where something goes on between steps that concerns all ranks, they train synchronously
-(``keeps_pace``); so does a Plan whose staleness is 0, without any of this.
+If callbacks or metrics need all ranks after every step, ranks train synchronously
+(``is_synchronous``). A Plan whose staleness is 0 has an ordinary Worker.
 """
 
 import math
@@ -54,12 +53,12 @@ _GROUP = 0
 
 @dataclass(frozen=True, kw_only=True)
 class ServerProgress:
-    """Where workers and servers were in an epoch when a process died.
+    """The progress of workers and servers in an epoch when a process died.
 
     Attributes:
-        table: what is in the weights.
-        slots: by server, what its updater knows beside what lies in shared memory.
-        num_past: batches of the task under way in the epoch that are before ``table.oldest``.
+        table: which batches are in the weights.
+        slots: by server, the slots of its updater that are not in shared memory.
+        num_past: batches of the task in this epoch before ``table.oldest``.
         num_ended: those whose steps the first worker has ended.
     """
 
@@ -73,13 +72,13 @@ class AsyncWorker(Worker):
     """One rank, a worker or a server; see the module, and ``async_worker_build``.
 
     Args:
-        work: what all ranks work on.
-        region: where the table of work lies, what servers note of slots, and second copies, and
+        work: common to all ranks.
+        region: memory of the work queue, the servers' notes of slots, and second copies, and
         offsets: where each begins there.
         served: the pieces of each server.
-        alone: computes a worker's parts, with a ``Pusher``; None on a server.
-        remote: workers of other hosts for whom this rank speaks.
-        mail: to their hosts; None where there are none.
+        inner: computes a worker's parts, with a ``Pusher``; None on a server.
+        remote: workers of other hosts that this rank is the proxy of.
+        mail: to their hosts; None without remote workers.
         options: see ``Worker``.
     """
 
@@ -90,7 +89,7 @@ class AsyncWorker(Worker):
         region: SharedRegion,
         offsets: Sequence[int],
         served: Sequence[Sequence[Piece]],
-        alone: Worker | None,
+        inner: Worker | None,
         remote: Sequence[int] = (),
         mail: MailChannels | None = None,
         **options: Any,
@@ -111,12 +110,12 @@ class AsyncWorker(Worker):
             if update.replicas > 1
             else []
         )
-        self._stand: ServerProgress | None = None  # where this epoch is gone on from
+        self._resume_point: ServerProgress | None = None  # where this epoch begins
         self._losses: Sequence[float] = ()  # of the last epoch
-        self._is_held = False
-        self._alone = alone
+        self._has_held_updates = False
+        self._inner = inner
         self._server: ParameterServer | None = None
-        if alone is None:
+        if inner is None:
             number = self.rank - num_workers
             self._server = ParameterServer(
                 number,
@@ -131,14 +130,14 @@ class AsyncWorker(Worker):
                 row_versions=row_versions if self.plan.hosts else None,
             )
         else:
-            assert isinstance(alone.updater, Pusher)
-            alone.updater.push_to = partial(self.exchange.write, _GROUP, self.rank)
+            assert isinstance(inner.updater, Pusher)
+            inner.updater.push_to = partial(self.exchange.write, _GROUP, self.rank)
             self._weights = self._own_weights(group, served)
-        self._opened: dict[int, StepBatch] = {}  # batches that may have parts
-        self._first_step = 0  # since all ranks have met
+        self._opened: dict[int, StepBatch] = {}  # batches with parts that may be open
+        self._first_step = 0  # since the last synchronisation
         self._num_ended = 0
         self._is_under_way = False
-        self._num_settled = 0
+        self._num_synchronised = 0
         self._is_over = False
         self._longest_lead = 0
 
@@ -170,23 +169,23 @@ class AsyncWorker(Worker):
         )
 
     @property
-    def trains_apart(self) -> bool:  # type: ignore[override]  # of any other Worker it is fixed
-        return not self.keeps_pace
+    def has_local_steps(self) -> bool:  # type: ignore[override]  # a constant in Worker
+        return not self.is_synchronous
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """What this rank can do of a batch, or is left to do of older ones; the result tells."""
-        if self.keeps_pace:
+        """Compute open parts of this batch and of older ones; the result is of these parts."""
+        if self.is_synchronous:
             return super().train_step(batch)
         assert self.board is not None
         self.board.step = batch.step
         if not self._is_under_way:
             self._begin(batch.step)
         self.board.glance()
-        result = self._train_apart(batch)
+        result = self._train_async(batch)
         self._num_ended += 1
         return result
 
-    def _train_apart(self, batch: StepBatch) -> StepResult:
+    def _train_async(self, batch: StepBatch) -> StepResult:
         step = batch.step
         if self._server is not None:
             self._server.serve(lambda: self._queue.is_applied(step) or self.is_halted)
@@ -194,14 +193,15 @@ class AsyncWorker(Worker):
         oldest = self._oldest_open(step)
         self._opened = {number: one for number, one in self._opened.items() if number >= oldest}
         self._opened[step] = batch
-        return _joined(list(self._worked_off(batch)))
+        return _joined(list(self._computed_parts(batch)))
 
     def _begin(self, step: int) -> None:
-        """All ranks are here."""
+        """Begin asynchronous training; every rank calls it."""
         if self.rank == self._beginner:
-            self._queue.begin(step, None if self._stand is None else self._stand.table)
+            resumed = self._resume_point
+            self._queue.begin(step, None if resumed is None else resumed.table)
         if self._server is not None:
-            self._server.begin(is_restartable=self._can_go_on)
+            self._server.begin(is_restartable=self._can_restart)
         self._first_step, self._num_ended = step, 0
         self._is_under_way = True
         self.barrier()
@@ -215,11 +215,11 @@ class AsyncWorker(Worker):
     # --- workers ---------------------------------------------------------------------------------
 
     def _oldest_open(self, step: int) -> int:
-        """The oldest batch of which there may be parts."""
+        """The oldest batch that may have open parts."""
         return self._queue.oldest_open(step)
 
-    def _worked_off(self, batch: StepBatch) -> Iterator[StepResult]:
-        """Compute parts until there is nothing left of the batch that nobody has taken."""
+    def _computed_parts(self, batch: StepBatch) -> Iterator[StepResult]:
+        """Compute parts of the batch until all are taken."""
         step, num_parts = batch.step, self._num_parts(len(batch.indices))
         while not self.is_halted:
             part = self._queue.take(step, num_parts)
@@ -230,8 +230,8 @@ class AsyncWorker(Worker):
             else:
                 self._queue.wait(lambda: self._queue.may_take(step) or self.is_halted)
 
-    def _work_off_what_is_open(self) -> None:
-        """After a halt: what was begun of a batch is brought to its end."""
+    def _finish_open_batches(self) -> None:
+        """After a halt: compute the open parts of batches that have begun."""
         for step, batch in sorted(self._opened.items()):
             while self._queue.is_opened(step):
                 part = self._queue.take(step, self._num_parts(len(batch.indices)))
@@ -240,25 +240,25 @@ class AsyncWorker(Worker):
                 self._compute(part, None)
 
     def _num_parts(self, num_samples: int) -> int:
-        """Parts that are not empty: those of the replicas."""
+        """Number of parts that are not empty."""
         filled = num_filled_shares(num_samples, self.plan.num_shares)
         return -(-filled // self.plan.shares_per_row)
 
     def _compute(self, part: WorkItem, observe: Observe | None) -> StepResult:
-        assert self._alone is not None
-        self._await_room()
+        assert self._inner is not None
+        self._wait_for_row()
         batch = self._opened[part.step]
         indices = batch.indices
         shares = self.plan.shares_of(part.number)
         bounds = share_bounds(len(indices), self.plan.num_shares)
         start, stop = bounds[shares[0]][0], bounds[shares[-1]][1]
-        alone = self._alone
-        alone.passes.reading = self.passes.reading
-        alone.first_share, alone.batch_size = shares[0], len(indices)
+        inner = self._inner
+        inner.passes.reading = self.passes.reading
+        inner.first_share, inner.batch_size = shares[0], len(indices)
         try:
             with self._weights.in_place():
                 own = replace(batch, indices=indices[start:stop], observe=observe)
-                result = alone.train_step(own)
+                result = inner.train_step(own)
         except NonFiniteError as error:
             add_note(
                 error,
@@ -268,13 +268,13 @@ class AsyncWorker(Worker):
             raise
         weight = 0.0 if result.is_skipped else result.weight
         losses = float(result.total), result.weight, result.num_samples, result.is_skipped
-        self._hand_in(Push(part, self._num_parts(len(indices)), weight, losses))
+        self._push(Push(part, self._num_parts(len(indices)), weight, losses))
         return result
 
-    def _await_room(self) -> None:
-        """Before a part is computed: wait until there is room for its gradients."""
+    def _wait_for_row(self) -> None:
+        """Wait until this worker's row is free for the gradients of its next part."""
         self._queue.wait(self._queue.is_taken)
-        # No pass of the exchange, of which all ranks make as many; parts go to whoever is free.
+        # Not a pass of the exchange: ranks compute different numbers of parts.
         self.exchange.rows_of(_GROUP).begin_pass()
         self._pull()
 
@@ -282,42 +282,43 @@ class AsyncWorker(Worker):
         assert isinstance(self._weights, PulledWeights)
         self._weights.pull()
 
-    def _hand_in(self, push: Push) -> None:
+    def _push(self, push: Push) -> None:
         self._queue.push(push)
 
     # --- together --------------------------------------------------------------------------------
 
-    def settle(self, *, is_last: bool = False) -> None:
-        """Have all that was begun come to the weights, on all ranks."""
-        if not self._is_under_way and self._stand is not None:  # nothing was left of the epoch
-            self._losses, self._stand = self._stand.table.losses, None
+    def synchronise(self, *, is_last: bool = False) -> None:
+        """Finish all open batches, on all ranks."""
+        resumed = self._resume_point
+        if not self._is_under_way and resumed is not None:  # the epoch had no batches left
+            self._losses, self._resume_point = resumed.table.losses, None
         if self._is_over or not self._is_under_way:
             return
-        self._num_settled += 1
+        self._num_synchronised += 1
         if self._server is None:
-            self._settle_work()
+            self._finish_work()
         else:
-            self._server.serve(lambda: self._queue.are_settled(self._num_settled))
+            self._server.serve(lambda: self._queue.are_settled(self._num_synchronised))
             self._server.end()
         assert self.board is not None
         own = is_last, self._queue.longest_lead(), self._queue.losses()[-1]
-        told = self.board.tell([float(number) for number in own])
-        self._is_over = any(last for last, *_ in told)
-        _, self._longest_lead, num_updates = map(int, told[-1])  # a server's, which knows
+        values = self.board.tell([float(number) for number in own])
+        self._is_over = any(last for last, *_ in values)
+        _, self._longest_lead, num_updates = map(int, values[-1])  # of a server
         self._opened.clear()
-        self._losses, self._stand, self._is_under_way = self._queue.losses(), None, False
-        if self._alone is not None and self.updater is not None:
+        self._losses, self._resume_point, self._is_under_way = self._queue.losses(), None, False
+        if self._inner is not None and self.updater is not None:
             self.updater.count_steps(num_updates)
 
-    def _settle_work(self) -> None:
-        """A worker's part of that."""
-        self._work_off_what_is_open()
-        self._queue.settle(self._num_settled)
+    def _finish_work(self) -> None:
+        """Finish open batches, on a worker."""
+        self._finish_open_batches()
+        self._queue.settle(self._num_synchronised)
         self._queue.wait(self._queue.is_over)
 
     def results_of_epoch(self, own: list[StepResult]) -> list[StepResult]:
-        """The first worker tells of all: who has computed a part may have died since."""
-        if self.keeps_pace or not self._can_go_on:
+        """The first worker returns the sums of all: others may have died since their parts."""
+        if self.is_synchronous or not self._can_restart:
             return own
         nothing, whole = StepResult(total=0.0, weight=0.0, num_samples=0), _joined(own)
         if self.rank != 0 or not self._losses:
@@ -329,32 +330,33 @@ class AsyncWorker(Worker):
         return [whole, *[replace(nothing, is_skipped=True)] * int(num_skipped)]
 
     @property
-    def is_apart(self) -> bool:  # type: ignore[override]  # as above
+    def has_diverged(self) -> bool:  # type: ignore[override]  # as above
         return self._is_under_way
 
     # --- when a process has died -----------------------------------------------------------------
 
     @property
-    def _can_go_on(self) -> bool:
-        """Whether shared memory has all that an epoch has come to."""
+    def _can_restart(self) -> bool:
+        """True if shared memory has the whole progress of an epoch."""
         is_one_host = not self.plan.hosts
         takes_notes = self.updater is not None and self.updater.takes_notes
-        return is_one_host and self.goes_on and takes_notes
+        return is_one_host and self.is_restartable and takes_notes
 
-    def hold(self) -> None:
-        """On the first worker, before the others are ended: have no update be cut off."""
-        self._is_held = self._is_under_way and self._can_go_on and self._queue.hold_servers()
+    def hold_updates(self) -> None:
+        """On the first worker, before the others are ended: let servers finish their updates."""
+        can_restart = self._is_under_way and self._can_restart
+        self._has_held_updates = can_restart and self._queue.hold_servers()
 
-    def stand(self) -> ServerProgress | None:
-        """On the first worker, when the others have ended: where to go on; None if nobody can."""
+    def progress(self) -> ServerProgress | None:
+        """On the first worker, after the others have ended: where to resume; None if impossible."""
         if not self._is_under_way:
-            return self._stand
+            return self._resume_point
         torn = self._queue.torn_servers()
-        if not self._is_held or (torn and not self._copies):
+        if not self._has_held_updates or (torn and not self._copies):
             return None
         shortest = min(self._notes.lengths(self._queue.slot))
-        if shortest <= 0:  # a server had not begun, or what it knew is not known
-            return None if shortest else self._stand
+        if shortest <= 0:  # a server had not begun, or could not record its slots
+            return None if shortest else self._resume_point
         for server in torn:
             self._copies[server].restore()
         table = self._queue.stand()
@@ -365,42 +367,42 @@ class AsyncWorker(Worker):
             num_ended=self._num_ended,
         )
 
-    def go_on_from(self, stand: ServerProgress | None) -> None:
-        """The epoch that is about to begin goes on from there, or from its beginning."""
-        self._stand, self._losses = stand, ()
-        if stand is not None and self._server is not None:
+    def resume_from(self, progress: ServerProgress | None) -> None:
+        """Begin the next epoch there, or at its start if None."""
+        self._resume_point, self._losses = progress, ()
+        if progress is not None and self._server is not None:
             assert self.updater is not None
-            self.updater.take_notes(stand.slots[self._server.number])
+            self.updater.take_notes(progress.slots[self._server.number])
 
-    # --- what others ask -------------------------------------------------------------------------
+    # --- state -----------------------------------------------------------------------------------
 
     @property
     def is_halted(self) -> bool:
         if not self._is_under_way:
             return super().is_halted
-        assert self.board is not None  # others are wherever they are
+        assert self.board is not None  # others are at other steps
         if self.board.wants_end():
             self._halt()
-        return self._is_told_to_halt
+        return self._must_halt
 
     def _halt(self) -> None:
-        """Have all ranks come to an end."""
+        """Make all ranks stop."""
         self._queue.halt()
 
     @property
-    def _is_told_to_halt(self) -> bool:
+    def _must_halt(self) -> bool:
         return self._queue.is_halted
 
     def epoch_logs(self) -> dict[str, float]:
-        return {"staleness": 0 if self.keeps_pace else self._longest_lead}
+        return {"staleness": 0 if self.is_synchronous else self._longest_lead}
 
     def reads(self, indices: torch.Tensor, step: int | None = None, turn: int = 0) -> list[Read]:
-        """In training nobody knows before who reads what."""
-        return super().reads(indices, step, turn) if step is None or self.keeps_pace else []
+        """Empty in training: workers take parts as they become free."""
+        return super().reads(indices, step, turn) if step is None or self.is_synchronous else []
 
     def leaves_a_rank_idle(self, num_samples: int) -> bool:
-        """The first worker's buffers count."""
-        return self.keeps_pace and super().leaves_a_rank_idle(num_samples)
+        """Buffers are taken from the first worker, which is never idle in training."""
+        return self.is_synchronous and super().leaves_a_rank_idle(num_samples)
 
     def close(self) -> None:
         super().close()
@@ -416,7 +418,7 @@ class AsyncWorker(Worker):
 
 
 def _joined(results: Sequence[StepResult]) -> StepResult:
-    """What a rank has computed of some parts, as one step."""
+    """The results of several parts as one step's."""
     return StepResult(
         total=math.fsum(result.total for result in results),
         weight=math.fsum(result.weight for result in results),
@@ -428,6 +430,6 @@ def _joined(results: Sequence[StepResult]) -> StepResult:
 
 
 def _sparse(group: OwnedGroup) -> dict[int, TensorSpec]:
-    """The parameters of a group whose gradients are of some rows only, by number."""
+    """The parameters of a group with sparse gradients, by number."""
     tensors = enumerate(group.spec.gradients.tensors)
     return {number: tensor for number, tensor in tensors if group.is_sparse(number)}

@@ -5,7 +5,7 @@ from typing import Any
 
 from lockstep.parallel.build import build_worker, divided_pieces
 from lockstep.parallel.exchange.engine import Endpoint, remote_workers
-from lockstep.parallel.local_sgd.local_worker import build_alone
+from lockstep.parallel.local_sgd.local_worker import build_inner_worker
 from lockstep.parallel.parameter_server.async_worker import AsyncWorker
 from lockstep.parallel.parameter_server.push_pull import Pusher
 from lockstep.parallel.parameter_server.remote_worker import RemoteWorker
@@ -14,7 +14,7 @@ from lockstep.parallel.workload import Workload
 
 
 def build_served_worker(work: Workload, endpoint: Endpoint) -> Worker:
-    """Put the parts of a rank that trains together; for the arguments see ``build_worker``."""
+    """The Worker of a worker or a server; for the arguments see ``build_worker``."""
     plan, spec, rank = work.plan, endpoint.spec, endpoint.rank
     is_server = plan.is_server(rank)
     assert endpoint.region is not None
@@ -23,18 +23,18 @@ def build_served_worker(work: Workload, endpoint: Endpoint) -> Worker:
         "region": endpoint.region,
         "offsets": spec.mail_offsets,
         "served": [own for owner, own in pieces.items() if plan.is_server(owner)],
-        "alone": None if is_server else build_alone(work, endpoint, Pusher()),
+        "inner": None if is_server else build_inner_worker(work, endpoint, Pusher()),
     }
-    speakers = remote_workers(plan)
-    if rank in speakers:
-        server = speakers[rank]
+    proxies = remote_workers(plan)
+    if rank in proxies:
+        server = proxies[rank]
         options |= {"server": server, "mail": endpoint.mail_channels()}
         return build_worker(work, endpoint, partial(RemoteWorker, **options))
-    remote = [worker for worker, server in speakers.items() if server == rank]
-    # Those who wait for it look around for themselves.
-    mail = endpoint.mail_channels(_look_nowhere) if remote else None
+    remote = [worker for worker, server in proxies.items() if server == rank]
+    # The proxies watch for failures themselves.
+    mail = endpoint.mail_channels(_no_failure_check) if remote else None
     return build_worker(work, endpoint, partial(AsyncWorker, remote=remote, mail=mail, **options))
 
 
-def _look_nowhere(waited_seconds: float) -> None:
+def _no_failure_check(waited_seconds: float) -> None:
     return

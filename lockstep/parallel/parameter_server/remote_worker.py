@@ -1,9 +1,8 @@
-"""The Worker of a rank that computes on another host than the servers' (``worker_proxy``).
+"""The Worker of a worker on another host than the servers, which have a ``worker_proxy`` for it.
 
-It asks for its next part before it computes the one that it has. So while it computes, its
-gradients of the part before are on their way to the servers, and the next part, with what is new of
-the weights, on its way here. The last part that it is granted of a batch is computed in the next
-step.
+It requests its next part before it computes the current one, so computation overlaps with sending
+the last gradients and receiving the next part and the changed weights. The last part that it is
+granted of a batch is computed in the next step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,8 +36,8 @@ class RemoteWorker(AsyncWorker):
     """One rank.
 
     Args:
-        work: what all ranks work on.
-        server: the rank that speaks for this one.
+        work: common to all ranks.
+        server: the rank that is this one's proxy.
         mail: to its host.
         options: see ``AsyncWorker``.
     """
@@ -47,24 +46,24 @@ class RemoteWorker(AsyncWorker):
 
     def __init__(self, work: Workload, *, server: int, mail: MailChannels, **options: Any) -> None:
         super().__init__(work, mail=mail, **options)
-        assert self._alone is not None
-        assert isinstance(self._alone.updater, Pusher)
-        self._alone.updater.push_to = self._keep
+        assert self._inner is not None
+        assert isinstance(self._inner.updater, Pusher)
+        self._inner.updater.push_to = self._keep
         self._asks = Outbox(mail, self.rank, "asks", server)
         self._grants = Inbox(mail, self.rank, "grants", server)
         self._pushes = Outbox(mail, self.rank, "pushes", server)
-        self._gradients: list[torch.Tensor | SparseRows | None] = []  # of the part under way
-        self._next: Grant | None = None  # a part that was granted and is still to be computed
+        self._gradients: list[torch.Tensor | SparseRows | None] = []  # of the current part
+        self._next: Grant | None = None  # granted and not yet computed
         self._oldest = 0  # the oldest batch that is not in the weights
-        self._late: list[StepResult] = []  # what was computed when all steps were made
-        self._was_told = False
+        self._late: list[StepResult] = []  # results of parts computed after the last step
+        self._has_halted = False
 
     def _own_weights(self, group: OwnedGroup, served: Sequence[Sequence[Piece]]) -> OwnWeights:
         return SentWeights(group, served)
 
     def _begin(self, step: int) -> None:
         self._weights.begin()
-        self._late, self._oldest, self._was_told = [], step, False
+        self._late, self._oldest, self._has_halted = [], step, False
         super()._begin(step)
 
     # --- a step ----------------------------------------------------------------------------------
@@ -72,8 +71,8 @@ class RemoteWorker(AsyncWorker):
     def _oldest_open(self, step: int) -> int:
         return self._oldest
 
-    def _worked_off(self, batch: StepBatch) -> Iterator[StepResult]:
-        """Compute parts until there is nothing left of the batch, but for the last one granted."""
+    def _computed_parts(self, batch: StepBatch) -> Iterator[StepResult]:
+        """Compute parts of the batch until all are taken, except the last one granted."""
         self._ask(batch, opens=True)
         if self._next is not None:
             yield self._compute_next()
@@ -84,7 +83,7 @@ class RemoteWorker(AsyncWorker):
             self._ask(batch, opens=True)
             yield self._compute_next()
 
-    def _work_off_what_is_open(self) -> None:
+    def _finish_open_batches(self) -> None:
         if self._next is not None:
             self._late.append(self._compute_next())
         for _, batch in sorted(self._opened.items()):
@@ -97,17 +96,17 @@ class RemoteWorker(AsyncWorker):
         self._asks.put(Ask(batch.step, self._num_parts(len(batch.indices)), opens))
 
     def _is_granted(self) -> bool:
-        """Whether a part is; the one before has been computed."""
+        """Receive the next grant; True if it has a part."""
         assert self._next is None
         grant = self._grants.take(Grant)
-        self._hear(grant)
+        self._update_from(grant)
         if grant.part is not None:
             self._next = grant
         return grant.part is not None
 
-    def _hear(self, grant: Grant) -> None:
+    def _update_from(self, grant: Grant) -> None:
         self._oldest = grant.oldest
-        self._was_told |= grant.is_halted
+        self._has_halted |= grant.is_halted
 
     def _compute_next(self) -> StepResult:
         grant, self._next = self._next, None
@@ -118,7 +117,7 @@ class RemoteWorker(AsyncWorker):
 
     # --- what it computes ------------------------------------------------------------------------
 
-    def _await_room(self) -> None:
+    def _wait_for_row(self) -> None:
         self._gradients = []
 
     def _keep(self, gradients: Gradients) -> None:
@@ -127,15 +126,15 @@ class RemoteWorker(AsyncWorker):
             for one in gradients
         ]
 
-    def _hand_in(self, push: Push) -> None:
+    def _push(self, push: Push) -> None:
         self._pushes.put(HandedIn(push, self._gradients))
 
     # --- together --------------------------------------------------------------------------------
 
-    def _settle_work(self) -> None:
-        self._work_off_what_is_open()
+    def _finish_work(self) -> None:
+        self._finish_open_batches()
         for box in (self._pushes, self._asks):
-            box.put(Done(self._num_settled))
+            box.put(Done(self._num_synchronised))
         self._weights.take(self._grants.take(Grant).weights)
         if self.rank == self.exchange.ranks_here.start:
             self._weights.show()
@@ -145,10 +144,10 @@ class RemoteWorker(AsyncWorker):
         return [*super().results_of_epoch(own), *late]
 
     def _halt(self) -> None:
-        if not self._was_told:
-            self._was_told = True
+        if not self._has_halted:
+            self._has_halted = True
             self._pushes.put(Halted())
 
     @property
-    def _is_told_to_halt(self) -> bool:
-        return self._was_told
+    def _must_halt(self) -> bool:
+        return self._has_halted

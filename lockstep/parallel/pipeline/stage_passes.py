@@ -103,7 +103,7 @@ class StagePasses(Passes):
 
     def _lowered(self, num_samples: int) -> Sequence[tuple[Action, ...]]:
         program = lower_train(self._plan, self._rank, num_samples)
-        if self._takes_whole:  # no microbatch goes backward before all have gone forward
+        if self._uses_whole_batch:  # no microbatch goes backward before all have gone forward
             program = tuple(sorted(program, key=lambda action: not isinstance(action, Forward)))
         return [(action,) for action in program]
 
@@ -116,7 +116,7 @@ class StagePasses(Passes):
             buffers.begin()
         self._mail[run.is_training].begin_pass(run.num_filled)
         self._apart.clear()
-        self._is_settled = not self._takes_whole or run.num_filled == 1
+        self._is_settled = not self._uses_whole_batch or run.num_filled == 1
 
     def run(self, run: Run, actions: Sequence[Action]) -> None:
         for action in actions:

@@ -215,7 +215,7 @@ class RankSync:
         """Give rank 0 the buffers, and parameters, of which others have the values that count."""
         self.worker.show_parameters()
         if self.control.num_ranks > 1 and next(self.worker.model.buffers(), None) is not None:
-            own = self.worker.ruled_buffers()
+            own = self.worker.authoritative_buffers()
             for buffers in self.control.gather({} if self.control.rank == 0 else own):
                 set_values(self.worker.model, buffers)
 

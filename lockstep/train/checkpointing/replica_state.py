@@ -72,7 +72,7 @@ def set_replica(worker: Worker, replica: Tree) -> None:
     if "updater" in replica:
         assert worker.updater is not None
         worker.updater.load_state(TrainingState(**replica["updater"]))
-        worker.bind_again()
+        worker.rebind()
 
 
 def _flags(worker: Worker) -> dict[str, torch.Tensor]:

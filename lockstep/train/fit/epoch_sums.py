@@ -80,7 +80,7 @@ def results_of_ranks(
     worker: Worker, control: Control, results: list[StepResult]
 ) -> list[StepResult]:
     """The steps of an epoch; of ranks that train apart, on rank 0, those of all of them."""
-    if not worker.trains_apart:
+    if not worker.has_local_steps:
         return results
     gathered = control.gather(worker.results_of_epoch(results))
     return [result for own in gathered for result in own]

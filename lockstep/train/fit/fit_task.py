@@ -143,9 +143,9 @@ class FitTask(Task):
     def run(self, worker: Worker, control: Control, driver: TaskDriver) -> FitResult:
         """Train until the last epoch, or until a callback or Ctrl-C ends it."""
         rank_sync = RankSync(worker=worker, control=control, driver=driver)
-        worker.keeps_pace = self._meets_between_steps
+        worker.is_synchronous = self._meets_between_steps
         has_more = self.metrics or self.loss_parts or self.turns or self.counts_bad
-        worker.goes_on = self.hooks.full_state and not has_more
+        worker.is_restartable = self.hooks.full_state and not has_more
         recorder = PositionRecorder(
             rank_sync=rank_sync, hooks=self.hooks, metrics=self.metrics, source=self.source
         )
@@ -161,7 +161,7 @@ class FitTask(Task):
             reading_ahead(self.source, self._reads(worker), worker.passes.device) as run.source,
         ):
             resume = self._train(run)
-        worker.settle(is_last=True)
+        worker.synchronise(is_last=True)
         rank_sync.collect_buffers()
         return FitResult(
             num_epochs=run.num_epochs,
@@ -239,7 +239,7 @@ class FitTask(Task):
             batch, indices = bad_records.filtered(batch, indices, step, num_turns)
         with tracer.step(step), noting(worker, self.watched_modules, step) as noted:
             result = self._train_step(rank_sync, StepBatch(batch, indices, step, observe))
-        if not worker.trains_apart:  # else at the epoch's end
+        if not worker.has_local_steps:  # else at the epoch's end
             self.metrics.settle(rank_sync.control)
         if num_taken > len(indices):
             result = replace(result, num_bad=num_taken - len(indices))
@@ -260,7 +260,7 @@ class FitTask(Task):
                 rank_sync.act(end_step)
             rank_sync.check_halt()
             return begun.stops
-        if rank_sync.worker.held_names() is not None:  # callbacks may look at the whole model
+        if rank_sync.worker.local_names() is not None:  # callbacks may look at the whole model
             rank_sync.collect_buffers()
         if self.hooks.slots:
             rank_sync.show_slots()
@@ -269,7 +269,7 @@ class FitTask(Task):
     def _end_epoch(self, run: _FitRun, epoch: int, results: list[StepResult]) -> bool:
         """Wait for all ranks at an epoch's end; returns whether to stop after it."""
         rank_sync, worker = run.rank_sync, run.rank_sync.worker
-        worker.settle()
+        worker.synchronise()
         rank_sync.check_halt()
         results = results_of_ranks(worker, rank_sync.control, results)
         logs = self._logs(rank_sync, epoch, self._losses(rank_sync, results))
@@ -312,7 +312,7 @@ class FitTask(Task):
         replica = own_replica(self.start.replicas, worker)
         if replica is not None:
             return results_so_far(replica["steps"], has_parts=True)
-        if worker.trains_apart and control.rank != 0:
+        if worker.has_local_steps and control.rank != 0:
             return []
         return results_so_far(self.start.so_far, has_parts=control.rank == 0)
 

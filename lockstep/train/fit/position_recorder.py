@@ -35,9 +35,9 @@ class PositionRecorder:
     def begin_epoch(self, begun: Resume, num_steps: int) -> None:
         """Before the first step of an epoch: ranks that train apart go on from there."""
         worker, driver = self.rank_sync.worker, self.rank_sync.driver
-        if not worker.trains_apart:
+        if not worker.has_local_steps:
             return
-        worker.go_on_from(begun.served)
+        worker.resume_from(begun.served)
         driver.begin_apart(begun)
         if begun.served is None and self.hooks.state and not worker.has_own_optimizer:
             self.rank_sync.show_slots()  # no backup can be taken within the epoch
@@ -52,14 +52,14 @@ class PositionRecorder:
             results: of this rank's steps in the epoch so far.
         """
         rank_sync, worker = self.rank_sync, self.rank_sync.worker
-        meets = self.hooks.full_state or not worker.trains_apart
-        if worker.is_apart or not meets or not self._is_wanted(place.batch - 1):
+        meets = self.hooks.full_state or not worker.has_local_steps
+        if worker.has_diverged or not meets or not self._is_wanted(place.batch - 1):
             rank_sync.driver.record_position(None)
             return
         self.show_all()
         results = [result.settled() for result in results]
         own = worker.results_of_epoch(results) if worker.has_own_optimizer else results
-        sums = epoch_sums(own, self.metrics, rank_sync.control, are_apart=worker.trains_apart)
+        sums = epoch_sums(own, self.metrics, rank_sync.control, are_apart=worker.has_local_steps)
         self.record(replace(place, so_far=sums), results)
 
     def _is_wanted(self, index: int) -> bool:

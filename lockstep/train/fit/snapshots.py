@@ -38,8 +38,8 @@ def take_snapshot(rank_sync: RankSync, step: int, result: StepResult, noted: Not
                 },
                 states=[state for state, *_ in ranks[: len(ranks) - worker.plan.num_servers]],
                 slots=[part for _, parts, *_ in ranks for part in parts],
-                is_divided=worker.held_names() is not None,
-                weights=tuple(one[3] for one in ranks) if worker.trains_apart else (),
+                is_divided=worker.local_names() is not None,
+                weights=tuple(one[3] for one in ranks) if worker.has_local_steps else (),
                 num_samples=result.num_samples,
                 noted=[noted for *_, noted in ranks],
             )
@@ -65,7 +65,7 @@ def noting(worker: Worker, look: WatchedSteps | None, step: int) -> Iterator[Not
 
 def _state(worker: Worker) -> dict[str, torch.Tensor]:
     """What this rank has of the model's ``state_dict``, a tied tensor under each of its names."""
-    held, model = worker.held_names(), worker.model
+    held, model = worker.local_names(), worker.model
     firsts = {
         id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }

@@ -52,7 +52,7 @@ class MetricShows:
         self._control, self._driver = rank_sync.control, rank_sync.driver
         self._metrics = metrics
         seconds = 0.0
-        if metrics and not rank_sync.worker.trains_apart:  # they meet at an epoch's end
+        if metrics and not rank_sync.worker.has_local_steps:  # they meet at an epoch's end
             seconds = self._control.broadcast(self._driver.seconds_between_metrics)
         self._times = ShowTimes(self._control, seconds)
 

@@ -280,7 +280,7 @@ class Runner(ABC):
                     assignment, driver, hosts, self._standing, self._model_fingerprint
                 )
             self._proven = proof or self._proven
-            if self._plan is not None and loss is not None and loss.takes_whole:
+            if self._plan is not None and loss is not None and loss.uses_whole_batch:
                 notes = (*self._plan.notes, whole_batch_note(loss))
                 self._plan = msgspec.structs.replace(self._plan, notes=tuple(dict.fromkeys(notes)))
             return result

@@ -86,7 +86,7 @@ class RunningCall:
     def hold(self, error: BaseException) -> None:
         """A process is lost, and those that live are about to be ended: have no update cut off."""
         if isinstance(error, WorkerError) and error.is_loss:
-            self.worker.hold()
+            self.worker.hold_updates()
 
     def abandon(self, error: BaseException, driver: TaskDriver) -> None:
         """The call has failed, and the helpers have ended: note in the error what is left."""
@@ -98,7 +98,7 @@ class RunningCall:
             add_note(error, STATE_OF_FIRST)
             return
         if isinstance(worker, AsyncWorker):
-            stand = worker.stand()
+            stand = worker.progress()
             driver.record_progress(stand)
             if stand is None:
                 worker.updater.recover()

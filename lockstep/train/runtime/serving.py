@@ -161,7 +161,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
         )
         worker.mirrors = mirrors
         if any(access == "copied on write" for _, _, access in call.stores):
-            worker.take_slots()
+            worker.copy_slots()
         has_hosts = call.abroad is not None
         control = FollowerControl(context, rank, assignment.plan.num_ranks, has_hosts=has_hosts)
         part = CachedCall(assignment=assignment, worker=worker, control=control)

@@ -39,7 +39,7 @@ class ComputedLoss(KerasLoss):
     ) -> None:
         super().__init__(compiled, additions)
         self._module = module
-        self.is_certain, self.takes_whole, self.parts = False, is_divided, ONE_LOSS
+        self.is_certain, self.uses_whole_batch, self.parts = False, is_divided, ONE_LOSS
 
     def run_on(self, plan: Plan, rank: int) -> None:
         super().run_on(plan, rank)

@@ -109,7 +109,7 @@ class KerasLoss(LossAdapter):
                 names=(*(one.name for one in entries), "additions"), factors=(*self._factors, 1.0)
             )
             # Shares wait for each other's weights, so all must have some.
-            self.takes_whole = is_divided and not self.is_certain
+            self.uses_whole_batch = is_divided and not self.is_certain
 
     def __call__(self, output: Tree, batch: Batch) -> ShareLoss | JointLoss:
         num_samples = batch.num_samples
