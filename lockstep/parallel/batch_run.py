@@ -15,13 +15,13 @@ from lockstep.plan.shares import num_filled_shares, share_bounds
 
 @dataclass(frozen=True, kw_only=True)
 class ShareOutput:
-    """What the model has made of a share.
+    """The model's output for a share.
 
     Attributes:
         step: of training; None in evaluation.
         share: its number in the batch.
-        num_samples: how many it has.
-        output: of the model, as users see it.
+        num_samples: in the share.
+        output: of the model, in the form that users see.
         target: of its samples.
     """
 
@@ -41,14 +41,14 @@ Take = Callable[[int, Batch, Tree], None]
 
 @dataclass(frozen=True)
 class StepBatch:
-    """A global batch to train on, which every rank is given alike.
+    """A global batch to train on, the same on every rank.
 
     Attributes:
-        source: where its samples are.
-        indices: theirs.
+        source: the data.
+        indices: of its samples in the data.
         step: the number of the step.
-        observe: is shown the outputs.
-        turn: where several functions train on each batch, whose turn it is.
+        observe: called with the outputs.
+        turn: the number of the train_step function, if several train on each batch.
     """
 
     source: Source
@@ -60,17 +60,17 @@ class StepBatch:
 
 @dataclass(eq=False)
 class Run:
-    """A batch on its way: its shares, and what has come of them so far.
+    """A batch that is being processed: its shares and their results so far.
 
     Attributes:
-        source: where its samples are; None where none are going to be read.
-        indices: theirs.
-        num_shares: it is divided into.
+        source: the data; None if no samples are read.
+        indices: of its samples in the data.
+        num_shares: into which the batch is divided.
         step: of training; None in evaluation and prediction.
-        observe: is shown the outputs.
-        turn: of several functions that train on it, the one that does now.
-        first_share: the number of its first share, where the batch is a part of another.
-        batch_size: samples of that other one; 0 where it is whole.
+        observe: called with the outputs.
+        turn: see ``StepBatch``.
+        first_share: the number of its first share, if it is a part of a global batch.
+        batch_size: of that global batch; 0 if it is the whole.
     """
 
     source: Source | None
@@ -99,16 +99,16 @@ class Run:
 
     @property
     def is_training(self) -> bool:
-        """Whether it is trained on."""
+        """True in training."""
         return self.step is not None
 
     @property
     def is_observed(self) -> bool:
-        """Whether somebody looks at the outputs."""
+        """True if outputs are passed to ``observe``."""
         return self.observe is not None
 
     def show(self, share: int, output: Tree, batch: Batch) -> None:
-        """What is to be observed once the batch is through."""
+        """Keep an output for ``observe``, which is called at the end of the batch."""
         part = ShareOutput(
             step=self.step,
             share=self.first_share + share,
@@ -119,7 +119,7 @@ class Run:
         self._observed.append(part)
 
     def end_observing(self) -> None:
-        """Have it observed."""
+        """Call ``observe`` with the outputs."""
         if self.observe is not None:
             for part in self._observed:
                 self.observe(part)
@@ -130,13 +130,13 @@ class Run:
         return self.indices[slice(*self.bounds[share])]
 
     def seed_of(self, share: int, seed: int) -> int:
-        """Of a share's random streams."""
+        """The seed of a share's random streams."""
         if self.step is None:
             return evaluation_seed(seed, int(self.indices[self.bounds[share][0]]))
         return share_seed(seed, self.step, self.first_share + share, self.turn)
 
     def seed_of_batch(self, seed: int) -> int:
-        """Of the random streams of a loss that is taken on the whole batch."""
+        """The seed of the random streams of a loss that is computed on the whole batch."""
         if self.step is None:
             return evaluation_seed(seed, int(self.indices[0]))
         return share_seed(seed, self.step, len(self.bounds), self.turn)

@@ -1,4 +1,4 @@
-"""A group of parameters as one of its ranks has it."""
+"""A group of parameters on one of its ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from lockstep.plan.layout import Piece
 
 @dataclass(frozen=True, kw_only=True)
 class OwnedGroup:
-    """A group of parameters that this rank holds, and what it updates of them.
+    """A group of parameters that this rank holds, and the pieces that it updates.
 
     Attributes:
-        number: the group's.
-        spec: the group's trainable parameters.
-        members: these, in their order.
+        number: of the group.
+        spec: its trainable parameters.
+        members: these parameters, in order.
         pieces: those that this rank updates.
-        blocks: of each piece, the sizes of the blocks that its norm is taken of.
-        is_scattered: several ranks have it in memory of their own.
+        blocks: of each piece, the sizes of the blocks of its norm.
+        is_scattered: ranks have it in separate memories.
     """
 
     number: int
@@ -33,18 +33,18 @@ class OwnedGroup:
 
     @property
     def names(self) -> list[str]:
-        """Of the parameters."""
+        """Names of the parameters."""
         return [tensor.name for tensor in self.spec.gradients.tensors]
 
     def is_sparse(self, parameter: int) -> bool:
-        """Whether a parameter's gradient is of some rows only."""
+        """True if a parameter's gradient is sparse (some rows only)."""
         return self.spec.gradients.is_sparse(parameter)
 
     def bound(self, *, is_alone: bool) -> list[BoundPiece]:
-        """The pieces, as an updater steps them.
+        """The pieces, for an updater.
 
         Args:
-            is_alone: no other rank maps the parameters' memory: they themselves are stepped.
+            is_alone: no other rank maps the memory: the parameters themselves are stepped.
         """
         bound = []
         for piece in self.pieces:

@@ -1,4 +1,4 @@
-"""A step of training: under way, and what it has done."""
+"""A training step and its result."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -14,15 +14,15 @@ from lockstep.parallel.loss.share_losses import Sums
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one step did.
+    """The result of one step.
 
     Attributes:
-        total: weighted sum of the losses of the global batch. Its ``float`` may wait for a device.
+        total: weighted sum of the batch's losses; ``float(total)`` may wait for a device.
         weight: the sum of the weights; 0 means that nothing was updated.
         num_samples: size of the global batch.
-        is_skipped: something was not finite: nothing was updated, and the loss does not count.
-        parts: of several losses, the sums of each share whose loss is known on this rank.
-        num_bad: records that were left out of the batch.
+        is_skipped: a value was not finite: nothing was updated, and the loss does not count.
+        parts: sums of several losses, for each share whose loss this rank computes.
+        num_bad: bad records, left out of the batch.
     """
 
     total: SupportsFloat
@@ -38,12 +38,12 @@ class StepResult:
         return float(self.total) / self.weight if self.weight else math.nan
 
     def settled(self) -> "StepResult":
-        """The same, with a total that is known."""
+        """The same with a total on the host."""
         return self if isinstance(self.total, float) else replace(self, total=float(self.total))
 
 
 class TrainingStep:
-    """A batch that is trained on: what has come of the step so far."""
+    """A step that is being made."""
 
     def __init__(self, batch: Run, step: int) -> None:
         self.batch = batch
@@ -53,16 +53,16 @@ class TrainingStep:
 
     @property
     def weight(self) -> float:
-        """Of all shares' losses."""
+        """The weight of all shares' losses."""
         return math.fsum(self.totals.weights)
 
     @property
     def is_void(self) -> bool:
-        """Nothing is to be updated."""
+        """True if the step updates nothing."""
         return self.is_skipped or not self.weight
 
     def result(self) -> StepResult:
-        """What the step did; one that was left out had no loss."""
+        """The result; a skipped step has no loss."""
         is_skipped = self.is_skipped
         late = self.totals.late
         total = math.fsum(self.totals.totals) if late is None else late
@@ -79,7 +79,7 @@ _NO_SPAN = nullcontext()
 
 
 def span(*parts: object) -> AbstractContextManager[Any]:
-    """A block of that name in a trace (``train.fit.tracing``), if one is taken."""
+    """A named block in a trace (``train.fit.tracing``), if one is recorded."""
     if torch._C._autograd._profiler_enabled():
         return torch.profiler.record_function(" ".join(map(str, parts)))
     return _NO_SPAN

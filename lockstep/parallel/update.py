@@ -1,4 +1,4 @@
-"""What a Worker asks of an optimizer: to step on pieces of parameters, with slots by name.
+"""The interface of an optimizer for a Worker: steps on pieces of parameters, with named slots.
 
 The engine's own optimizers are one implementation (``train.optim.updaters``); a front end brings
 its own.
@@ -25,8 +25,8 @@ class BoundPiece:
     Attributes:
         name: the parameter's name.
         piece: which elements.
-        tensor: these elements, in the memory where the parameter lives; the updater reads its
-            ``.grad`` and changes it in place. A ``.grad`` of None means: not used, do not touch.
+        tensor: these elements, in the parameter's memory; the updater reads its ``.grad`` and
+            changes it in place. With a ``.grad`` of None it is left unchanged.
     """
 
     name: str
@@ -36,14 +36,14 @@ class BoundPiece:
 
 @dataclass(kw_only=True)
 class PieceSlots:
-    """The slots of one piece, on their way to being one parameter's.
+    """The slots of one piece, from which ``assemble_slots`` makes a parameter's.
 
     Attributes:
         name: the parameter's name.
         start: first element of the piece.
         stop: one after its last.
         slots: by name.
-        stored: names of those that lie in the store of slots and need not go anywhere.
+        stored: names of the slots that are in the store and are not sent.
     """
 
     name: str
@@ -55,7 +55,7 @@ class PieceSlots:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotKey:
-    """A slot of a parameter's size: its parameter's name and its own; None for its dtype."""
+    """A slot of a parameter's size: its parameter's name and its own; dtype None for the same."""
 
     parameter: str
     slot: str
@@ -66,21 +66,20 @@ class Updater(ABC):
     """An optimizer that can work on pieces."""
 
     is_elementwise = False  # whether ``divide`` may cut parameters
-    is_known: bool = False  # whether it leaves parameters alone that have no gradient
-    # Whether every slot lies in the store, or is the same on all ranks.
+    is_known: bool = False  # whether it leaves parameters without a gradient unchanged
+    # Whether every slot is in the store, or the same on all ranks.
     shares_all: bool = False
     takes_sparse: bool = False  # whether gradients of embeddings may be sparse
-    hands_on = False  # whether a step hands gradients on as they are
+    hands_on = False  # whether a step only passes gradients on
     owner: object = None  # whose slots these are: the front end's optimizer
-    turn = 0  # of several optimizers, which one steps
+    turn = 0  # the number of the optimizer that steps, of several
 
     def divide(
         self, extents: Sequence[Extent], num_ranks: int, num_shares: int
     ) -> list[list[Piece]]:
         """The pieces of the trainable parameters that each rank updates.
 
-        They may be as small as the optimizer's arithmetic allows and no smaller: dividing must not
-        change what a step computes.
+        Dividing must not change what a step computes, which limits how small pieces may be.
         """
         if not self.is_known:
             return [*whole_parameters(extents, 1), *([] for _ in range(num_ranks - 1))]
@@ -90,26 +89,26 @@ class Updater(ABC):
 
     @abstractmethod
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
-        """From now on step on these pieces; slots the optimizer has already are cut to fit."""
+        """Step on these pieces from now on; existing slots are cut to fit."""
 
     def slot_keys(self) -> list[SlotKey]:
-        """The slots that may lie in shared memory, where the optimizer tells before it steps."""
+        """The slots that may be in shared memory, if they are known before the first step."""
         return []
 
     def store_slots(self, store: Mapping[SlotKey, torch.Tensor]) -> None:
-        """From now on keep these slots there; those that the optimizer has already move in."""
+        """Keep these slots in the store from now on; existing ones are moved there."""
         assert not store
 
     def options_spec(self) -> TensorSpec | None:
-        """The tensor for options that may change at any step; None where they do not."""
+        """The tensor for options that may change at any step; None without such options."""
         return None
 
     def share_options(self, tensor: torch.Tensor) -> None:
-        """From now on take such options from there: rank 0 writes them between two steps."""
+        """Read such options from the tensor, which rank 0 writes between two steps."""
         raise NotImplementedError
 
     def publish_options(self) -> None:
-        """On rank 0, between two steps: all ranks step with the optimizer's present options."""
+        """Write the optimizer's present options for all ranks; on rank 0, between two steps."""
         return
 
     @abstractmethod
@@ -117,63 +116,63 @@ class Updater(ABC):
         """Update every piece that has a gradient."""
 
     def velocity(self, name: str) -> torch.Tensor:
-        """Of an outer optimizer, that of a parameter."""
+        """A parameter's velocity in an outer optimizer."""
         raise NotImplementedError
 
     def count_steps(self, number: int) -> None:
-        """Other ranks have made so many steps, and this one none."""
+        """Count steps that other ranks have made and this one has not."""
         return
 
     takes_notes = False
-    """Whether ``slots`` tells all that a step changes beside what lies in the store, shortly."""
+    """True if ``slots`` is short and has all that a step changes outside of the store."""
 
     def take_notes(self, notes: Sequence[PieceSlots]) -> None:
-        """Go on with what ``slots`` of another process told, which had bound these pieces."""
+        """Continue with the ``slots`` of another process that had bound these pieces."""
         raise NotImplementedError
 
     def look_again(self) -> None:
-        """Somebody may have set the weights."""
+        """Take notice of weights that may have been set from outside."""
         return
 
     @abstractmethod
     def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
-        """The slots of every piece that has any; of those in the store only the names, or all."""
+        """The slots of every piece; of those in the store only names without ``with_stored``."""
 
     def take_slots(self, pieces: Sequence[PieceSlots]) -> None:
-        """Give the front end's optimizer slots that ``slots`` of all ranks told."""
+        """Give the front end's optimizer the ``slots`` of all ranks."""
         raise NotImplementedError
 
     def stored(self) -> list[tuple[str, torch.Tensor]]:
-        """Whole tensors in the store, each with its parameter's name, in one order on all ranks."""
+        """Stored tensors with their parameters' names, in the same order on all ranks."""
         return []
 
     def state(self) -> dict[str, Any]:
-        """The parts of a ``TrainingState`` that it knows, by name; no copies.
+        """The updater's parts of a ``TrainingState``, by name; no copies.
 
-        They are what the front end's optimizer knows, and what is kept beside it.
+        They are the state of the front end's optimizer, and of the wrappers around it.
         """
         raise NotImplementedError
 
     def load_state(self, state: Any) -> None:
-        """Have the front end's optimizer know what such a state says; it stays as it is."""
+        """Load such a state, which is not changed, into the front end's optimizer."""
         raise NotImplementedError
 
     def changing(self) -> Any:
-        """What a step or the script changes beside weights and stored slots, for ``set_changing``.
+        """State that steps or the script change, beside weights and stored slots.
 
-        None where that is not all that it changes.
+        It is for ``set_changing``; None if there is other state, too.
         """
         return None
 
     def set_changing(self, changing: Any) -> None:
-        """Take over what ``changing`` of another rank gave, on the pieces that are bound."""
+        """Set the ``changing`` state of another rank, on the bound pieces."""
         raise NotImplementedError
 
     def recover(self) -> list[str]:
-        """After a failure give the front end's optimizer what this rank knows of the slots.
+        """After a failure, give the front end's optimizer this rank's slots.
 
         Returns:
-            Names of the parameters whose slots are lost: they start anew.
+            Names of the parameters whose slots are lost and are initialised again.
         """
         return []
 
@@ -183,13 +182,13 @@ class Updater(ABC):
 
     @abstractmethod
     def set_options(self, options: list[dict[str, Any]]) -> None:
-        """Take over hyperparameters that ``options`` of another rank gave."""
+        """Set the ``options`` of another rank."""
 
 
 def assemble_slots(
     pieces: Sequence[PieceSlots], parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, Slots]:
-    """Join the pieces' slots to whole parameters' slots.
+    """Join the slots of pieces to slots of whole parameters.
 
     Args:
         pieces: of all ranks.

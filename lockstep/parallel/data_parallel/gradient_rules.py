@@ -1,11 +1,11 @@
-"""What happens to the gradient of a batch between its sum and the update.
+"""Checks and clipping of the gradient of a batch, between its sum and the update.
 
-It is looked at as a whole: one that is not finite must not reach the weights, and its norm decides
-how far it is clipped. Each rank has the pieces that it updates, so they tell each other of theirs
-(``StatusBoard.tell``) and all come to the same verdict.
+Both need the whole gradient: one that is not finite must not reach the weights, and clipping needs
+the norm. Each rank has the pieces that it updates, so ranks exchange their norms
+(``StatusBoard.tell``) and all reach the same decision.
 
-The norm does not depend on how many ranks there are: it is taken of fixed blocks
-(``plan.layout.block_sizes``), and what a rank tells of the sum of their squares is exact.
+The norm does not depend on the number of ranks: it is computed from fixed blocks
+(``plan.layout.block_sizes``), and a rank's sum of their squares is exact.
 """
 
 import math
@@ -23,18 +23,18 @@ from lockstep.parallel.update import BoundPiece
 
 OnNonFinite = Literal["raise", "skip", "ignore"]
 
-# Of float16: from where the loss is scaled, and how the scale moves (torch.amp.GradScaler's).
+# For float16: the first loss scale and its growth interval, as in torch.amp.GradScaler.
 _FIRST_SCALE = 2.0**16
 _STEPS_UNTIL_GROWTH = 2000
 
-# Doubles that say a sum of squares exactly: each takes up what the ones before it left.
+# Doubles that represent a sum of squares exactly: each is the rounding error of those before.
 _TERMS = 3
 _NOTHING_BAD = -1.0
 
 
 @dataclass
 class LossScale:
-    """By how much a loss in float16 is scaled, so that small gradients do not vanish.
+    """The scale of a loss in float16, so that small gradients do not vanish.
 
     It doubles after 2,000 steps without overflow and halves with every overflow (Micikevicius et
     al. 2018, Mixed Precision Training, section 3.2). Every rank sees the same gradients overflow,
@@ -45,7 +45,7 @@ class LossScale:
     steps_since_change: int = 0
 
     def note(self, *, is_finite: bool) -> None:
-        """A step's gradients were finite, or were not."""
+        """Adapt the scale after a step."""
         self.steps_since_change += 1
         if not is_finite:
             self.scale, self.steps_since_change = self.scale / 2, 0
@@ -55,12 +55,12 @@ class LossScale:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientRules:
-    """What the user wants done with gradients.
+    """The user's options for gradients.
 
     Attributes:
-        clip_norm: longest gradient, all parameters' together; None for any length.
-        clip_value: largest element; None for any.
-        on_nonfinite: what becomes of a step whose loss or gradient is NaN or infinite.
+        clip_norm: largest norm of all parameters' gradients together; None for no limit.
+        clip_value: largest element; None for no limit.
+        on_nonfinite: the treatment of a step whose loss or gradient is NaN or infinite.
         loss_scale: of float16; None without.
     """
 
@@ -71,12 +71,12 @@ class GradientRules:
 
     @property
     def scale(self) -> float:
-        """By how much losses are scaled before they go backward."""
+        """The factor of losses before backward."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     @property
     def needs_norm(self) -> bool:
-        """Whether the gradient is looked at as a whole."""
+        """True if the whole gradient is checked."""
         return (
             self.on_nonfinite != "ignore"
             or self.clip_norm is not None
@@ -90,11 +90,11 @@ class GradientJudge:
 
     Attributes:
         rules: the user's.
-        pieces: what this rank updates.
-        blocks: of every piece, the sizes of the blocks that its norm is taken of.
+        pieces: those that this rank updates.
+        blocks: of every piece, the sizes of the blocks of its norm.
         names: of all parameters, in the model's order.
-        board: where to ask the others; None where there are none.
-        counted_elsewhere: parameters of which other hosts update the same, and tell of it.
+        board: status board of the ranks; None for a single rank.
+        counted_elsewhere: parameters that other hosts update too, and include in the norm.
     """
 
     rules: GradientRules
@@ -113,10 +113,10 @@ class GradientJudge:
         """Clip the gradients of the pieces; every rank calls it after the sum.
 
         Returns:
-            Whether to take the step.
+            True to take the step, False to skip it.
 
         Raises:
-            NonFiniteGradientError: on all ranks alike, if that is the rule.
+            NonFiniteGradientError: on all ranks, with ``on_nonfinite="raise"``.
         """
         if not self.rules.needs_norm:
             self._clip(math.inf)
@@ -133,10 +133,10 @@ class GradientJudge:
         return True
 
     def _are_finite(self) -> bool:
-        """Whether all ranks' gradients are, and their norms in their own precision, too.
+        """True if all ranks' gradients, and their norms in their own precision, are finite.
 
-        What each rank has found stays a tensor until all have met; for what a device has found
-        this waits, as late as can be: what is not finite must not reach the weights.
+        Values stay on the device until the ranks exchange them; this waits for the device, because
+        non-finite values must not reach the weights.
         """
         used = [
             _elements(piece.tensor.grad)
@@ -150,18 +150,18 @@ class GradientJudge:
         told = self.board.tell(found)
         are_finite = math.isfinite(sum(number for (number,) in told))
         if not are_finite:
-            self.board.barrier()  # before anything more is told
+            self.board.barrier()  # before ranks write other values
         return are_finite
 
     def _fetched(self, numbers: torch.Tensor) -> torch.Tensor:
         return fetched(numbers, look_around_of(self.board))
 
     def _overflows(self, is_finite: bool) -> bool:
-        """Whether the loss was scaled too far: then the step is left out, and the scale falls."""
+        """True if the loss scale was too large: the step is skipped, and the scale falls."""
         scale = self.rules.loss_scale
         if scale is None:
             return False
-        is_ours = scale.scale >= 1  # below, it is the gradient itself that is not finite
+        is_ours = scale.scale >= 1  # below 1 the unscaled gradient is not finite
         scale.note(is_finite=is_finite)
         return not is_finite and is_ours
 
@@ -178,7 +178,7 @@ class GradientJudge:
             torch._foreach_mul_(used, factor)
 
     def _norm(self) -> tuple[float, float]:
-        """Of all ranks' gradients; and the place of the last parameter where it is not finite."""
+        """The norm of all ranks' gradients, and the last parameter that is not finite."""
         squares: list[float] = []
         bad = _NOTHING_BAD
         norms = self._block_norms()
@@ -199,7 +199,7 @@ class GradientJudge:
         return _exact_terms(squares) if math.isfinite(total) else [total] + [0.0] * (_TERMS - 1)
 
     def _block_norms(self) -> list[list[float]]:
-        """Of every piece, the norms of its blocks; none where it has no gradient."""
+        """The norms of the blocks of every piece; none for a piece without a gradient."""
         cut = [
             ()
             if piece.name in self.counted_elsewhere

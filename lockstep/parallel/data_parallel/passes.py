@@ -1,8 +1,7 @@
-"""Passes: how a rank goes forward and backward, for a Worker that does the rest of a step.
+"""Passes: the forward and backward passes of a rank; the Worker does the rest of a step.
 
-There are two kinds. ``parallel.data_parallel.model_passes`` runs the whole model on the rank's
-shares of each batch; ``parallel.pipeline.stage_passes`` runs some of its layers on the microbatches
-that come by.
+``parallel.data_parallel.model_passes`` runs the whole model on the rank's shares of each batch;
+``parallel.pipeline.stage_passes`` runs some of its layers on microbatches.
 """
 
 import math
@@ -35,11 +34,11 @@ from lockstep.parallel.loss.whole_batch import SharePart, WholeBatch
 from lockstep.parallel.workload import Workload
 from lockstep.plan.program.rank_program import Action
 
-# Elements of a linear layer's weight, from where on its gradient is formed apart from autograd:
-# below, the calls that this takes cost more than a copy.
+# Elements of a linear layer's weight from which its gradient is computed outside of autograd. For
+# smaller ones the extra calls cost more than a copy.
 LARGE_WEIGHT = 1 << 14
 
-# Sizes of batches whose programs are kept.
+# Batch sizes whose programs are cached.
 _MOST_PROGRAMS = 8
 
 
@@ -47,18 +46,18 @@ class Passes(ABC):
     """A rank's passes.
 
     Args:
-        work: what all ranks work on.
+        work: common to all ranks.
         rank: this rank.
         exchange: this rank's end of the exchange.
-        trainable: the parameters that this rank trains, in one order.
-        device: where the model is.
+        trainable: the parameters that this rank trains, in order.
+        device: of the model.
 
     Attributes:
-        device: where the model is.
-        call: how the model is called.
+        device: of the model.
+        call: calls the model.
         reading: entered around every read of samples.
-        is_linear: gradients are multiplied by what the loss is, as far as was tried.
-        watch: notes what modules compute in the step under way; None for no one.
+        is_linear: gradients are linear in the loss, as far as was tried.
+        watch: records what modules compute in this step; or None.
     """
 
     reading: AbstractContextManager[object] = nullcontext()
@@ -87,7 +86,7 @@ class Passes(ABC):
         self.device = device
         self._dtype = DTYPES[plan.precision]
         self._buffers = Buffers(model)
-        self._first_buffers = Kept([], [])  # those that the step began with
+        self._first_buffers = Kept([], [])  # at the beginning of the step
         self._norms = BatchNorms(model)
         holders = [plan.num_ranks]
         if plan.pipeline is not None:
@@ -107,13 +106,13 @@ class Passes(ABC):
 
     @property
     def _forms_gradients(self) -> bool:
-        """Whether gradients of linear layers are formed apart from autograd."""
+        """True if gradients of linear layers are computed outside of autograd."""
         return True
 
     # --- training --------------------------------------------------------------------------------
 
     def program(self, num_samples: int) -> Sequence[tuple[Action, ...]]:
-        """This rank's program for a batch; actions that run together are together."""
+        """This rank's program for a batch; a tuple has actions that run together."""
         if num_samples not in self._programs:
             if len(self._programs) == _MOST_PROGRAMS:
                 self._programs.clear()
@@ -129,18 +128,18 @@ class Passes(ABC):
         """Run passes of a batch."""
 
     def reseed(self, seed: int) -> None:
-        """From now on draw other random numbers."""
+        """Change the seed of the random streams."""
         self._seed = seed
 
     def in_turn(self, turn: int) -> AbstractContextManager[Any]:
-        """Around the step of one of several functions that take turns."""
+        """Entered around the step of one of several train_step functions."""
         return nullcontext()
 
     def begin(self, run: Run) -> None:
-        """Another batch is on its way."""
-        # Autocast keeps cast weights until its outermost block ends, and that may be around us.
+        """Begin a batch."""
+        # Autocast caches cast weights until its outermost block ends, which may be the caller's.
         if not run.is_training and self._offers_rows:
-            self._exchange.barrier()  # rows of the last pass may still be read
+            self._exchange.barrier()  # other ranks may still read rows of the last pass
         torch.clear_autocast_cache()
         self._linears.begin_pass()
         self._exchange.begin_pass()
@@ -155,57 +154,57 @@ class Passes(ABC):
 
     @property
     def _offers_rows(self) -> bool:
-        """Whether shares offer rows in evaluation."""
+        """True if shares exchange rows in evaluation."""
         return self._loss is not None and not self._loss.is_certain
 
     def hand_in(self) -> None:
-        """All passes are done: have the exchange know of gradients that it does not know of yet."""
+        """After all passes: give the exchange the gradients that it does not have yet."""
         return
 
     def check_side_effects(self) -> None:
-        """All passes are done, and no weight has changed; every rank calls it.
+        """After all passes, before the update: check the model; every rank calls it.
 
         Raises:
-            ModelError: the model keeps what depends on the samples.
+            ModelError: the model's state depends on the samples.
         """
         self._side_effects.settle(self._exchange.board)
 
     def restore_buffers(self) -> None:
-        """The step was left out: have the buffers be what it began with."""
+        """The step is skipped: restore the buffers from its beginning."""
         self._buffers.restore(self._first_buffers)
 
     def settle_buffers(self) -> None:
-        """The step was taken: have the buffers be what one pass over the whole batch had left."""
+        """The step is taken: set the buffers as one pass over the whole batch leaves them."""
         return
 
     @abstractmethod
     def diagnose(self, run: Run, share: int) -> str:
-        """Where a share's values cease to be finite; every rank asks."""
+        """The place where a share's values stop being finite; every rank calls it."""
 
     def losses_alone(self, batch: Batch) -> list[ShareLoss | JointLoss]:
-        """The loss of samples that are no part of a batch; of several functions, of each.
+        """The losses of samples outside of training: one, or one for each train_step function.
 
         Raises:
-            NotImplementedError: this rank has not the whole model.
+            NotImplementedError: this rank does not have the whole model.
         """
         raise NotImplementedError
 
     def user_losses(self) -> list[Any]:
-        """What the user has given for a loss, or for each of several."""
+        """The user's losses."""
         return [] if self._loss is None else self._loss.user_losses()
 
     # --- evaluation and prediction ---------------------------------------------------------------
 
     @abstractmethod
     def infer(self, run: Run, take: Take) -> None:
-        """Run the model forward on a batch; ``take`` gets what is known on this rank."""
+        """Run the model forward on a batch; ``take`` gets this rank's outputs."""
 
     @abstractmethod
     def shares_read(self, num_samples: int, *, training: bool) -> Iterable[int]:
-        """The shares whose samples this rank reads, in this order."""
+        """The shares whose samples this rank reads, in order."""
 
     def reads(self, run: Run) -> list[Read]:
-        """What this rank is going to read of a batch, in this order."""
+        """The reads that this rank will make of a batch, in order."""
         return [
             Read(
                 indices=run.indices_of(share),
@@ -216,11 +215,11 @@ class Passes(ABC):
         ]
 
     def close(self) -> None:
-        """A task is done; every rank calls it."""
+        """End a task; every rank calls it."""
         self._exchange.close()
 
     def abandon(self) -> None:
-        """A task has failed; whoever notices it calls this."""
+        """End a failed task; any rank may call it."""
         self._exchange.abandon()
 
     # --- parts -----------------------------------------------------------------------------------
@@ -231,13 +230,13 @@ class Passes(ABC):
         return self._loss(output, batch)
 
     def shown(self, output: Tree) -> Tree:
-        """What users see of an output: values, in torch's own memory format."""
+        """An output as users see it: detached, in torch's own memory format."""
         return map_tensors(_plain, output)
 
     # --- losses of whole batches -----------------------------------------------------------------
 
     def use_whole_batch(self) -> None:
-        """What shares' losses weigh, nobody knows: from now on take them on whole batches."""
+        """Compute losses on whole batches from now on, because their reduction is unknown."""
         assert self._loss is not None
         self._loss.uses_whole_batch = True
         self._programs.clear()
@@ -247,13 +246,13 @@ class Passes(ABC):
         return self._loss is not None and self._loss.uses_whole_batch
 
     def _divided(self, run: Run, own: Mapping[int, SharePart]) -> dict[int, ShareLoss]:
-        """What the loss of a whole batch leaves to this rank's shares."""
+        """This rank's shares of the loss of a whole batch."""
         assert self._loss is not None
         whole = self._whole(run, own)
         return whole.divided(whole.loss(self._loss), self._trainable)
 
     def losses_of(self, run: Run, own: Mapping[int, SharePart]) -> list[Sums]:
-        """In evaluation: sums of what this rank has of a batch."""
+        """The loss sums of this rank's shares, in evaluation."""
         assert self._loss is not None
         has_turns = bool(own) or self._exchange.relays(run.num_filled)
         if not has_turns or (not own and run.num_filled == 1):
@@ -290,7 +289,7 @@ class Passes(ABC):
         return whole
 
     def held(self, output: Tree) -> Tree:
-        """An output that stays as it is until all shares of a batch are through."""
+        """An output that no later share of the batch changes."""
         return output
 
     def _clear_gradients(self) -> None:
@@ -318,17 +317,17 @@ class Passes(ABC):
         return moved(batch, self.device)
 
     def _denominator(self, run: Run, loss: ShareLoss | None) -> torch.Tensor | float:
-        """What a share's loss is divided by before it goes backward; 0 where nothing counts.
+        """The denominator of a share's loss before backward; 0 for a batch of weight 0.
 
-        Alone, a share knows the whole weight; among others it divides by the samples, and the sum
-        over the shares is corrected once all weights are known.
+        A single share has the whole weight. One of several divides by the samples, and the sum
+        over the shares is corrected when all weights are known.
         """
         weight: torch.Tensor | float = float(run.num_samples)
         if loss is not None and run.num_filled == 1:
             weight = loss.weight
             if not accelerators.computes(weight):
                 weight = float(weight)
-            else:  # where nothing counts gradients are 0, and nobody uses them
+            else:  # with weight 0 gradients are 0 and unused
                 weight = weight.where(weight > 0, math.inf)
         return weight / self._rules.scale
 

@@ -1,15 +1,15 @@
-"""What a loss function's scalar is a mean or a sum of, seen while the function runs.
+"""Infers the reduction (mean or sum) of a loss function's scalar from its operations.
 
-Most functions come to one of torch's own losses, or to ``mean()`` or ``sum()``, of values that each
-belong to one sample. What these divide by is known, so nothing of a share needs to go to others. It
-is known only where every operation since the model's output is one of a few that keep samples
-apart: each by each element, along other dims than theirs, or a view that keeps the samples in
-order. Samples may also go to a later dim (time first), and be flattened with those before it: what
-is compared then must lie alike. After any other operation (a matrix product, a mask that selects, a
-number that comes from values or from the number of samples) nobody knows, and the loss is taken on
-the whole batch.
+Most functions end in one of torch's own losses, or in ``mean()`` or ``sum()``, of values that each
+depend on one sample. Their denominator is known, so shares need not exchange outputs. This requires
+that every operation since the model's output keeps samples separate: an elementwise operation, one
+along other dims than the samples', or a view that keeps the samples in order. Samples may also move
+to a later dim (time first), and be flattened with the dims before it; outputs and targets must then
+have the same layout. After any other operation (a matrix product, a mask that selects, a number
+computed from values or from the number of samples) the reduction is unknown, and the loss is
+computed on the whole batch.
 
-Not seen: what custom autograd functions and scripted functions do without gradients.
+Not covered: operations of custom autograd functions and scripted functions without gradients.
 """
 
 import functools
@@ -73,50 +73,50 @@ OF_CLASSES = (F.cross_entropy, F.nll_loss)
 
 @dataclass(frozen=True)
 class Known:
-    """What a scalar is.
+    """The reduction of a scalar.
 
     Attributes:
-        weight: what it is a mean over: samples, of which each has as many values, or targets that
-            count; None for a sum.
+        weight: the denominator of a mean: number of samples, each with as many values, or weight
+            of the targets; None for a sum.
     """
 
     weight: float | None
 
 
 class KnownMeans(TorchFunctionMode):
-    """Watches a loss function.
+    """Records the operations of a loss function.
 
     Args:
-        trees: what it is given of a share: outputs and targets.
+        trees: its inputs from a share: outputs and targets.
         num_samples: of the share.
 
     Attributes:
-        has_size: it was asked for a number that may be that of the samples.
+        has_size: the function has read a size that may be the number of samples.
     """
 
     def __init__(self, trees: Tree, num_samples: int) -> None:
         super().__init__()
         self._num_samples = num_samples
         # Tensors are kept, or an id might be used again.
-        self._apart: dict[int, torch.Tensor] = {}
+        self._separate: dict[int, torch.Tensor] = {}
         self._later: dict[int, tuple[torch.Tensor, Later]] = {}
         self._scalars: dict[int, tuple[torch.Tensor, Known]] = {}
         self._others: dict[int, torch.Tensor] = {}
-        self._is_lost = False
+        self._is_unknown = False
         self.has_size = False
         for tensor in tensors_of(trees):
             has_rows = tensor.dim() > 0 and len(tensor) == num_samples
             is_parameter = tensor.is_leaf and tensor.requires_grad
-            (self._apart if has_rows and not is_parameter else self._others)[id(tensor)] = tensor
+            (self._separate if has_rows and not is_parameter else self._others)[id(tensor)] = tensor
 
     def known(self, value: torch.Tensor) -> Known | None:
-        """What a scalar is that the function has returned; None if nobody knows.
+        """The reduction of the function's result; None if unknown.
 
-        Of values with rows of each sample, kept apart, it is the mean that is asked for.
+        Values with a row for each sample count as a mean: the caller takes their mean.
         """
-        if self._is_lost:
+        if self._is_unknown:
             return None
-        if id(value) in self._apart:
+        if id(value) in self._separate:
             return Known(float(self._num_samples))
         found = self._scalars.get(id(value))
         return None if found is None else found[1]
@@ -126,7 +126,7 @@ class KnownMeans(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not self._is_lost:
+        if not self._is_unknown:
             self._note(func, args, kwargs, result)
         return result
 
@@ -135,13 +135,13 @@ class KnownMeans(TorchFunctionMode):
         if name in _SIZES:
             self.has_size |= not (name == "size" and is_later_dim(args, kwargs))
         elif name == "__setitem__" or "out" in kwargs or _is_in_place(name):
-            self._is_lost = True
+            self._is_unknown = True
         elif not isinstance(result, torch.Tensor):
             self._note_others(name, args, kwargs, result)
         elif (scalar := self._scalar(func, name, args, kwargs, result)) is not None:
             self._scalars[id(result)] = result, scalar
-        elif self._keeps_apart(func, name, args, kwargs, result):
-            self._apart[id(result)] = result
+        elif self._keeps_separate(func, name, args, kwargs, result):
+            self._separate[id(result)] = result
         elif (later := self._keeps_later(name, func, args, kwargs, result)) is not None:
             self._later[id(result)] = result, later
         elif not self._makes_constant(name, args, result):
@@ -154,22 +154,27 @@ class KnownMeans(TorchFunctionMode):
             return
         made = list(tensors_of(result))
         self._others |= {id(tensor): tensor for tensor in made}
-        # A number or an array that comes from values.
-        self._is_lost |= not made and any(map(self._is_seen, tensors_of([args, kwargs])))
+        # A number or an array that depends on values.
+        self._is_unknown |= not made and any(map(self._is_tracked, tensors_of([args, kwargs])))
 
-    def _is_seen(self, tensor: torch.Tensor) -> bool:
-        known: Iterable[Mapping[int, Any]] = (self._apart, self._later, self._scalars, self._others)
+    def _is_tracked(self, tensor: torch.Tensor) -> bool:
+        known: Iterable[Mapping[int, Any]] = (
+            self._separate,
+            self._later,
+            self._scalars,
+            self._others,
+        )
         return any(id(tensor) in each for each in known)
 
     def _makes_constant(self, name: str, args: Sequence[Any], result: torch.Tensor) -> bool:
-        """Or gives back what it was given."""
+        """True if the result is a constant, or the argument itself."""
         if name in ("as_tensor", "tensor"):
             return type(args[0]) in (int, float) and not self.has_size
         return name in _SAME and (result is args[0] or self._is_constant(args[0]))
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
-        """It was there before: a weight of classes, for example."""
-        return not self._is_seen(tensor) and tensor.grad_fn is None
+        """True if the tensor existed before: class weights, for example."""
+        return not self._is_tracked(tensor) and tensor.grad_fn is None
 
     # --- scalars ---------------------------------------------------------------------------------
 
@@ -196,7 +201,7 @@ class KnownMeans(TorchFunctionMode):
         return self._combined(name, args) if name in _LINEAR and not kwargs else None
 
     def _combined(self, name: str, args: Sequence[Any]) -> Known | None:
-        """A scalar that is known with a number, or with another one of the same weight."""
+        """A known scalar combined with a number, or with another of the same weight."""
         found = [self._scalars[id(each)][1] for each in args if id(each) in self._scalars]
         numbers = [each for each in args if isinstance(each, int | float)]
         if not found or len(found) + len(numbers) < len(args) or (numbers and self.has_size):
@@ -210,7 +215,7 @@ class KnownMeans(TorchFunctionMode):
         return None if adds and found[0].weight is None and any(numbers) else found[0]
 
     def _loss(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Known | None:
-        """One of torch's own, of values that belong to one sample each."""
+        """The reduction of one of torch's own losses."""
         options = options_of(func, args, kwargs)
         if not self._is_of_samples(func, options):
             return None
@@ -250,9 +255,9 @@ class KnownMeans(TorchFunctionMode):
         fits = all(weighs and is_narrower(each, output, num_dims) for each in others)
         return fits and output.shape == target.shape
 
-    # --- samples kept apart ----------------------------------------------------------------------
+    # --- samples kept separate -------------------------------------------------------------------
 
-    def _keeps_apart(
+    def _keeps_separate(
         self,
         func: Any,
         name: str,
@@ -261,15 +266,15 @@ class KnownMeans(TorchFunctionMode):
         result: torch.Tensor,
     ) -> bool:
         tensors = list(tensors_of([list(args), dict(kwargs)]))
-        rows = [tensor for tensor in tensors if id(tensor) in self._apart]
-        others = [tensor for tensor in tensors if id(tensor) not in self._apart]
+        rows = [tensor for tensor in tensors if id(tensor) in self._separate]
+        others = [tensor for tensor in tensors if id(tensor) not in self._separate]
         if not rows or not all(map(self._is_constant, others)) or not result.dim():
             return False
         if func in OF_ELEMENTS or func in OF_CLASSES:
             options = options_of(func, args, kwargs)
             return options["reduction"] == "none" and self._is_of_samples(func, options)
         if func is F.one_hot:
-            # Without a number there are as many classes as the largest target says.
+            # Without a number the largest target gives the number of classes.
             return not self.has_size and min([*args[1:], *kwargs.values()], default=-1) > 0
         if getattr(func, "__module__", None) not in _MODULES:
             return False
@@ -296,10 +301,10 @@ class KnownMeans(TorchFunctionMode):
         )
 
     def _has_samples(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._apart or id(tensor) in self._later
+        return id(tensor) in self._separate or id(tensor) in self._later
 
     def _place(self, tensor: torch.Tensor) -> Later | None:
-        """Where a tensor's samples are, if not along the first dim."""
+        """The dims of a tensor's samples, if not along the first dim."""
         return self._later[id(tensor)][1] if id(tensor) in self._later else None
 
     def _keeps_later(
@@ -310,12 +315,12 @@ class KnownMeans(TorchFunctionMode):
         kwargs: Mapping[str, Any],
         result: torch.Tensor,
     ) -> Later | None:
-        """Where the samples are after an operation, if it keeps them apart along a later dim."""
+        """The samples' dims after an operation that keeps them separate along a later dim."""
         if kwargs.keys() - {"dim"} or getattr(func, "__module__", None) not in _MODULES:
             return None
         tensors = list(tensors_of([list(args), dict(kwargs)]))
         source = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if source is not None and id(source) in self._apart and len(tensors) == 1:
+        if source is not None and id(source) in self._separate and len(tensors) == 1:
             dim = new_place_of_first(name, args[1:], source.dim()) if not kwargs else 0
             return Later(tuple(result.shape[: dim + 1])) if dim else None
         places = {self._place(one) for one in tensors if self._has_samples(one)}
@@ -355,7 +360,7 @@ class KnownMeans(TorchFunctionMode):
 
 
 def _name(func: Any) -> str:
-    """Of a function, or of the attribute that is read."""
+    """The name of a function, or of the attribute that is read."""
     name = str(getattr(func, "__name__", ""))
     return str(getattr(func.__self__, "__name__", "")) if name == "__get__" else name
 
@@ -365,14 +370,14 @@ def _is_in_place(name: str) -> bool:
 
 
 def options_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a loss function is called with, by name."""
+    """The arguments of a call of a loss function, by name."""
     bound = _signature(func).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
 
 
 def _has_numbers(func: Any, options: Mapping[str, Any]) -> bool:
-    """Whether a number is not the one that the function has by itself."""
+    """True if a float argument differs from its default."""
     return any(
         type(options[name]) is float and options[name] != parameter.default
         for name, parameter in _signature(func).parameters.items()

@@ -10,11 +10,11 @@ import torch
 
 @dataclass(frozen=True)
 class Later:
-    """Samples that are along a later dim.
+    """Samples along a later dim than the first.
 
     Attributes:
-        sizes: of the dims up to theirs.
-        is_flat: these have become one, with the samples one after the other, again and again.
+        sizes: of the dims up to and including the samples'.
+        is_flat: these dims are flattened into one, in which the samples repeat.
     """
 
     sizes: tuple[int, ...]
@@ -22,16 +22,16 @@ class Later:
 
     @property
     def num_dims(self) -> int:
-        """How many dims the samples and those before them are."""
+        """Number of dims up to and including the samples'."""
         return 1 if self.is_flat else len(self.sizes)
 
     def after(self, name: str, args: Sequence[Any], before: Any, result: Any) -> "Later | None":
-        """Where they are after a view that makes these dims one, and leaves the others."""
+        """The dims after a view that flattens these and leaves the others; None for other views."""
         num_rows = math.prod(self.sizes)
-        is_asked = name == "flatten" or (bool(args) and args[0] in (-1, (-1,)))
-        is_asked |= bool(args) and isinstance(args[0], tuple | list) and args[0][0] == -1
+        flattens = name == "flatten" or (bool(args) and args[0] in (-1, (-1,)))
+        flattens |= bool(args) and isinstance(args[0], tuple | list) and args[0][0] == -1
         rest = before.shape[self.num_dims :]
-        return Later(self.sizes, True) if is_asked and result.shape == (num_rows, *rest) else None
+        return Later(self.sizes, True) if flattens and result.shape == (num_rows, *rest) else None
 
 
 def is_in_order(
@@ -77,13 +77,13 @@ def is_in_order(
 
 
 def is_later_dim(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether ``size`` is asked for one dim, and not for the first."""
+    """True if ``size`` is called for one dim, and not for the first."""
     dims = dims_of(args[1:2], kwargs, args[0].dim())
     return bool(dims) and 0 not in dims
 
 
 def dims_of(given: Sequence[Any], kwargs: Mapping[str, Any], num_dims: int) -> list[int]:
-    """Dims that are named, counted from the first; none if that is unclear."""
+    """The given dims, counted from the first; none if they are not plain ints."""
     found = given[0] if given else kwargs.get("dim", kwargs.get("axis"))
     dims: list[Any] = list(found) if isinstance(found, tuple | list) else [found]
     if not all(type(dim) is int for dim in dims):
@@ -92,13 +92,13 @@ def dims_of(given: Sequence[Any], kwargs: Mapping[str, Any], num_dims: int) -> l
 
 
 def is_narrower(tensor: torch.Tensor, result: torch.Tensor, num_dims: int) -> bool:
-    """Whether a constant is the same for all samples, which are along the last of some dims."""
+    """True if a constant is the same for all samples, which are along the last of ``num_dims``."""
     missing = result.dim() - tensor.dim()
     return missing >= num_dims or (missing >= 0 and tensor.shape[num_dims - 1 - missing] == 1)
 
 
 def takes_all(index: Any, num_dims: int) -> bool:
-    """Whether an index takes all samples, each with the same part of it."""
+    """True if an index takes the same part of every sample."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(one is None or one is ... or type(one) in (int, slice) for one in parts):
         return False
@@ -116,7 +116,7 @@ def keeps_first(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], num_d
 
 
 def new_place_of_first(name: str, args: Sequence[Any], num_dims: int) -> int:
-    """The dim to which an operation moves the first one; 0 if it does not, or that is unclear."""
+    """The dim to which an operation moves the first one; 0 if it does not, or is not known to."""
     dims = dims_of([args], {}, num_dims) if all(type(one) is int for one in args) else []
     if name == "permute" and 0 in dims:
         return dims.index(0)

@@ -1,4 +1,4 @@
-"""What a server adds up of a batch until all of its parts have come."""
+"""A server's sum of a batch's gradients until all its parts have come."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,13 +10,13 @@ from lockstep.comm.collectives.gradients import Gradients, added
 
 @dataclass
 class BatchSum:
-    """What a server has of a batch.
+    """The gradients of a batch that a server has received.
 
     Attributes:
-        missing: parts that are still to come.
-        losses: of those that have come; see ``Push``.
-        weight: of those that have come.
-        gradients: of the server's pieces, each part's mean times its weight, added up.
+        missing: number of parts that have not come.
+        losses: of the received parts; see ``Push``.
+        weight: of the received parts.
+        gradients: of the server's pieces: the sum of each part's mean times its weight.
     """
 
     missing: int
@@ -30,5 +30,5 @@ class BatchSum:
         self.weight += weight
 
     def means(self) -> list[torch.Tensor | None]:
-        """The gradients of the batch's mean; not where nothing has weight."""
+        """The gradients of the batch's mean; its weight must not be 0."""
         return [None if total is None else total.div_(self.weight) for total in self.gradients]

@@ -1,4 +1,4 @@
-"""How a worker deals with parameter servers: it pushes gradients, and pulls weights."""
+"""A worker of parameter servers pushes gradients and pulls weights."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +15,10 @@ from lockstep.plan.layout import Piece
 
 
 class Pusher(Updater):
-    """The update of a worker: to hand its gradients on.
+    """The update of a worker: a push of its gradients.
 
     Attributes:
-        push_to: gets the gradients of all parameters that are trained.
+        push_to: called with the gradients of all trained parameters.
     """
 
     is_known = True
@@ -45,15 +45,15 @@ class Pusher(Updater):
 
 
 def _nowhere(gradients: Gradients) -> None:
-    raise AssertionError("nobody takes them yet")
+    raise AssertionError("no servers yet")
 
 
 class OwnWeights:
-    """A worker's copy of the weights: they must not change between forward and backward.
+    """A worker's copy of the weights, which must not change between forward and backward.
 
     Args:
-        group: the parameters that are trained, which lie in shared memory.
-        numbers: of those that are copied.
+        group: the trained parameters, in shared memory.
+        numbers: of the copied ones.
     """
 
     def __init__(self, group: OwnedGroup, numbers: Sequence[int]) -> None:
@@ -63,7 +63,7 @@ class OwnWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within the block the parameters are this copy."""
+        """Use this copy as the parameters within the block."""
         try:
             for member, own in zip(self._members, self._own.values(), strict=True):
                 member.data = own
@@ -74,12 +74,12 @@ class OwnWeights:
 
 
 class PulledWeights(OwnWeights):
-    """Those of a worker on the servers' host.
+    """The weights of a worker on the servers' host.
 
     Args:
-        queue: knows when a server changes them.
+        queue: has the versions of the weights.
         group: the parameters. Sparse ones stay in shared memory: lookups copy the rows that they
-            touch, and nothing else is needed of them.
+            need.
         served: the pieces of them that each server updates.
     """
 
@@ -100,7 +100,7 @@ class PulledWeights(OwnWeights):
         self._versions = [-1 for _ in served]
 
     def pull(self) -> None:
-        """Take the weights as they are now."""
+        """Copy the present weights."""
         for server, pieces in enumerate(self._pieces):
             while self._queue.version(server) != self._versions[server]:
                 self._versions[server] = self._queue.settled_version(server)
@@ -109,11 +109,11 @@ class PulledWeights(OwnWeights):
 
 
 class SentWeights(OwnWeights):
-    """Those of a worker on another host than the servers'.
+    """The weights of a worker on another host than the servers'.
 
     Args:
-        group: the parameters, sparse ones as well: each worker has all rows for itself, or a
-            worker of the same host might put older ones into their place.
+        group: the parameters, including sparse ones: each worker has its own rows, because another
+            worker of its host may have older ones.
         served: the pieces of them that each server updates.
     """
 
@@ -131,11 +131,11 @@ class SentWeights(OwnWeights):
                     self._dense[server].append(cut)
 
     def begin(self) -> None:
-        """Take the weights as they are on this host."""
+        """Copy the weights from this host's memory."""
         torch._foreach_copy_(list(self._own.values()), list(self._shared.values()))
 
     def take(self, weights: Sequence[Fresh]) -> None:
-        """Take what is new of them."""
+        """Copy changed weights."""
         for fresh in weights:
             if fresh.dense:
                 torch._foreach_copy_(self._dense[fresh.server], fresh.dense)
@@ -143,5 +143,5 @@ class SentWeights(OwnWeights):
                 place[rows.numbers] = rows.values
 
     def show(self) -> None:
-        """Have this host have the weights that this worker has."""
+        """Copy this worker's weights to this host's memory."""
         torch._foreach_copy_(list(self._shared.values()), list(self._own.values()))

@@ -1,8 +1,8 @@
-"""What parameter servers note of their optimizers' slots, for others to go on from when one dies.
+"""Parameter servers record their optimizers' slots, so that training continues when one dies.
 
-The slots of a parameter's size lie in shared memory. What is left, such as the number of steps, a
-server knows alone: after each update it notes that, in two places in turn, so that what was noted
-after the update before is there until the next has counted.
+Slots of a parameter's size are in shared memory. A server records the rest, such as the number of
+steps, after each update, in two places in turn, so that the last record is valid until the next
+update is complete.
 """
 
 import pickle
@@ -18,7 +18,7 @@ from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.parallel.update import PieceSlots
 from lockstep.plan.layout import align
 
-# Room for what is noted of a parameter, beside its name.
+# Bytes for the slots of a parameter, beside its name.
 _NOTE_BYTES = 1024
 _UNKNOWN = -1
 
@@ -27,10 +27,10 @@ class SlotNotes:
     """One rank's view.
 
     Args:
-        region: where the notes lie.
-        offset: where they begin there.
+        region: memory of the notes.
+        offset: their start there.
         tensors: the parameters.
-        num_servers: how many write notes.
+        num_servers: number of servers.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class SlotNotes:
         self._places = region.tensor(offset, torch.uint8, shape, stride).numpy()
 
     def write(self, server: int, slot: int, pieces: Sequence[PieceSlots]) -> None:
-        """Note what a server's slots are, but for those in the store."""
+        """Record a server's slots, except those in the store."""
         place = self._places[server, slot]
         note = b"" if any(map(_has_arrays, pieces)) else pickle.dumps([*map(_plain, pieces)])
         is_known = 0 < len(note) <= len(place) - 8
@@ -50,7 +50,7 @@ class SlotNotes:
         place[:8].view(np.int64)[0] = len(note) if is_known else _UNKNOWN
 
     def lengths(self, slot_of: Callable[[int], int]) -> list[int]:
-        """Of the last note of each server: 0 where there is none, below 0 where it is not known.
+        """The length of each server's last note: 0 without one, below 0 if unrecordable.
 
         Args:
             slot_of: which of its two places a server wrote to.
@@ -59,7 +59,7 @@ class SlotNotes:
         return [int(place[:8].view(np.int64)[0]) for place in places]
 
     def read(self, slot_of: Callable[[int], int]) -> list[list[PieceSlots]]:
-        """What each server has noted last."""
+        """Each server's last note."""
         notes = [
             pickle.loads(self._places[server, slot_of(server), 8 : 8 + length].tobytes())
             for server, length in enumerate(self.lengths(slot_of))
@@ -77,7 +77,7 @@ def _place_bytes(tensors: Sequence[TensorSpec]) -> int:
 
 
 def _has_arrays(piece: PieceSlots) -> bool:
-    """Whether something else is not in the store: an option has changed what slots there are."""
+    """True if a tensor is not in the store: an option has changed which slots exist."""
     return any(isinstance(value, torch.Tensor) and value.dim() for value in piece.slots.values())
 
 

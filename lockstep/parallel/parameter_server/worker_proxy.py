@@ -1,7 +1,7 @@
-"""Who speaks for a worker of another host among the servers: two threads of one of them.
+"""The proxy of a worker on another host: two threads of a server.
 
-One takes parts in the worker's name, and sends it these with what is new of the weights; the other
-puts what it has computed into its row. So servers find all workers in shared memory.
+One takes parts for the worker, and sends them with the changed weights; the other writes the
+worker's gradients to its row. So servers find all workers in shared memory.
 """
 
 import threading
@@ -27,13 +27,13 @@ from lockstep.plan.layout import Piece
 
 
 class FreshWeights:
-    """What servers have changed since it was last asked.
+    """The weights that servers have changed since the last call.
 
     Args:
-        queue: knows when they change something.
+        queue: has the versions of the weights.
         group: the parameters.
         served: the pieces of each server.
-        changed: the rows of sparse ones that they change.
+        changed: the changed rows of sparse pieces.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class FreshWeights:
         self._versions = [0 for _ in served]
 
     def begin(self) -> None:
-        """All hosts have the weights as they are now."""
+        """All hosts have the present weights."""
         self._versions = [self._queue.version(server) for server in range(len(self._served))]
 
     def take(self) -> list[Fresh]:
-        """All that is new."""
+        """All changes."""
         return [
             self._of(server)
             for server, version in enumerate(self._versions)
@@ -62,7 +62,7 @@ class FreshWeights:
         ]
 
     def _of(self, server: int) -> Fresh:
-        """Of one server, all as it is between two updates."""
+        """The changes of one server, copied between two of its updates."""
         while True:
             version = self._queue.settled_version(server)
             fresh = self._copied(server)
@@ -84,23 +84,23 @@ class FreshWeights:
 
 
 class ProxyEndedError(Exception):
-    """Nobody waits for a proxy any more."""
+    """The proxy is no longer needed."""
 
 
 class WorkerProxy:
-    """Of one worker.
+    """The proxy of one worker.
 
     Args:
         worker: its rank.
-        queue_of: views of the table in the worker's name, by what to do while waiting.
-        asks: what it asks.
-        grants: what it is told.
-        pushes: what it hands in.
+        queue_of: makes the worker's view of the queue, from the check that runs while waiting.
+        asks: its requests.
+        grants: the replies.
+        pushes: its gradients.
         rows: the gradients of all workers, for this proxy alone.
-        weights: makes what is told of the weights, for a view of the table.
+        weights: makes the ``FreshWeights`` of a view of the queue.
 
     Attributes:
-        error: what it has ended of.
+        error: that ended a thread; or None.
     """
 
     def __init__(
@@ -119,13 +119,13 @@ class WorkerProxy:
         self._asks, self._grants, self._pushes = asks, grants, pushes
         self._rows = rows
         self._is_abandoned = False
-        # Each thread waits for itself.
+        # Each thread has its own view to wait on.
         self._taking, self._pushing = (queue_of(self._look_around) for _ in range(2))
         self._weights = weights(self._taking)
         self._threads: list[threading.Thread] = []
 
     def begin(self) -> None:
-        """An epoch begins, in which the worker has all weights as they are now."""
+        """Begin an epoch; the worker has the present weights."""
         self._weights.begin()
         self._threads = [
             threading.Thread(target=self._run, args=(part,), name="lockstep-proxy", daemon=True)
@@ -135,18 +135,18 @@ class WorkerProxy:
             thread.start()
 
     def end(self) -> None:
-        """The worker has done all, and was told of it."""
+        """End an epoch, after the worker has pushed all its parts."""
         for thread in self._threads:
             thread.join()
         self.check()
 
     def check(self) -> None:
-        """Raise what a thread has ended of."""
+        """Raise the error of a thread."""
         if self.error is not None:
             raise self.error
 
     def abandon(self) -> None:
-        """After a failure, and when the mail is closed."""
+        """End the threads after a failure, when the mail is closed."""
         self._is_abandoned = True
         for thread in self._threads:
             thread.join()
@@ -161,7 +161,7 @@ class WorkerProxy:
         except BaseException as error:  # raised in the thread that serves
             self.error = error
 
-    # --- one thread ------------------------------------------------------------------------------
+    # --- the thread that grants parts ------------------------------------------------------------
 
     def _grant(self) -> None:
         while isinstance(message := self._asks.take(Ask, Done), Ask):
@@ -188,7 +188,7 @@ class WorkerProxy:
     def _may_take(self, ask: Ask) -> bool:
         return ask.opens or self._taking.is_opened(ask.step)
 
-    # --- the other -------------------------------------------------------------------------------
+    # --- the thread that receives gradients ------------------------------------------------------
 
     def _hand_in(self) -> None:
         while not isinstance(message := self._pushes.take(HandedIn, Halted, Done), Done):
