@@ -9,7 +9,7 @@ _NEXT_TASK = b"lockstep next task"
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """What one end seals and opens records with. They are not shown.
+    """The keys with which one end seals and opens records; left out of its repr.
 
     Attributes:
         sending: of what this end sends.
@@ -21,14 +21,14 @@ class Keys:
 
     @classmethod
     def agreed(cls, material: bytes, *, is_caller: bool) -> "Keys":
-        """One end's keys, from 32 bytes that nobody but the two ends knows."""
+        """One end's keys, from 32 bytes that only the two ends know."""
         caller, answerer = following(material, _CALLER), following(material, _ANSWERER)
         if is_caller:
             return cls(sending=caller, receiving=answerer)
         return cls(sending=answerer, receiving=caller)
 
     def next(self) -> "Keys":
-        """Those of the connection's next task: no record of one is good in another."""
+        """The keys of the connection's next task: records of one task do not open in another."""
         return Keys(
             sending=following(self.sending, _NEXT_TASK),
             receiving=following(self.receiving, _NEXT_TASK),
@@ -36,5 +36,5 @@ class Keys:
 
 
 def following(key: bytes, label: bytes) -> bytes:
-    """A key that is made of another one, from which that one cannot be found."""
+    """A key that is derived from another one, which it does not reveal."""
     return hmac.digest(key, label, "sha256")

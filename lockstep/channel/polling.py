@@ -1,4 +1,4 @@
-"""Waiting: on sockets and pipes, for a moment at a time, looking around in between."""
+"""Waits on sockets and pipes, in short intervals between which the caller checks other things."""
 
 import select
 import time
@@ -7,9 +7,9 @@ from typing import Protocol
 
 LOOK_AROUND_SECONDS = 0.02
 
-# Most that the time from one look around to the next counts for. The clock runs on while the script
-# is stopped (Ctrl-Z): what passed then is no waiting.
-_LONGEST_NAP_SECONDS = 5 * LOOK_AROUND_SECONDS
+# The most that the time between two checks counts for: the clock runs on while the script is
+# stopped (Ctrl-Z), which is not waiting.
+_MAX_COUNTED_SECONDS = 5 * LOOK_AROUND_SECONDS
 
 # Called every 20 ms of waiting, or every second of idleness, with the seconds waited so far; raises
 # to give up.
@@ -33,17 +33,17 @@ class Stopwatch:
     def tick(self) -> float:
         """Seconds waited so far."""
         now = time.monotonic()
-        self.seconds += min(now - self._last, _LONGEST_NAP_SECONDS)
+        self.seconds += min(now - self._last, _MAX_COUNTED_SECONDS)
         self._last = now
         return self.seconds
 
 
 def wait_on(seconds: float) -> None:
-    """Look around and see nothing to worry about."""
+    """A check that never raises."""
 
 
 def give_up_after(most_seconds: float) -> LookAround:
-    """Look around, and raise TimeoutError after so many seconds."""
+    """A check that raises TimeoutError after so many seconds."""
 
     def give_up(seconds: float) -> None:
         if seconds > most_seconds:
@@ -73,5 +73,5 @@ def is_readable(
 def has_hung_up(end: HasDescriptor) -> bool:
     """Whether the other end of a Unix socket is closed. Reads nothing."""
     poller = select.poll()
-    poller.register(end, 0)  # which is to be told of hang-ups and errors only
+    poller.register(end, 0)  # reports hang-ups and errors only
     return bool(poller.poll(0))

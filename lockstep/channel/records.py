@@ -1,10 +1,10 @@
-"""Records: what travels between hosts, sealed. Bytes to bytes; no socket is known here.
+"""Records: encrypted messages between hosts. Bytes to bytes, without sockets.
 
-A record is two sealed parts: a length, and so many bytes. A part is what AES-256-GCM makes of it,
-and a tag of 16 bytes. Its nonce is its number in its direction, and is never sent. So a part that
-was changed, left out, repeated, put elsewhere, or made by somebody else does not open, and after it
-none does. Lengths are sealed apart, or one that was changed would have the reader wait for what
-never comes.
+A record is two sealed parts: a length, and so many bytes. A part is encrypted by AES-256-GCM, with
+a tag of 16 bytes. Its nonce is its number in its direction, and is never sent. So a part that was
+changed, left out, repeated, moved or forged does not open, and no part after it does. The length
+has a seal of its own; otherwise a changed length could make the reader wait for bytes that are
+never sent.
 """
 
 import struct
@@ -27,17 +27,17 @@ _NEXT_KEY = b"lockstep next key"
 
 
 class TamperedError(ConnectionError):
-    """What came is not what the other end sent."""
+    """The received bytes are not those that the other end sent."""
 
 
 class _Direction:
-    """Counts parts, and has the cipher and nonce of each."""
+    """Counts parts, and gives each its cipher and nonce."""
 
     def __init__(self, key: bytes) -> None:
         self._use(key)
 
     def advance(self) -> tuple[AESGCM, bytes]:
-        """The next part's cipher and nonce, which nobody gets again."""
+        """The next part's cipher and nonce, which are used once."""
         if self._number == _PARTS_PER_KEY:
             self._use(following(self._key, _NEXT_KEY))
         nonce = self._number.to_bytes(_NONCE_BYTES, "big")
@@ -67,7 +67,7 @@ class Sealer:
 class Opener:
     """Opens the records of one direction, which come in pieces.
 
-    Not a byte is asked for beyond the part that is coming: what follows may be for another process.
+    It never asks for bytes after the current part: those may be for another process.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -81,10 +81,10 @@ class Opener:
         return self._part[self._num_filled :]
 
     def take_in(self, num_bytes: int) -> bytes:
-        """Go on, after so many bytes have come; the content of a record that is whole, or nothing.
+        """Process so many bytes that have come; returns the content of a complete record, or b"".
 
         Raises:
-            TamperedError: this is not what the other end sent.
+            TamperedError: the bytes are not those that the other end sent.
         """
         self._num_filled += num_bytes
         if self._num_filled < len(self._part):

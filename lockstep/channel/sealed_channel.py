@@ -1,8 +1,7 @@
-"""A channel: a connection to another host, of which all that travels is sealed.
+"""A channel: an encrypted connection to another host.
 
-It neither blocks nor waits. A sender puts parts in, and flushes until all have gone; a receiver
-takes what has come, and polls where nothing has. Nothing is handed out before it is known
-to be what the other host has sent.
+It does not block. A sender puts parts in, and flushes until all are sent; a receiver takes the
+bytes that have come, and polls if none have. It hands out no bytes before they are authenticated.
 """
 
 import socket
@@ -24,7 +23,7 @@ class Channel:
         keys: of this end.
 
     Attributes:
-        socket: for what concerns no bytes.
+        socket: for polling and options, not for bytes.
         keys: with which it began.
     """
 
@@ -55,11 +54,11 @@ class Channel:
         return bool(self._unsealed or self._unsent)
 
     def put(self, *parts: bytes | memoryview) -> None:
-        """Have these bytes sent, which must not change until they are. Sends nothing by itself."""
+        """Queue bytes for ``flush``; they must not change until they are sent."""
         self._unsealed += [memoryview(part) for part in parts if len(part)]
 
     def flush(self) -> bool:
-        """Send what there is room for; whether all is sent.
+        """Send as much as the socket takes; True if all is sent.
 
         Raises:
             OSError: the connection is broken.
@@ -78,7 +77,7 @@ class Channel:
 
         Raises:
             BlockingIOError: nothing has come.
-            TamperedError: it is not what the other end sent.
+            TamperedError: the bytes are not those that the other end sent.
             OSError: the connection is closed or broken.
         """
         while not self._opened:
@@ -96,7 +95,7 @@ class Channel:
         return len(taken)
 
     def _next_content(self) -> bytes | memoryview:
-        """Of the next record: part of something large, or many small things together."""
+        """The next record: a piece of a large part, or several small parts."""
         parts: list[memoryview] = []
         room = MOST_BYTES
         while self._unsealed and room:
@@ -109,11 +108,11 @@ class Channel:
 
 
 def lost(host: str, error: OSError) -> HostError:
-    """The error for a connection that is of no use any more.
+    """The error for a connection that has ended.
 
     Args:
         host: at its other end.
-        error: what it ended of.
+        error: its cause.
     """
     if isinstance(error, TamperedError):
         return HostError(tampered(host, error))
@@ -125,10 +124,10 @@ def lost(host: str, error: OSError) -> HostError:
 
 
 def late(hosts: Iterable[str], waited_seconds: float, timeout_seconds: float) -> HostError:
-    """The error for hosts that do not come to where this one waits.
+    """The error for hosts that do not reach the step at which this one waits.
 
     Args:
-        hosts: those, or those of which it is one.
+        hosts: these, or some of which one is late.
         waited_seconds: so far.
         timeout_seconds: the longest wait.
     """
@@ -142,7 +141,7 @@ def late(hosts: Iterable[str], waited_seconds: float, timeout_seconds: float) ->
 
 
 def tampered(host: str, error: TamperedError) -> str:
-    """What to say where something else came than a host has sent."""
+    """The message for bytes that are not those that a host sent."""
     return problem(
         f"What came from {host} is not what it sent: the connection was tampered with, or is "
         "broken.",

@@ -1,4 +1,4 @@
-"""The exchange: what the ranks of a batch share, and where they wait for each other.
+"""The exchange: the data that the ranks of a batch share, and their barriers.
 
 On one host it all lies in one region that all ranks map: the board; a line of losses per share; a
 mark per rank, whether it has a gradient; rows that shares offer (statistics); the gradients of
@@ -33,10 +33,10 @@ class ShareTotals:
 
     Attributes:
         totals: the sums.
-        late: the sum of these, in their place, which a device may still be computing.
+        late: the sum of the totals, which replaces them while a device still computes them.
         weights: their weights.
         is_refused: some share could not be computed in the Plan's memory format.
-        is_guess: what some share's loss weighs, nobody knows.
+        is_guess: the weight of some share's loss is unknown.
     """
 
     totals: list[float]
@@ -164,10 +164,10 @@ class Exchange:
         buckets = [extent.bucket for extent in group.gradients.extents]
         return OverlappedReduce(rows, buckets=buckets, num_rows=len(group.row_ranks), **options)
 
-    # --- what passes come to ---------------------------------------------------------------------
+    # --- results of passes -----------------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """Every rank begins its next pass over a batch, with shares of it or without."""
+        """Begin the next pass over a batch. Every rank calls it, also without shares."""
         self._pass += 1
         self._offers = [0] * self._spec.num_shares
         self._is_used = False
@@ -177,7 +177,7 @@ class Exchange:
             gradients.begin_pass()
 
     def open(self) -> None:
-        """Make the groups of torch.distributed, if need be; every rank calls it before that."""
+        """Make the groups of torch.distributed, if there are any. Every rank calls it."""
         if self._groups is not None:
             self._groups.open()
 
@@ -190,12 +190,12 @@ class Exchange:
         is_refused: bool = False,
         is_guess: bool = False,
     ) -> None:
-        """What a share's loss has come to.
+        """Write a share's loss.
 
         Args:
             share: one of this rank's.
             total: weighted sum of the losses of its samples.
-            weight: the sum of their weights. Nobody waits here for what a device computes.
+            weight: the sum of their weights. Does not wait for a device that computes it.
             is_refused: see ``ShareTotals``.
             is_guess: likewise.
         """
@@ -236,7 +236,7 @@ class Exchange:
         self.gradients[group].write_product(row, parameter, inputs, output_gradients)
 
     def collect(self, num_filled: int, *, needs_totals: bool = True) -> ShareTotals:
-        """Wait until all ranks have put what they have; the losses of the filled shares.
+        """Wait until all ranks have written their results; returns the filled shares' losses.
 
         Args:
             num_filled: of the shares.
@@ -255,7 +255,7 @@ class Exchange:
         return ShareTotals(totals, weights, any(refused), any(guessed), late)
 
     def _meet(self) -> None:
-        """Wait for all ranks, and have what they have put be seen here."""
+        """Wait for all ranks; afterwards their results are visible here."""
         self.barrier()
 
     def is_any_used(self) -> bool:
@@ -270,25 +270,25 @@ class Exchange:
             self.board.barrier()
 
     def end_step(self) -> None:
-        """Wait until all that this step has updated is there.
+        """Wait until this step's updates are complete on this host.
 
-        Pieces of other domains have come; whoever has sent them need not be waited for.
+        Pieces of other domains have arrived already, so their senders are not waited for.
         """
         if self.board is not None:
             self.board.barrier_here()
 
     def close(self) -> None:
-        """A task is done; every rank calls it. Nobody leaves a group while others receive of it."""
+        """End a task. Every rank calls it: none leaves a group while others still receive."""
         if self._groups is not None:
             self.barrier()
 
     def abandon(self) -> None:
-        """A task has failed; whoever notices it calls this."""
+        """End a failed task, on the rank that notices the failure."""
         if self._groups is not None:
             self._groups.abandon()
 
     def lends(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in what ranks share: it will be overwritten."""
+        """Whether a tensor lies in shared memory, where it will be overwritten."""
         return self._region is not None and self._region.holds(tensor)
 
     # --- rows that shares offer ------------------------------------------------------------------
@@ -315,11 +315,11 @@ class Exchange:
             self.board.post(self._tag(share))
 
     def offer_nothing(self, share: int) -> None:
-        """Take part in a turn in the place of a share of another rank."""
+        """Take part in a turn without a share."""
         self._offers[share] += 1
 
     def relays(self, num_filled: int) -> bool:
-        """Whether this rank brings rows of other hosts to its own, with shares or without."""
+        """Whether this rank fetches the rows of other hosts, even without shares."""
         return False
 
     def offered(self, share: int, length: int, num_filled: int) -> torch.Tensor:
@@ -327,7 +327,7 @@ class Exchange:
 
         They are in host memory.
 
-        ``share`` is the one that asks; it has offered its own.
+        ``share`` is the caller's; it has offered its own row.
         """
         self._await_offers(share, length, num_filled)
         rows: torch.Tensor = self._rows[self._offers[share] & 1, :num_filled, :length]
@@ -349,5 +349,5 @@ class Exchange:
 
 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """A gradient of an embedding with ``sparse=True`` as the rows that all ranks add up."""
+    """A gradient as a dense tensor, which ranks can add up."""
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient

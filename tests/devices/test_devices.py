@@ -291,7 +291,9 @@ def test_a_device_is_not_taken_twice_without_leave() -> None:
 
 
 def test_more_than_there_are_is_refused() -> None:
-    with pytest.raises(DeviceError, match=rf"This host has {len(ACCELERATORS)} of {KIND}"):
+    with pytest.raises(
+        DeviceError, match=rf"This host has {len(ACCELERATORS)} devices of kind {KIND}"
+    ):
         lockstep.MirroredStrategy(len(ACCELERATORS) + 1)
 
 

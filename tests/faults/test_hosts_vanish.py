@@ -128,7 +128,7 @@ def test_a_host_that_is_stopped_is_named_and_ends_when_it_goes_on(
     processes[0].check()
     os.kill(processes[1].pid, signal.SIGCONT)
     kind, text, _ = failure(processes[1])
-    assert (kind, "must come to the same" in text) == ("HostError", True), text
+    assert (kind, "must reach the same" in text) == ("HostError", True), text
     processes[1].check()
     assert_nothing_is_left(hosts, 0, 1)
 

@@ -245,7 +245,7 @@ class _DeviceGuard(_Guard):
         super().__init__()  # type: ignore[no-untyped-call]
         exchange = worker.exchange
         self._lines = [exchange._late_losses._lines]
-        self._lines += [] if exchange.board is None else [exchange.board._told_here]
+        self._lines += [] if exchange.board is None else [exchange.board._own_numbers]
         self.on_host: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

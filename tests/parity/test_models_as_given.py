@@ -155,7 +155,7 @@ def test_sparse_buffers_are_constants() -> None:
         strategy=lockstep.SingleDeviceStrategy(),
         precision="fp64",
     )
-    with pytest.raises(ModelError, match=r"sparse buffer is a constant.*'mixing'"):
+    with pytest.raises(ModelError, match=r"sparse buffer must stay constant.*'mixing'"):
         trainer.fit((X, Y), batch_size=BATCH, verbose=0)
     assert "mixing" in trainer.model.state_dict()
 

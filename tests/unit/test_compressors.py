@@ -151,9 +151,9 @@ def test_the_plan_says_what_travels_and_that_the_result_is_not_exact() -> None:
 
 
 def test_what_cannot_be_compressed_is_refused() -> None:
-    with pytest.raises(OptionError, match="nothing to compress"):
+    with pytest.raises(OptionError, match="Compression needs"):
         plan_of(Int8(), make_cluster(2))
-    with pytest.raises(DeviceError, match="the same processors"):
+    with pytest.raises(DeviceError, match="the same processor"):
         plan_of(Int8(), make_cluster(1, 1, alike=False))
 
 
@@ -187,7 +187,7 @@ def test_a_plan_that_contradicts_itself_is_refused() -> None:
     with pytest.raises(PlanError, match="Lockstep's own channels"):
         msgspec.structs.replace(plan, hosts=(), compression=Int8())
     layers = tuple(msgspec.structs.replace(layer, row_limit=8) for layer in plan.layers)
-    with pytest.raises(PlanError, match="no activations"):
+    with pytest.raises(PlanError, match="no layer can exchange"):
         msgspec.structs.replace(plan, layers=layers)
 
 

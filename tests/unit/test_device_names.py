@@ -94,7 +94,7 @@ def test_hosts_with_devices_of_two_kinds_are_refused() -> None:
         (["cuda:0", "xpu:0"], r"must be of one kind.*kinds cuda and xpu"),
         (["cuda:0", "cuda:0"], r"can have one rank.*'cuda:0' 2 times.*engine=\"gloo\""),
         (["cpu:1", "cpu:1"], r"can have one rank.*'cpu:1' 2 times"),
-        (["GPU 1"], r"A device has a kind"),
+        (["GPU 1"], r"A device's name is its kind"),
         ([], r"a number of devices, at least 1, or a list"),
         ("cuda", r"a number of devices, at least 1, or a list"),
         (True, r"a number of devices, at least 1, or a list"),

@@ -1,9 +1,9 @@
 """The board of ranks on several hosts.
 
-Every host has a board of its own with lines for all ranks. Its own ranks meet there as on one host.
-Its first rank, the leader, also meets the leaders of the other hosts, and writes what they tell
-into the lines of their ranks. A barrier is: all ranks of each host, then all leaders, then all
-ranks of each host once more, by which time everything that goes with it has arrived.
+Every host has a board of its own with lines for all ranks, at which its own ranks meet. Its first
+rank, the leader, also exchanges messages with the leaders of the other hosts, and writes them into
+the lines of their ranks. A barrier is: all ranks of each host, then all leaders, then all ranks of
+each host again, when all data that go with it have arrived.
 """
 
 import struct
@@ -77,19 +77,19 @@ class MultiHostBoard(StatusBoard):
         give: Callable[[], bytes] = _nothing,
         take: Callable[[list[bytes]], None] = _ignore,
     ) -> None:
-        """A barrier of all ranks, at which leaders hand over what their hosts have written.
+        """A barrier of all ranks, at which leaders exchange their hosts' data.
 
         Args:
-            give: called on leaders once all ranks of the host are here: what to tell the others.
-            take: called on leaders with what each host has told.
+            give: called on leaders once all ranks of the host are here; returns the host's data.
+            take: called on leaders with the data of each host.
         """
         self.barrier_here()
         if self.crossing is not None:
-            told = self.crossing.exchange(_HALT.pack(self.wants_halt()) + give())
-            if any(_HALT.unpack_from(one)[0] for one in told) and not self._own.halt:
-                # Before this rank shows that it is at the next barrier: see ``Board.is_halted``.
+            received = self.crossing.exchange(_HALT.pack(self.wants_halt()) + give())
+            if any(_HALT.unpack_from(one)[0] for one in received) and not self._own.halt:
+                # Before this rank enters the next barrier: see ``StatusBoard.is_halted``.
                 self._own.halt = self._own.barriers + 1
-            take([payload[_HALT.size :] for payload in told])
+            take([payload[_HALT.size :] for payload in received])
         self.barrier_here()
 
     def tell(self, numbers: Sequence[float] | torch.Tensor) -> list[list[float]]:
@@ -119,7 +119,7 @@ class MultiHostBoard(StatusBoard):
         return super().announced()
 
     def relay(self, tag: int, fetch: Callable[[], None]) -> None:
-        """Wait for what comes from other hosts and goes with ``tag``; the leader fetches it."""
+        """Wait for other hosts' data of ``tag``, which the leader fetches."""
         if self._leader.relayed >= tag:
             return
         if self.crossing is not None:

@@ -1,9 +1,8 @@
 """The exchange of ranks on several hosts.
 
-Within a host ranks meet in shared memory; gradients of several hosts in
-``comm.collectives.reduce_scatter``. What ranks must know of other hosts besides (losses, what they
-have put, rows that shares offer) the leaders exchange, and write where the ranks of this host look
-for it.
+Ranks of a host exchange in shared memory; gradients of several hosts are summed by
+``comm.collectives.reduce_scatter``. The leaders exchange the other data (losses, tables of
+gradients, rows that shares offer) and write them into the shared memory of their hosts.
 """
 
 from collections.abc import Sequence
@@ -55,7 +54,7 @@ class HostExchange(Exchange):
         self._host = host
         self._mirrored = mirrored
         # Groups on several hosts, by number: the ranks of each host that hold it.
-        self._abroad = {
+        self._multi_host_groups = {
             number: members
             for number, group in enumerate(spec.groups)
             if len(members := members_by_domain(group.ranks, hosts)) > 1
@@ -64,13 +63,13 @@ class HostExchange(Exchange):
     # --- what leaders exchange -------------------------------------------------------------------
 
     def _meet(self) -> None:
-        self.board.meet(self._figures, self._take_figures)
+        self.board.meet(self._host_values, self._store_host_values)
 
-    def _figures(self) -> bytes:
-        """What this host's ranks have put, and host 0's options."""
+    def _host_values(self) -> bytes:
+        """The values of this host's ranks, and the mirrored tensors of host 0."""
         return b"".join(part[list(lines)].tobytes() for part, lines in self._lines_of(self._host))
 
-    def _take_figures(self, payloads: list[bytes]) -> None:
+    def _store_host_values(self, payloads: list[bytes]) -> None:
         for host, payload in enumerate(payloads):
             rest = memoryview(payload)
             for part, lines in self._lines_of(host) if host != self._host else ():
@@ -80,7 +79,7 @@ class HostExchange(Exchange):
                 rest = rest[num_bytes:]
 
     def _lines_of(self, host: int) -> list[_Lines]:
-        """All that a host tells of its ranks, in the same order on all hosts."""
+        """The lines that a host sends, in the same order on all hosts."""
         ranks = self._hosts[host]
         lines: list[_Lines] = [
             (self._losses, self._spec.shares_of(ranks)),
@@ -88,13 +87,13 @@ class HostExchange(Exchange):
         ]
         if host == 0:
             lines += [(one, range(len(one))) for one in map(_as_lines, self._mirrored)]
-        for number in self._abroad:
+        for number in self._multi_host_groups:
             group = self._spec.groups[number]
             lines.append((self._table(number), group.rows_of(ranks)))
         return lines
 
     def _table(self, number: int) -> Any:
-        """What has been put of a group; what nobody reads where this host does not hold it."""
+        """A group's table; an unused one if this host does not hold the group."""
         rows = self._gradient_rows.get(number)
         spec = self._spec.groups[number].gradients
         return np.zeros(spec.table_shape, np.int64) if rows is None else rows.table
@@ -111,9 +110,9 @@ class HostExchange(Exchange):
             assert crossing is not None
             own = self._spec.shares_of(self.ranks_here)
             payload = self._rows[buffer, own, :length].contiguous().numpy().tobytes()
-            for host, told in enumerate(crossing.exchange(payload, among)):
-                if host != self._host and told:
-                    found = torch.frombuffer(bytearray(told), dtype=torch.float64)
+            for host, received in enumerate(crossing.exchange(payload, among)):
+                if host != self._host and received:
+                    found = torch.frombuffer(bytearray(received), dtype=torch.float64)
                     shares = self._spec.shares_of(self._hosts[host])
                     self._rows[buffer, shares, :length] = found.view(-1, length)
 

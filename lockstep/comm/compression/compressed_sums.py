@@ -1,12 +1,12 @@
 """Sums over memory domains whose messages are compressed (``comm.compression.compressors``).
 
-Every domain sends all others what it makes of its own sums, understands what all have sent, and
-updates all of the parameters: so no parameter travels. All understand the same numbers in the same
-order, and stay equal to the last bit. What a domain has not been able to send, its *residual*, it
-adds to what it sends at the next step.
+Every domain sends its compressed sums to all others, decompresses those of all, and updates all
+parameters, so no parameter is sent. All add the same numbers in the same order, and stay equal to
+the last bit. A domain adds its compression error, the *residual*, to the sum of the next step
+(error feedback).
 
-Of each tensor one rank of a domain speaks for it, with the rank of the same place in each other
-domain. What it has understood lies in the row that all ranks of the domain read.
+One rank of a domain exchanges a tensor, with the rank of the same place in each other domain. It
+writes the result into the row that all ranks of the domain read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,13 +30,13 @@ from lockstep.plan.program.compression import Compression, warm_up
 
 @dataclass(frozen=True, kw_only=True)
 class Residual:
-    """What a domain keeps of a tensor from step to step.
+    """A domain's state of a tensor from step to step.
 
     Attributes:
-        error: what is still to be sent, as part of a sum that has been multiplied by its factor;
-            in float32 at least.
-        basis: what the compressor keeps; None for nothing.
-        count: of steps that it has been sent for, shape (1,); None where that makes no difference.
+        error: the part of the sums, multiplied by their factor, that is not sent yet; in float32
+            at least.
+        basis: the compressor's state; None if it has none.
+        count: of steps that it was sent for, shape (1,); None where it does not matter.
     """
 
     error: torch.Tensor
@@ -49,7 +49,7 @@ class Residual:
         return Residual(error=error, basis=basis, count=count)
 
     def become(self, other: "Residual") -> None:
-        """Take over what such a copy has come to."""
+        """Take over the values of such a copy."""
         for mine, new in zip(vars(self).values(), vars(other).values(), strict=True):
             if mine is not None:
                 mine.copy_(new)
@@ -78,9 +78,9 @@ class CompressedSums(ReduceScatter):
         self._residuals = residuals
         self._uncommitted: dict[int, Residual] = {}
         place = self._domains[self._domain].index(self._rank)
-        num_speakers = min(map(len, self._domains))
-        spoken_for = whole_parameters([tensor.extent for tensor in tensors], num_speakers)
-        self._own = spoken_for[place] if place < num_speakers else []
+        num_senders = min(map(len, self._domains))
+        sent_by = whole_parameters([tensor.extent for tensor in tensors], num_senders)
+        self._own = sent_by[place] if place < num_senders else []
         self._peers = [ranks[place] for ranks in self._domains] if self._own else []
 
     @torch.no_grad()
@@ -92,7 +92,7 @@ class CompressedSums(ReduceScatter):
             for piece in self._own
             if self._rows.is_used(piece.parameter)
         }
-        for number, (own, whole) in self._conversed(begun).items():
+        for number, (own, whole) in self._converse(begun).items():
             self._take(number, own, whole)
         self._meet_here()
         return [
@@ -114,7 +114,7 @@ class CompressedSums(ReduceScatter):
         return self._rows.base(parameter) if self._rows.is_used(parameter) else None
 
     def _begin(self, piece: Piece) -> Conversation:
-        """Speak of this domain's sum of a parameter, and of what was left of those before."""
+        """Begin to send this domain's sum of a parameter, with the residual."""
         number = piece.parameter
         sums = self._rows.subtree_sums(piece)
         total = add_up([sums])[0] if sums else torch.zeros_like(self._rows.base(number))
@@ -129,39 +129,39 @@ class CompressedSums(ReduceScatter):
         return conversation(compression, wanted, new.basis)
 
     def _take(self, number: int, own: torch.Tensor, whole: torch.Tensor) -> None:
-        """Have the sum be where it is read, and what others have not understood be left over."""
+        """Write the sum to the base row, and the compression error to the residual."""
         base = self._rows.base(number).copy_(whole)
         if number in self._uncommitted:
             self._uncommitted[number].error.sub_(own)
             base.div_(self.factor)
 
-    def _conversed(self, begun: Mapping[int, Conversation]) -> dict[int, Understood]:
-        """Hold conversations to their ends, message by message, those of all parameters at once."""
+    def _converse(self, begun: Mapping[int, Conversation]) -> dict[int, Understood]:
+        """Run conversations to their ends, message by message, those of all parameters at once."""
         ended: dict[int, Understood] = {}
-        heard: dict[int, list[Message]] = {}
+        received: dict[int, list[Message]] = {}
         while len(ended) < len(begun):
-            said: dict[int, Message] = {}
+            sent: dict[int, Message] = {}
             for number in (each for each in begun if each not in ended):
                 try:
-                    said[number] = (
-                        begun[number].send(heard[number]) if heard else next(begun[number])
+                    sent[number] = (
+                        begun[number].send(received[number]) if received else next(begun[number])
                     )
                 except StopIteration as end:
                     ended[number] = end.value
-            heard = self._all_said(said)
+            received = self._exchange(sent)
         return ended
 
-    def _all_said(self, said: Mapping[int, Message]) -> dict[int, list[Message]]:
+    def _exchange(self, sent: Mapping[int, Message]) -> dict[int, list[Message]]:
         """The messages of all domains, in their order."""
-        heard: dict[int, list[Message]] = {number: [] for number in said}
+        received: dict[int, list[Message]] = {number: [] for number in sent}
         receives: dict[int, list[torch.Tensor]] = {}
         for domain, peer in enumerate(self._peers):
-            for number, message in said.items():
+            for number, message in sent.items():
                 is_own = domain == self._domain
                 there = message if is_own else [torch.empty_like(each) for each in message]
-                heard[number].append(there)
+                received[number].append(there)
                 if not is_own:
                     receives.setdefault(peer, []).extend(there)
-        sends = [each for message in said.values() for each in message]
+        sends = [each for message in sent.values() for each in message]
         self._transport.transfer(dict.fromkeys(receives, sends), receives)
-        return heard
+        return received

@@ -1,10 +1,10 @@
 """How a tensor is compressed between memory domains (``plan.program.compression``), and summed.
 
-A compressor is a conversation: a generator that yields what its domain sends, gets what all domains
-have sent, and in the end returns two tensors: what all have understood of this domain's own, and
-their sum. Of each tensor all domains hold the same conversation, and send tensors of the same
-shapes; so messages need no headers, and those of many tensors go at once. All compute the sum from
-the same numbers in the same order, and come to the same bits.
+A compressor is a generator, called a conversation: it yields its domain's messages, is sent the
+messages of all domains, and returns two tensors: this domain's own tensor as decompressed by all,
+and the sum of all domains'. All domains run the same conversation for a tensor and send tensors of
+the same shapes, so messages need no headers and those of many tensors are sent together. All
+compute the sum from the same numbers in the same order, and get the same bits.
 """
 
 from collections.abc import Generator, Sequence
@@ -23,15 +23,15 @@ from lockstep.plan.program.compression import (
 
 Message = Sequence[torch.Tensor]
 
-# Of this domain's tensor what was understood, and the sum over all domains.
+# This domain's tensor as decompressed, and the sum over all domains.
 Understood = tuple[torch.Tensor, torch.Tensor]
 
-# Yields a message, gets those of all domains in their order.
+# Yields a message, is sent those of all domains in their order.
 Conversation = Generator[Message, Sequence[Message], Understood]
 
 
 def first_basis(compression: Compression, tensor: torch.Tensor) -> torch.Tensor | None:
-    """What a compressor keeps of a tensor from step to step, at first; None for nothing."""
+    """The initial state of a tensor's compressor; None if it keeps none."""
     if not isinstance(compression, PowerSGD):
         return None
     columns = tensor.flatten(1).shape[1]
@@ -41,12 +41,12 @@ def first_basis(compression: Compression, tensor: torch.Tensor) -> torch.Tensor 
 def conversation(
     compression: Compression, tensor: torch.Tensor, basis: torch.Tensor | None
 ) -> Conversation:
-    """Begin a conversation about a dense tensor, which stays as it is.
+    """Begin a conversation about a dense tensor, which is not changed.
 
     Args:
         compression: how.
         tensor: this domain's.
-        basis: what ``first_basis`` has given; the conversation writes to it at its end.
+        basis: the result of ``first_basis``; the conversation updates it at its end.
     """
     match compression:
         case BFloat16():
@@ -63,16 +63,16 @@ def conversation(
 
 
 def as_it_is(tensor: torch.Tensor) -> Conversation:
-    """Nothing is compressed."""
-    told = yield [tensor]
-    return tensor, _sum([whole for (whole,) in told])
+    """No compression."""
+    received = yield [tensor]
+    return tensor, _sum([whole for (whole,) in received])
 
 
 def in_bfloat16(tensor: torch.Tensor) -> Conversation:
     """The nearest numbers of bfloat16."""
     own = tensor.to(torch.bfloat16)
-    told = yield [own]
-    return own.to(tensor.dtype), _sum([rounded.to(tensor.dtype) for (rounded,) in told])
+    received = yield [own]
+    return own.to(tensor.dtype), _sum([rounded.to(tensor.dtype) for (rounded,) in received])
 
 
 def in_int8(tensor: torch.Tensor) -> Conversation:
@@ -81,16 +81,16 @@ def in_int8(tensor: torch.Tensor) -> Conversation:
     blocks = torch.nn.functional.pad(tensor.reshape(-1), (0, -size % INT8_BLOCK))
     blocks = blocks.view(-1, INT8_BLOCK)
     scales = blocks.abs().amax(1, keepdim=True).div_(127)
-    # Of what is not finite the scale says so; where all is zero any scale will do.
+    # The scale of values that are not finite is not finite either; zeros can have any scale.
     steps = torch.where(scales > 0, scales, 1)
     own = [blocks.div(steps).round_().nan_to_num_(0).to(torch.int8), scales]
-    told = yield own
+    received = yield own
 
     def understood(message: Message) -> torch.Tensor:
         integers, sizes = message
         return (integers.to(tensor.dtype) * sizes).view(-1)[:size].view(tensor.shape)
 
-    return understood(own), _sum(list(map(understood, told)))
+    return understood(own), _sum(list(map(understood, received)))
 
 
 def largest(tensor: torch.Tensor, count: int) -> Conversation:
@@ -98,20 +98,20 @@ def largest(tensor: torch.Tensor, count: int) -> Conversation:
     flat = tensor.reshape(-1)
     places = flat.abs().topk(count, sorted=False).indices
     own = [flat[places], places.to(torch.int32 if len(flat) < 1 << 31 else torch.int64)]
-    told = yield own
+    received = yield own
 
     def add_to(sums: torch.Tensor, message: Message) -> torch.Tensor:
         values, at = message  # each place once, so additions do not race
         return sums.index_add_(0, at.long(), values)
 
     whole = torch.zeros_like(flat)
-    for message in told:
+    for message in received:
         add_to(whole, message)
     return add_to(torch.zeros_like(flat), own).view(tensor.shape), whole.view(tensor.shape)
 
 
 def by_factors(tensor: torch.Tensor, basis: torch.Tensor) -> Conversation:
-    """Two thin factors of a matrix: its product with the last basis, and what that explains.
+    """Two thin factors of a matrix: its product with the last basis, and the new basis.
 
     Args:
         tensor: the matrix, with a row for each of its first dim.
@@ -130,8 +130,8 @@ def by_factors(tensor: torch.Tensor, basis: torch.Tensor) -> Conversation:
 def orthonormal(columns: torch.Tensor) -> torch.Tensor:
     """Orthonormal columns that span the same, by Gram and Schmidt; new memory.
 
-    What depends on the columns before it, but for rounding, becomes zero: its direction would be
-    nothing but rounding.
+    A column that depends on earlier ones, up to rounding, becomes zero: its direction would be
+    rounding noise.
     """
     columns = columns.clone()
     least = torch.finfo(columns.dtype).eps ** 0.5

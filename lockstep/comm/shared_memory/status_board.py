@@ -1,8 +1,8 @@
-"""The board: where ranks of one host tell each other how far they are.
+"""The board: shared memory in which the ranks of a host publish their progress.
 
-Each rank has a line in shared memory that it alone writes: how many barriers it has entered, the
-tag of the last row it has published, the step it is in. Whoever waits for a rank reads its line,
-gives the core away for a moment, then sleeps on the rank's bell (a futex).
+Each rank has a line that it alone writes: the number of barriers that it has entered, the tag of
+the last row that it has published, its step. A rank that waits for another reads its line, yields
+the core for a moment, then sleeps on the other's bell (a futex).
 
 Plain stores are seen in order on x86-64. The futex call after each of them is a full barrier on
 every architecture, so a waiter that was woken sees all that was written before.
@@ -22,27 +22,27 @@ from lockstep.comm.shared_memory.shared_region import SharedRegion
 
 LINE_BYTES = 256
 
-# What a rank can be at, for messages.
+# The phases of a step, for messages.
 PHASES = ("", "reading", "forward", "backward", "exchange", "update", "sync")
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 
-# Numbers that a rank tells the others at once.
-_MOST_TOLD = 4
+# Numbers that a rank can publish at once.
+_MAX_NUMBERS = 4
 
 # Rank 0 can be so many announcements ahead of the slowest rank: between two steps, which have
 # barriers, there are four at most.
-_NUM_NEWS = 8
+_NUM_ANNOUNCEMENTS = 8
 
-# Ranks mostly come within a fraction of a millisecond of each other, and to be woken takes nearly
-# as long. Whoever waits gives the core to any process that wants it, all the while.
+# Ranks mostly arrive within a fraction of a millisecond of each other, and waking one takes nearly
+# as long. A waiting rank yields its core to any process that needs it.
 _YIELDING_SECONDS = 0.001
 _LOOK_AROUND_SECONDS = 0.02
 
-# Most that one sleep counts for. The clock runs on while this process is stopped (Ctrl-Z): what
-# passed then is no waiting.
-_LONGEST_NAP_SECONDS = 5 * _LOOK_AROUND_SECONDS
+# The most that one sleep counts for: the clock runs on while this process is stopped (Ctrl-Z),
+# which is not waiting.
+_MAX_COUNTED_SECONDS = 5 * _LOOK_AROUND_SECONDS
 
-# A rank that trains apart, and need not wait for others, looks around so often.
+# A rank that trains locally, and does not wait for others, checks them so often.
 _GLANCE_SECONDS = 0.2
 
 
@@ -58,12 +58,12 @@ class _Line(ctypes.Structure):
         # Of this rank's slice of the weights: 2 n + 1 while step n changes it, 2 n + 2 afterwards;
         # 0 before the first, -1 where there is no slice.
         ("update", ctypes.c_int64),
-        ("phase", ctypes.c_uint64),  # what it is at, by its place in PHASES
+        ("phase", ctypes.c_uint64),  # its index in PHASES
         ("awaited", ctypes.c_uint64),  # the rank that it sleeps for, from 1; 0 for none
         ("waited", ctypes.c_double),  # seconds that it has slept
-        ("told", ctypes.c_double * _MOST_TOLD),
+        ("told", ctypes.c_double * _MAX_NUMBERS),
         # Of rank 0: 2 n + 1 if there is a message that goes with announcement n, from 1, else 2 n.
-        ("news", ctypes.c_uint64 * _NUM_NEWS),
+        ("news", ctypes.c_uint64 * _NUM_ANNOUNCEMENTS),
     )
 
 
@@ -75,7 +75,7 @@ class StatusBoard:
         rank: whose view this is.
         num_ranks: how many lines there are.
         look_around: called every 20 ms of waiting with the seconds waited so far; it raises if
-            waiting on is in vain (a peer is dead, time is up).
+            it is useless to wait longer (a peer is dead, time is up).
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class StatusBoard:
         ]
         self._own = self._lines[rank]
         told = rank * LINE_BYTES + _Line.told.offset
-        self._told_here = region.tensor(told, torch.float64, (_MOST_TOLD,), (1,))
+        self._own_numbers = region.tensor(told, torch.float64, (_MAX_NUMBERS,), (1,))
         self._leading_rank = 0
-        self._num_news = 0
+        self._num_announced = 0
         self._is_there: Callable[[_Line], bool] | None = None
         self.wants_halt: Callable[[], bool] = _never
 
@@ -116,15 +116,15 @@ class StatusBoard:
         self._own.steps = step + 1
 
     def step_of(self, rank: int) -> int:
-        """The step another rank is in, as far as it has told; -1 before its first."""
+        """The step that another rank has published; -1 before its first."""
         return int(self._lines[rank].steps) - 1
 
     def note(self, phase: str) -> None:
-        """Tell what this rank is at: one of PHASES."""
+        """Publish this rank's phase: one of PHASES."""
         self._own.phase = _NUMBERS[phase]
 
     def phase_of(self, rank: int) -> str:
-        """What another rank is at, as far as it has told."""
+        """The phase that another rank has published."""
         return PHASES[self._lines[rank].phase]
 
     def awaited_by(self, rank: int) -> int | None:
@@ -163,22 +163,22 @@ class StatusBoard:
         return self._is_there is not None
 
     def is_awaited(self, rank: int) -> bool:
-        """Whether this rank waits, and ``rank`` is not yet where it is needed."""
+        """Whether this rank waits for ``rank``."""
         return self._is_there is not None and not self._is_there(self._lines[rank])
 
     @property
     def is_halted(self) -> bool:
         """Whether to stop here. Between two barriers every rank gets the same answer.
 
-        Rank 0 stops all by ``wants_halt``, which it asks when it enters a barrier. It notes the
-        barrier's number before it shows that it is there. So whoever is past that barrier knows,
-        and whoever is slow, and still between it and the one before, does not stop yet.
+        Rank 0 calls ``wants_halt`` when it enters a barrier, and publishes the barrier's number
+        before it enters. So every rank that has passed that barrier sees it, and a slower one,
+        between it and the barrier before, does not stop yet.
         """
         halt = int(self._lines[self._leading_rank].halt)
         return 0 < halt <= int(self._own.barriers)
 
     def wants_end(self) -> bool:
-        """Whether rank 0 wants all to stop, for ranks that are wherever they are."""
+        """Whether rank 0 wants all to stop, for ranks between any two barriers."""
         if not self._own.halt and self.wants_halt():
             self._own.halt = self._own.barriers + 1
         return bool(self._lines[self._leading_rank].halt)
@@ -201,7 +201,7 @@ class StatusBoard:
             self._wait(rank, lambda line: line.barriers >= entered)
 
     def tell(self, numbers: Sequence[float] | torch.Tensor) -> list[list[float]]:
-        """Every rank's numbers, by rank; all tell as many.
+        """Gather every rank's numbers, by rank; all have as many.
 
         Another barrier must come before the next time.
         """
@@ -210,9 +210,9 @@ class StatusBoard:
         return self._told(len(numbers))
 
     def _note(self, numbers: Sequence[float] | torch.Tensor) -> None:
-        """Write them into this rank's line; a tensor's go there without coming to Python."""
+        """Write them into this rank's line; a tensor is copied without Python numbers."""
         if isinstance(numbers, torch.Tensor):
-            self._told_here[: len(numbers)] = numbers
+            self._own_numbers[: len(numbers)] = numbers
         else:
             self._own.told[: len(numbers)] = numbers
 
@@ -221,22 +221,25 @@ class StatusBoard:
 
     def announce(self, has_message: bool) -> bool:
         """Rank 0 tells all others whether a message follows; they call ``announced`` as often."""
-        self._num_news += 1
-        self._own.news[self._num_news % _NUM_NEWS] = 2 * self._num_news + has_message
+        self._num_announced += 1
+        self._own.news[self._num_announced % _NUM_ANNOUNCEMENTS] = (
+            2 * self._num_announced + has_message
+        )
         self.ring()
         return has_message
 
     def announced(self) -> bool:
         """Wait for rank 0's next announcement: whether a message follows."""
-        self._num_news += 1
-        number, place, leader = self._num_news, self._num_news % _NUM_NEWS, self._leading_rank
+        self._num_announced += 1
+        number, leader = self._num_announced, self._leading_rank
+        place = number % _NUM_ANNOUNCEMENTS
         self._wait(leader, lambda line: line.news[place] >= 2 * number)
         news = int(self._lines[leader].news[place])
         assert news >> 1 == number, "rank 0 is too far ahead"
         return bool(news & 1)
 
     def post(self, tag: int) -> None:
-        """Tell that what goes with ``tag`` is written; tags only grow."""
+        """Publish that the data of ``tag`` are written; tags only grow."""
         self._own.tag = tag
         self.ring()
 
@@ -246,25 +249,25 @@ class StatusBoard:
         return int(self._lines[rank].tag)
 
     def wait_until(self, rank: int, is_there: Callable[[], bool]) -> None:
-        """Wait for something that ``rank`` will write, and ring for."""
+        """Wait until ``rank`` writes something and rings."""
         self._wait(rank, lambda line: is_there())
 
     def ring(self) -> None:
-        """Wake whoever waits for this rank, to look again."""
+        """Wake the ranks that wait for this one."""
         self.wake(self.rank)
 
     def wake(self, rank: int) -> None:
-        """Have a rank look again that waits for something at a bell of its own."""
+        """Wake the ranks that sleep on a rank's bell."""
         bell = self._bells[rank]
         bell.value += 1
         futex.wake_all(bell)
 
     def look_around(self, waited_seconds: float) -> None:
-        """Raise if waiting on is in vain, for who waits elsewhere than at the board."""
+        """Raise if it is useless to wait longer, for waits outside of the board."""
         self._look_around(waited_seconds)
 
     def glance(self) -> None:
-        """Look around if that was long ago: between steps in which this rank waits for nobody."""
+        """Check the other ranks if that was long ago, between steps without barriers."""
         now = time.monotonic()
         if now - self._last_glance > _GLANCE_SECONDS:
             self._last_glance = now
@@ -293,14 +296,14 @@ class StatusBoard:
             if self._is_there(line):
                 return
             now = time.monotonic()
-            waited, last = waited + min(now - last, _LONGEST_NAP_SECONDS), now
+            waited, last = waited + min(now - last, _MAX_COUNTED_SECONDS), now
             if waited >= _LOOK_AROUND_SECONDS:
                 self._look_around(waited)
             futex.wait_while_equal(bell, heard, _LOOK_AROUND_SECONDS)
 
 
 def look_around_of(board: StatusBoard | None) -> Callable[[float], None]:
-    """What to call while waiting elsewhere than at the board; a rank alone looks nowhere."""
+    """The check to call during waits outside of the board; none for a rank alone."""
     return _ignore if board is None else board.look_around
 
 

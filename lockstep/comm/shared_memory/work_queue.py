@@ -1,18 +1,18 @@
-"""What workers and parameter servers know of each other's work: a table in shared memory.
+"""The work of workers and parameter servers: a table in shared memory.
 
-Workers take parts of batches, in the order of the batches, whoever is free. A batch is *open* from
-when its first part is taken until all servers have it in the weights. What a worker has computed of
-a part, its *push*, lies in its row of the gradients until all servers have taken it.
+A free worker takes the next part of a batch, in the order of the batches. A batch is *open* from
+when its first part is taken until all servers have applied it. A worker's gradients of a part, its
+*push*, lie in its row of the gradients until all servers have taken them.
 
-Only taking a part changes what several write: that is done under a lock, which the kernel releases
-when its holder dies; threads of one process, who are the same to the kernel, have another. All else
-has one writer, and is written in one store after what goes with it.
+Only taking a part changes words that several ranks write. It holds a lock, which the kernel
+releases when the holder dies; threads of one process, which share that lock, have another. All
+other words have one writer, and are written in one store after the data that go with them.
 
-So when a process has died, and all others were ended, the table still says which batches are in
-whose weights (``stand``). Others go on from there: of what is not in all weights, parts are taken
-anew. For that the first worker holds the servers first, so that only one that has died can have
-left an update half made: its version is odd. An update is *done* when its batch is noted as applied
-and the server's second copy, if it has one, is as new.
+So when a process has died and all others were ended, the table still says which servers have
+applied which batches (``progress``). New processes resume from it: parts of batches that some
+server lacks are taken again. For that the first worker first holds the servers, so that only a dead
+server can have left an update half made: its version is odd. An update is *done* when its batch is
+noted as applied and the server's second copy, if it has one, is as new.
 """
 
 import fcntl
@@ -54,7 +54,7 @@ class WorkItem:
 
 @dataclass(frozen=True)
 class Push:
-    """What a worker has come to.
+    """A worker's result of a part.
 
     Attributes:
         part: of which batch.
@@ -72,7 +72,7 @@ class Push:
 
 @dataclass(frozen=True, kw_only=True)
 class QueueProgress:
-    """How far an epoch is, for others to go on from.
+    """The progress of an epoch, from which other processes can resume it.
 
     Attributes:
         begun: how many batches were ever opened.
@@ -179,7 +179,7 @@ class WorkQueue:
         return None
 
     def may_take(self, step: int) -> bool:
-        """Whether to look again: somebody has opened the batch, or it may be opened."""
+        """Whether ``take`` may succeed: the batch is opened, or may be."""
         opened = self._open_steps()
         return self._begun[0] > step or self._may_open(step, min(opened, default=step), len(opened))
 
@@ -198,26 +198,26 @@ class WorkQueue:
         self._begun[0] = step + 1
         return entry
 
-    def begin(self, step: int, stand: QueueProgress | None) -> None:
-        """The next batch is going to have this number: one rank says so before all go on.
+    def begin(self, step: int, progress: QueueProgress | None) -> None:
+        """Set the number of the next batch, on one rank before all continue.
 
         Args:
             step: its number.
-            stand: where others were, to go on from.
+            progress: of earlier processes, to resume from.
         """
         self._begun[0] = step
         self._leads[:] = 0
         self._losses[:] = 0.0
-        if stand is not None:
-            self._leads[0] = stand.lead
-            self._losses[0] = stand.losses
-            for number, (num_parts, applied) in stand.opened.items():
+        if progress is not None:
+            self._leads[0] = progress.lead
+            self._losses[0] = progress.losses
+            for number, (num_parts, applied) in progress.opened.items():
                 entry = self._open(number, num_parts, self._open_steps().values())
                 self._applied[entry] = applied
-            self._begun[0] = stand.begun
+            self._begun[0] = progress.begun
 
     def has_free(self, step: int) -> bool:
-        """Whether nobody has taken some part of a batch that is open, up to this one."""
+        """Whether some part of an open batch, up to this one, is not taken."""
         return any(
             (self._takers[entry, : self._num_parts[entry]] == 0).any()
             for number, entry in self._open_steps().items()
@@ -225,14 +225,14 @@ class WorkQueue:
         )
 
     def halt(self) -> None:
-        """Have all come to an end; what was begun of a batch is still to be done."""
+        """Have all ranks stop, after the batches that are begun."""
         if not self.is_halted:
             self._halted[0] = 1
             self._wake(range(self._board.num_ranks))
 
     @property
     def is_halted(self) -> bool:
-        """Whether all are to come to an end."""
+        """Whether all ranks are to stop."""
         return bool(self._halted[0])
 
     def is_opened(self, step: int) -> bool:
@@ -248,7 +248,7 @@ class WorkQueue:
         return not self._open_steps()
 
     def push(self, push: Push) -> None:
-        """Have the servers take what lies in this worker's row; the last push was taken."""
+        """Have the servers take the gradients in this worker's row; the last push was taken."""
         own = self._pushes[self._board.rank]
         self._weighed[self._board.rank] = push.weight, *push.losses
         own[1:] = push.part.step, push.part.number, push.num_parts
@@ -261,7 +261,7 @@ class WorkQueue:
         return bool((self._taken[:, rank] >= self._pushes[rank, 0]).all())
 
     def settle(self, times: int) -> None:
-        """This worker has done all that there is to do, so often."""
+        """This worker has finished its work for the ``times``-th time."""
         self._settled[self._board.rank] = times
         self._wake(range(self._board.num_ranks))
 
@@ -286,7 +286,7 @@ class WorkQueue:
     # --- the first worker, when a process has died -----------------------------------------------
 
     def hold_servers(self) -> bool:
-        """Keep servers from beginning an update; whether none is making one any more."""
+        """Keep servers from beginning an update; True if none is under way any more."""
         until = time.monotonic() + _HOLD_SECONDS
         return all(
             self._is_locked_until(until, _UPDATES + number) for number in range(len(self._servers))
@@ -300,11 +300,11 @@ class WorkQueue:
         return True
 
     def torn_servers(self) -> list[int]:
-        """Servers that have left an update half made; when all other processes have ended."""
+        """Servers that died within an update. Call it when all other processes have ended."""
         return [number for number in range(len(self._servers)) if self._versions[number] % 2]
 
-    def stand(self) -> QueueProgress:
-        """What the table says; when all other processes have ended, and no weights are torn."""
+    def progress(self) -> QueueProgress:
+        """The progress, when all other processes have ended and no update is half made."""
         for server in np.flatnonzero((self._versions != self._done) & (self._versions % 2 == 0)):
             self._applied[self._steps == self._updates[server], server] = 1
         opened = {
@@ -333,7 +333,7 @@ class WorkQueue:
         return None
 
     def note_taken(self, worker: int) -> None:
-        """This server has what the worker has pushed."""
+        """This server has taken the worker's push."""
         self._taken[self._server, worker] = self._pushes[worker, 0]
         self._board.wake(worker)
 
@@ -346,14 +346,14 @@ class WorkQueue:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within the block, which the first worker may keep from beginning, is one update."""
+        """Within the block is one update; the first worker may keep it from beginning."""
         with self._locked(_UPDATES + self._server):
             yield
             self._done[self._server] = self._versions[self._server]
 
     @contextmanager
     def updating(self, step: int, losses: Sequence[float]) -> Iterator[None]:
-        """Within the block this server has a batch come to its weights.
+        """Within the block this server applies a batch to its weights.
 
         Args:
             step: the batch's number.
@@ -376,7 +376,7 @@ class WorkQueue:
         return self.is_opened(step) and not is_open
 
     def are_settled(self, times: int) -> bool:
-        """Whether all workers have done all, so often, and it is in the weights."""
+        """Whether all workers have settled so often, and all batches are applied."""
         return bool((self._settled >= times).all()) and self.is_over()
 
     @property
@@ -396,12 +396,12 @@ class WorkQueue:
                 self._board.wake(rank)
 
     def wait(self, is_there: Callable[[], bool]) -> None:
-        """Wait for something that another rank will write, and wake this one for."""
+        """Wait until another rank writes something and wakes this one."""
         self._board.wait_until(self._board.rank, is_there)
 
     @contextmanager
     def _locked(self, byte: int) -> Iterator[None]:
-        """One rank at a time; what holds the lock and is stopped is waited for."""
+        """Hold a lock; waits also for a holder that is stopped."""
         waited = 0.0
         while not self._lock(byte):
             time.sleep(_NAP_SECONDS)

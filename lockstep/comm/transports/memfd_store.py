@@ -1,12 +1,12 @@
-"""Where the ranks of a process group find each other: a file without a name, on one host.
+"""A store for the rendezvous of process groups: a file without a name, on one host.
 
-torch.distributed asks for a store of keys and values in which each rank leaves its address. Its own
+torch.distributed needs a store of keys and values in which each rank leaves its address. Its own
 stores listen on all interfaces (TCPStore), or need a file with a name that must be removed
-(FileStore). This one lies in a file that exists only as a descriptor of the script's process:
-others open it through ``/proc``, which the kernel allows to processes of the same user only.
+(FileStore). This one is a file that exists only as a descriptor of the script's process:
+others open it through ``/proc``, which the kernel allows only to processes of the same user.
 
-Every host has such a file. Their leaders tell each other what their ranks have left there, over
-the control group, which is authenticated.
+Every host has such a file. The hosts' leaders exchange the entries over the control group, which is
+authenticated.
 """
 
 import fcntl
@@ -32,7 +32,7 @@ _MOST_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Where the ranks of a process group find each other, as all of them are told.
+    """The address of the store of a process group, sent to all of its ranks.
 
     Attributes:
         path: under which processes of this host open the file, as long as it is there.
@@ -61,13 +61,13 @@ class MeetingPoint:
 
     @property
     def meeting(self) -> Meeting:
-        """What ranks are told."""
+        """The address, to send to the ranks."""
         path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         return Meeting(path=path, **self._options)
 
 
 class SharedStore(_Store):  # type: ignore[misc]
-    """One process's end: keys and values that all see who have opened the file.
+    """One process's view: keys and values that all processes with the open file see.
 
     Args:
         path: of the meeting point.
@@ -99,7 +99,7 @@ class SharedStore(_Store):  # type: ignore[misc]
             return entries[key]
 
     def add(self, key: str, amount: int) -> int:
-        """Count under a key; returns how far."""
+        """Add to a key's number; returns the sum."""
         with self._locked() as entries:
             count = int(entries.get(key, b"0")) + amount
             self._write({**entries, key: b"%d" % count})

@@ -1,14 +1,14 @@
-"""Groups of torch.distributed: what moves tensors between ranks that share no memory.
+"""Groups of torch.distributed for ranks that share no memory.
 
-The groups are Lockstep's own; the user's default group stays free. Their ranks find each other
-where nobody else can look (``comm.transports.memfd_store``). What the backend opens after that is
-as open as in any job of torch.distributed: gloo listens on this host's loopback address, or with
-several hosts on the one where the control group meets it, and does not ask who connects.
+The groups are Lockstep's own; the user's default group stays free. Ranks rendezvous in a store that
+only the user's processes can read (``comm.transports.memfd_store``). The backend's own connections
+are as open as in any job of torch.distributed: gloo listens on this host's loopback address, or
+with several hosts on the address of the control group, and does not authenticate its peers.
 
-All groups of a Plan are made before the first of them is used, by all ranks in one order. So no
-rank waits in one group for a rank that waits in another.
+All ranks make all groups of a Plan in one order before they use the first, so that no rank waits in
+one group for a rank that waits in another.
 
-Only data are moved: sums are the engine's own, in its fixed order, so that the bits do not depend
+The groups only move data. Sums are the engine's, in its fixed order, so that the bits do not depend
 on the backend or on the number of ranks.
 """
 
@@ -34,18 +34,18 @@ from lockstep.comm.transports.memfd_store import Meeting, SharedStore
 from lockstep.errors import LockstepError, WorkerError
 
 _LOOK_AROUND = timedelta(milliseconds=20)
-_SECONDS_TO_THE_CAUSE = 3.0
-_LONGEST_NAP_SECONDS = 5 * _LOOK_AROUND.total_seconds()
+_CAUSE_WAIT_SECONDS = 3.0
+_MAX_COUNTED_SECONDS = 5 * _LOOK_AROUND.total_seconds()
 
-# Its types do not say what it exports.
+# torch's types do not declare its exports.
 _dist: Any = distributed
 
-# A collective ends when all have made it, or when ``look_around`` raises, and never by itself.
+# A collective ends when all ranks have made it or ``look_around`` raises; it has no timeout.
 _NEVER = timedelta(days=365)
 
 CPU = torch.device("cpu")
 
-# The key under which ranks count that have made their groups.
+# The key of the number of ranks that have made their groups.
 _DONE = "done"
 _BETWEEN_EXCHANGES_SECONDS = 0.002
 
@@ -62,11 +62,11 @@ class ProcessGroups:
             left out.
         rank: this rank.
         backend: see ``plan.engines.BACKENDS``.
-        device: this rank's, where what is to be moved lies.
-        meeting: where ranks find each other.
+        device: this rank's, where the tensors lie.
+        meeting: the ranks' store.
         look_around: called every 20 ms of waiting with the seconds waited so far; it raises if
-            waiting on is in vain.
-        abroad: names of the hosts of all ranks on other hosts, for messages.
+            it is useless to wait longer.
+        remote_hosts: the host's name of each rank on another host, for messages.
         crossing: to the other hosts' leaders; None unless this rank leads one of several hosts.
 
     Attributes:
@@ -82,10 +82,10 @@ class ProcessGroups:
         device: torch.device = CPU,
         meeting: Meeting,
         look_around: Callable[[float], None],
-        abroad: Mapping[int, str] | None = None,
+        remote_hosts: Mapping[int, str] | None = None,
         crossing: Crossing | None = None,
     ) -> None:
-        self._abroad = abroad or {}
+        self._remote_hosts = remote_hosts or {}
         self._crossing = crossing
         self._members = {name: ranks for name, ranks in members.items() if rank in ranks}
         self._rank = rank
@@ -107,31 +107,31 @@ class ProcessGroups:
         return CPU if self._backend.by_host else self.own_device
 
     @property
-    def stages(self) -> bool:
-        """Whether what lies on the device is brought to host memory, and from there."""
+    def is_staged(self) -> bool:
+        """Whether tensors go through host memory."""
         return self.device != self.own_device
 
     def buffer(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Memory for what is sent or received, on this rank's device or for it on the host."""
+        """A buffer to send or receive, on this rank's device or pinned in host memory."""
         if device == self.own_device:
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return pinned(num_bytes, self.own_device)
 
     def open(self) -> None:
-        """Make all groups, if that has not been done: all ranks call it before any other thing."""
+        """Make all groups unless they exist. All ranks call it before anything else."""
         if not self._is_open:
-            self._groups = self._made_patiently()
+            self._groups = self._make_groups_waiting()
             self._is_open = True
             if not self._backend.by_host:
                 groups = list(self._groups.values())
                 self._end_groups = weakref.finalize(self, _abort, groups, self._store)
 
     def abandon(self) -> None:
-        """After a failure. To destroy a group would wait for hosts that are cut off: it is kept.
+        """Keep groups after a failure, because destroying one waits for hosts that are cut off.
 
-        Where collectives run on a device, they would run there for ever: they are aborted.
+        Collectives on a device are aborted: they would run for ever.
         """
-        for group in self._groups.values() if self._abroad else ():
+        for group in self._groups.values() if self._remote_hosts else ():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         if self._end_groups is not None:
             self._end_groups()
@@ -139,7 +139,7 @@ class ProcessGroups:
     # --- waiting ---------------------------------------------------------------------------------
 
     def wait(self, work: Any) -> None:
-        """Wait for a collective, for as long as ranks that have not come to it may still come.
+        """Wait for a collective until all ranks have made it.
 
         Raises:
             WorkerError: another rank is gone.
@@ -150,11 +150,10 @@ class ProcessGroups:
             self._finish_on_device(work)
 
     def finish(self, work: Any) -> None:
-        """Wait for a message that the other end has begun to send or receive.
+        """Wait for a message that the other rank has begun to send or receive.
 
-        gloo cannot wait for one for a while and then go on: a wait that is given up closes the
-        connection. So nobody looks around meanwhile, and the other end must be at it already, or
-        very soon.
+        gloo closes the connection when a wait times out, so this wait cannot be interrupted to
+        check other ranks. The other rank must have begun, or begin very soon.
 
         Raises:
             WorkerError: the other rank is gone, or hangs.
@@ -162,45 +161,47 @@ class ProcessGroups:
         if not self._backend.by_host:
             self._finish_on_device(work)
             return
-        with self.naming_the_lost():
+        with self.naming_lost_rank():
             work.wait(timedelta(seconds=self._meeting.timeout_seconds))
 
     def _finish_on_device(self, work: Any) -> None:
         """The device's stream waits for a collective, and this process for the stream.
 
-        It looks around meanwhile. Whatever waits for the stream otherwise would wait for ever where
-        another rank has not come.
+        It checks other ranks meanwhile: a plain wait for the stream would not end if another rank
+        never makes the collective.
         """
 
         def look_around(waited: float) -> None:
-            self._check_patience(waited)
+            self._check_timeout(waited)
             self._look_around(waited)
 
-        with self.naming_the_lost():
+        with self.naming_lost_rank():
             work.wait()
             await_device(self.own_device, look_around)
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
         waited, last = 0.0, monotonic()
-        while not self._has_ended(is_done):
+        while not self._is_complete(is_done):
             now = monotonic()
-            waited, last = waited + min(now - last, _LONGEST_NAP_SECONDS), now
-            self._check_patience(waited)
+            waited, last = waited + min(now - last, _MAX_COUNTED_SECONDS), now
+            self._check_timeout(waited)
             self._look_around(waited)
 
-    def _check_patience(self, waited_seconds: float) -> None:
-        """Only ranks of this host are looked at: who waits for others gives up by itself."""
+    def _check_timeout(self, waited_seconds: float) -> None:
+        """``look_around`` checks ranks of this host only; others are bound by the timeout."""
         timeout = self._meeting.timeout_seconds
-        if self._abroad and waited_seconds > timeout:
-            raise late([" or ".join(dict.fromkeys(self._abroad.values()))], waited_seconds, timeout)
+        if self._remote_hosts and waited_seconds > timeout:
+            raise late(
+                [" or ".join(dict.fromkeys(self._remote_hosts.values()))], waited_seconds, timeout
+            )
 
-    def _has_ended(self, is_done: Callable[[], bool]) -> bool:
-        with self.naming_the_lost():
+    def _is_complete(self, is_done: Callable[[], bool]) -> bool:
+        with self.naming_lost_rank():
             return is_done()
 
     @contextmanager
-    def naming_the_lost(self) -> Iterator[None]:
-        """An error of the backend's says that a connection has ended: within the block, whose.
+    def naming_lost_rank(self) -> Iterator[None]:
+        """Within the block an error of the backend becomes one that names the lost rank or host.
 
         Raises:
             WorkerError: the other rank is gone, or hangs.
@@ -211,14 +212,14 @@ class ProcessGroups:
         except LockstepError:
             raise
         except RuntimeError as error:
-            raise self._lost(error, monotonic() - begun) from error
+            raise self._lost_rank(error, monotonic() - begun) from error
 
-    def _lost(self, error: RuntimeError, waited_seconds: float) -> WorkerError:
-        """``look_around`` raises if a rank has died or hangs, but perhaps cannot know it yet."""
-        until = monotonic() + _SECONDS_TO_THE_CAUSE
+    def _lost_rank(self, error: RuntimeError, waited_seconds: float) -> WorkerError:
+        """Wait for ``look_around`` to raise the cause; else return an error without it."""
+        until = monotonic() + _CAUSE_WAIT_SECONDS
         while monotonic() < until:
             self._look_around(waited_seconds)
-            self._check_patience(waited_seconds)
+            self._check_timeout(waited_seconds)
             sleep(_LOOK_AROUND.total_seconds())
         return WorkerError(
             f"Rank {self._rank} cannot reach the others through torch.distributed.",
@@ -228,10 +229,10 @@ class ProcessGroups:
 
     # --- making ----------------------------------------------------------------------------------
 
-    def _made_patiently(self) -> dict[str, Any]:
-        """The groups. Making one waits for all of its ranks, in vain if one has died."""
-        made: list[Any] = []
-        thread = threading.Thread(target=lambda: made.append(self._outcome()), daemon=True)
+    def _make_groups_waiting(self) -> dict[str, Any]:
+        """Make the groups in a thread, which waits for all ranks; meanwhile check them."""
+        outcomes: list[Any] = []
+        thread = threading.Thread(target=lambda: outcomes.append(self._outcome()), daemon=True)
         thread.start()
         addresses = None
         if self._crossing is not None:
@@ -245,13 +246,13 @@ class ProcessGroups:
 
         self._wait(is_done)
         thread.join()
-        if isinstance(made[0], Exception):
-            raise made[0]
-        return dict(made[0])
+        if isinstance(outcomes[0], Exception):
+            raise outcomes[0]
+        return dict(outcomes[0])
 
     def _outcome(self) -> dict[str, Any] | Exception:
         try:
-            use(self.own_device)  # which each thread chooses for itself
+            use(self.own_device)  # the current device is per thread
             store = self._store = SharedStore(self._meeting.path)
             make = self._backend.maker(self._meeting.address, self.own_device)
             groups = {
@@ -265,17 +266,17 @@ class ProcessGroups:
 
 
 def _abort(groups: Sequence[Any], store: SharedStore | None) -> None:
-    """End groups whose collectives run on a device; their store must be there meanwhile.
+    """End groups whose collectives run on a device; their store must exist until then.
 
-    A backend that is not told to warns that nobody has. To abort waits for no other rank, which may
-    have ended or be about to; what ranks had to tell each other, they have before their barrier.
+    The backend warns if its groups are not ended. An abort waits for no other rank, which may have
+    ended; all messages were exchanged before the last barrier.
     """
     for group in groups:
         group.abort()
 
 
 class _Addresses:
-    """What the ranks of a host have left in its store, on its way to the other hosts."""
+    """Copies the entries of a host's store to the stores of the other hosts."""
 
     def __init__(self, store: SharedStore, num_ranks: int) -> None:
         self._store = store
@@ -283,16 +284,18 @@ class _Addresses:
         self._known: set[str] = {_DONE}
 
     def are_done(self, crossing: Crossing) -> bool:
-        """Tell the other hosts what is new, and hear of them; whether all ranks are done."""
+        """Exchange new entries with the other hosts; True if all ranks are done."""
         entries = self._store.entries()
         new = {key: value for key, value in entries.items() if key not in self._known}
         is_done = int(entries.get(_DONE, b"0")) == self._num_ranks
-        told = [decode(each) for each in crossing.exchange(encode((new, is_done)))]
-        others = {key: value for one, _ in told for key, value in one.items() if key not in entries}
+        messages = [decode(each) for each in crossing.exchange(encode((new, is_done)))]
+        others = {
+            key: value for one, _ in messages for key, value in one.items() if key not in entries
+        }
         self._store.update(others)
         self._known |= new.keys() | others.keys()
         sleep(_BETWEEN_EXCHANGES_SECONDS)
-        return all(done for _, done in told)
+        return all(done for _, done in messages)
 
 
 def _gloo(address: str, device: torch.device) -> _MakeGroup:
@@ -309,9 +312,9 @@ def _gloo(address: str, device: torch.device) -> _MakeGroup:
     return make
 
 
-# Its own watchdogs end the process in which a collective fails: here the cause is looked for, and
-# named. What they go by, they read when a group is made.
-_NCCL_LEAVES_FAILURES_TO_US = {
+# NCCL's watchdogs would end the process in which a collective fails; Lockstep names the cause
+# instead. NCCL reads these variables when a group is made.
+_NCCL_WITHOUT_WATCHDOGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -321,12 +324,12 @@ _NCCL_LEAVES_FAILURES_TO_US = {
 
 
 def _nccl(address: str, device: torch.device) -> _MakeGroup:
-    """Groups whose collectives run on the device; connected at once, not at the first of them."""
+    """Groups whose collectives run on the device; connected at once, not at the first use."""
 
     def make(store: Any, rank: int, size: int) -> Any:
         options = _dist.ProcessGroupNCCL.Options()
         options._timeout = _NEVER
-        with _environment(_NCCL_LEAVES_FAILURES_TO_US):
+        with _environment(_NCCL_WITHOUT_WATCHDOGS):
             group = _dist.ProcessGroupNCCL(store, rank, size, options)
             group.eager_connect_single_device(device)
         return group
@@ -335,7 +338,7 @@ def _nccl(address: str, device: torch.device) -> _MakeGroup:
 
 
 def _xccl(address: str, device: torch.device) -> _MakeGroup:
-    """The same on Intel's devices."""
+    """As ``_nccl``, for Intel's devices."""
 
     def make(store: Any, rank: int, size: int) -> Any:
         options = _dist.distributed_c10d.ProcessGroupXCCL.Options()
@@ -349,7 +352,7 @@ def _xccl(address: str, device: torch.device) -> _MakeGroup:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Within the block these variables are set, but for those that the user has set."""
+    """Within the block these variables are set, unless the user has set them."""
     added = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -361,11 +364,11 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Backend:
-    """What there is to know of a backend of torch.distributed.
+    """A backend of torch.distributed.
 
     Attributes:
-        maker: of its groups, by an address of this host and a device.
-        by_host: it moves what lies in host memory.
+        maker: makes a function that makes groups, from this host's address and the device.
+        by_host: it moves tensors in host memory.
     """
 
     maker: Callable[[str, torch.device], _MakeGroup]

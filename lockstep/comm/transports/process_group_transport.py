@@ -9,7 +9,7 @@ from torch import distributed
 from lockstep.comm.transport import Buffers, Transport
 from lockstep.comm.transports.process_group import ProcessGroups
 
-# Its types do not say what it exports.
+# torch's types do not declare its exports.
 _dist: Any = distributed
 
 # An operation under way, and the memory that it works on.
@@ -45,7 +45,7 @@ class ProcessGroupTransport(Transport):
         if any(going):
             torch.cat([part for parts in going for part in parts], out=out)
         sizes = [_size(parts) for parts in coming], [*map(_size, going)]
-        if self._groups.stages:
+        if self._groups.is_staged:
             staged = self._buffer("in", coming, self._groups.device)
             sent = self._buffer("out", going, self._groups.device).copy_(out)
             self._all_to_all(staged, sizes[0], sent, sizes[1])
@@ -75,26 +75,26 @@ class ProcessGroupTransport(Transport):
         out_sizes: Sequence[int],
     ) -> None:
         options = _dist.distributed_c10d.AllToAllOptions()
-        with self._groups.naming_the_lost():
+        with self._groups.naming_lost_rank():
             work = self._group.alltoall_base(into, out, list(into_sizes), list(out_sizes), options)
         self._groups.wait(work)
 
     # --- one by one ------------------------------------------------------------------------------
 
     def send(self, peer: int, tensors: Sequence[torch.Tensor], tag: int) -> list[Message]:
-        """Begin to send dense tensors, which must stay as they are until that is finished."""
+        """Begin to send dense tensors, which must not change until the messages are finished."""
         place = self._ranks.index(peer)
-        with self._groups.naming_the_lost():
+        with self._groups.naming_lost_rank():
             return [(self._group.send([one], place, tag), one) for one in _bytes_of(tensors)]
 
     def receive(self, peer: int, tensors: Sequence[torch.Tensor], tag: int) -> list[Message]:
         """Begin to fill dense tensors."""
         place = self._ranks.index(peer)
-        with self._groups.naming_the_lost():
+        with self._groups.naming_lost_rank():
             return [(self._group.recv([one], place, tag), one) for one in _bytes_of(tensors)]
 
     def finish(self, messages: Iterable[Message]) -> None:
-        """Wait until they have gone or come.
+        """Wait until they are sent or received.
 
         Raises:
             WorkerError: another rank is gone, or hangs.

@@ -1,7 +1,7 @@
 """A rank's channels to ranks of other hosts; tensors go over them as they lie in memory.
 
-What goes over a channel has no headers: both ends know from the step what comes, how much, and in
-which order. Both directions move at once, or two ranks that send to each other would wait for ever.
+Messages have no headers: both ends know the tensors, their sizes and their order from the step.
+Both directions move at once; otherwise two ranks that send to each other would deadlock.
 """
 
 import select
@@ -15,7 +15,7 @@ from lockstep.channel.sealed_channel import Channel, late, lost
 from lockstep.comm.transport import Buffers, Transport
 
 _LOOK_AROUND_SECONDS = 0.02
-_LONGEST_NAP_SECONDS = 5 * _LOOK_AROUND_SECONDS
+_MAX_COUNTED_SECONDS = 5 * _LOOK_AROUND_SECONDS
 
 
 class TensorChannels(Transport):
@@ -25,7 +25,7 @@ class TensorChannels(Transport):
         channels: by the rank at the other end.
         names: of the hosts of these ranks, for messages.
         look_around: called every 20 ms of waiting with the seconds waited so far; it raises if
-            waiting on is in vain.
+            it is useless to wait longer.
         timeout_seconds: longest wait in which nothing moves.
     """
 
@@ -47,7 +47,7 @@ class TensorChannels(Transport):
             self._channels[peer].put(*_views(tensors))
         poller = select.poll()
         peers = {self._channels[peer].fileno(): peer for peer in {*sends, *receives}}
-        # Before the first wait, too: something may have come with what was received last.
+        # Also before the first wait: bytes may have come with the last ones.
         for descriptor, peer in list(peers.items()):
             if events := self._move(peer, coming):
                 poller.register(descriptor, events)
@@ -63,9 +63,9 @@ class TensorChannels(Transport):
                     poller.unregister(descriptor)
                     del peers[descriptor]
             now = monotonic()
-            # Where bytes move nobody waits.
+            # Time counts as waiting only while no bytes move.
             waited, last = (
-                0.0 if ready else waited + min(now - last, _LONGEST_NAP_SECONDS),
+                0.0 if ready else waited + min(now - last, _MAX_COUNTED_SECONDS),
                 now,
             )
             if waited > self._timeout:
@@ -80,7 +80,7 @@ class TensorChannels(Transport):
             self._channels.popitem()[1].close()
 
     def _move(self, peer: int, coming: Mapping[int, deque[memoryview]]) -> int:
-        """Send and receive over a channel what can be now; returns what to poll for."""
+        """Send and receive without blocking; returns the events to poll for."""
         channel, views = self._channels[peer], coming.get(peer)
         try:
             has_received = not views or _receive(channel, views)
@@ -91,7 +91,7 @@ class TensorChannels(Transport):
 
 
 def _views(tensors: Iterable[torch.Tensor]) -> deque[memoryview]:
-    """What has bytes to move."""
+    """The tensors' bytes, without empty ones."""
     return deque(view for view in map(bytes_of, tensors) if len(view))
 
 

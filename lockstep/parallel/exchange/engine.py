@@ -167,7 +167,7 @@ class Endpoint:
             device=self.device,
             meeting=self.meeting,
             look_around=self.look_around,
-            abroad={other: name for other, name in names.items() if other not in here},
+            remote_hosts={other: name for other, name in names.items() if other not in here},
             crossing=None if self.neighbours is None else self.neighbours.crossing,
         )
 

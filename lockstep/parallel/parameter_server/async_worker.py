@@ -359,7 +359,7 @@ class AsyncWorker(Worker):
             return None if shortest else self._resume_point
         for server in torn:
             self._copies[server].restore()
-        table = self._queue.stand()
+        table = self._queue.progress()
         return ServerProgress(
             table=table,
             slots=self._notes.read(self._queue.slot),
