@@ -1,8 +1,8 @@
 """From a Plan to this rank's Worker.
 
-What ranks share is laid out first, the same for all: an ``ExchangeSpec``. From it, and the memory
-made after it, each rank builds its own end. A Plan without stages is one with a single stage that
-every rank holds, so that all parameters are in one group.
+All ranks compute the same layout of their shared memory first: an ``ExchangeSpec``. From it and the
+memory each rank builds its own end. A Plan without stages counts as a single stage that every rank
+holds, so all parameters are in one group.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,12 +35,12 @@ from lockstep.plan.spec import Plan
 def build_worker(
     work: Workload, endpoint: Endpoint, make: Callable[..., Worker] = Worker
 ) -> Worker:
-    """Put a rank's parts together.
+    """The Worker of a rank.
 
     Args:
-        work: what all ranks work on.
-        endpoint: what this one meets the others with.
-        make: the class, with what it has of its own.
+        work: common to all ranks.
+        endpoint: this rank's connections to the others.
+        make: the class, with its own arguments bound.
     """
     plan, spec, rank = work.plan, endpoint.spec, endpoint.rank
     mail = {} if plan.pipeline is None else mail_specs(work)
@@ -77,7 +77,7 @@ def open_passes(
     owned: Sequence[OwnedGroup],
     process: ProcessGroups | None = None,
 ) -> Passes:
-    """How a rank goes forward and backward, with the groups that it holds."""
+    """The passes of a rank, with the groups that it holds."""
     options: dict[str, Any] = {
         "rank": endpoint.rank,
         "exchange": exchange,
@@ -98,13 +98,13 @@ def _open_mail(
     mail_channels: MailChannels | None,
     process: ProcessGroups | None,
 ) -> dict[bool, StageMail]:
-    """This rank's view of the mail, by whether the model is in training."""
+    """This rank's mail, by whether the model is in training."""
     board, region = exchange.board, endpoint.region
     assert region is not None
     assert board is not None
     opened: dict[bool, StageMail] = {}
     first_box = 0
-    # Behind the mail may be what replicas have for themselves.
+    # Memory of single replicas may follow the mail.
     for (training, mail), offset in zip(specs.items(), endpoint.spec.mail_offsets, strict=False):
         options: dict[str, Any] = {
             "ranks_here": exchange.ranks_here,
@@ -187,7 +187,7 @@ def owned_groups(
 
 
 def _counted_elsewhere(plan: Plan, spec: ExchangeSpec, rank: int) -> frozenset[str]:
-    """Parameters that all domains update alike, where the first tells of them."""
+    """Parameters that all domains update, and the first domain includes in the norm."""
     return frozenset(
         tensor.name
         for group in spec.groups
@@ -198,7 +198,7 @@ def _counted_elsewhere(plan: Plan, spec: ExchangeSpec, rank: int) -> frozenset[s
 
 
 def _local_names(work: Workload, rank: int, authoritative: frozenset[str]) -> frozenset[str] | None:
-    """Parameters and buffers that are on a rank; None for all."""
+    """Names of the parameters and buffers on a rank; None for all."""
     if work.plan.pipeline is None:
         return None
     parameters = {name for group in work.groups if rank in group.ranks for name in group.names}
@@ -213,16 +213,16 @@ def _local_names(work: Workload, rank: int, authoritative: frozenset[str]) -> fr
 
 
 def authoritative_buffers(work: Workload, rank: int) -> frozenset[str]:
-    """Buffers whose values on this rank are those that count.
+    """Buffers whose values are taken from this rank.
 
-    Training changes a buffer in one stage, whose first replica has the values that count, even if
-    other stages read it in evaluation. What no stage uses, or no Plan divides, is rank 0's.
+    Training changes a buffer in one stage, whose first replica has its value, even if other stages
+    read it in evaluation. Buffers that no stage uses, and those without a pipeline, are rank 0's.
     """
-    rulers: dict[str, int] = {}
+    owners: dict[str, int] = {}
     pipeline = work.plan.pipeline
     stages = [] if pipeline is None else pipeline.stages
     for training in (True, False) if stages else ():
         for stage, part in zip(stages, work.partitions[training].parts, strict=True):
             for name in part.buffers:
-                rulers.setdefault(name, stage.ranks[0])
-    return frozenset(name for name, _ in work.model.named_buffers() if rulers.get(name, 0) == rank)
+                owners.setdefault(name, stage.ranks[0])
+    return frozenset(name for name, _ in work.model.named_buffers() if owners.get(name, 0) == rank)

@@ -1,9 +1,8 @@
 """Groups: which ranks have which parameters.
 
-Parameters of a group are held by the same ranks, lie in one store that only these map, and are
-updated by these. Under a data parallel Plan all are in one group. In a pipeline there is a group
-per stage, and one for each set of stages that have parameters in common: tied parameters exist
-once, and the stages that use them add up their gradients.
+The same ranks hold and update all parameters of a group, in one store that only they map. A data
+parallel Plan has one group. A pipeline has a group per stage, and one for each set of stages that
+share parameters: tied parameters exist once, and their gradients are summed over these stages.
 """
 
 from collections.abc import Sequence
@@ -48,7 +47,7 @@ def parameter_groups(
                 stages[name].add(stage)
     members: dict[tuple[int, ...], list[str]] = {}
     for name in names:
-        # What no stage uses must be somewhere: it has no gradient, and is never stepped.
+        # A parameter that no stage uses has no gradient, and is never stepped.
         using = stages[name] or {0}
         ranks = {rank for stage in using for rank in plan.pipeline.stages[stage].ranks}
         members.setdefault(tuple(sorted(ranks)), []).append(name)

@@ -1,7 +1,4 @@
-"""What the ranks of a Plan work on: the same on all of them, but for where tensors lie.
-
-Whatever divides it between ranks, lays out what they share, or makes a Worker takes it whole.
-"""
+"""The workload of a Plan: the same on all ranks, except for the memory of its tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,20 +17,20 @@ from lockstep.plan.spec import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model and what is done with it.
+    """A model, and how it is trained or evaluated.
 
     Attributes:
         plan: the Plan.
-        model: the model; its parameters lie in the store where there are helpers. Those that a rank
-            has not may be on the meta device there.
-        loss: the loss, adapted; None where only predictions are asked for.
-        updater: the optimizer; None where nothing is trained.
+        model: the model; with helpers its parameters are in the store. Parameters of other ranks
+            may be on the meta device.
+        loss: the adapted loss; None for predictions.
+        updater: the optimizer; None without training.
         groups: the parameters, by the ranks that have them.
-        partitions: of the model in stages, by whether it is in training; none without a pipeline.
+        partitions: of the model into stages, by training mode; none without a pipeline.
         rules: for gradients.
         seed: of all random streams.
-        functions: the user's own training steps, in the order of their turns, if there are any.
-        dims: where the samples are in what the model takes and returns.
+        functions: the user's train_step functions, in order.
+        dims: of the samples in the model's inputs and outputs.
     """
 
     plan: Plan

@@ -1,9 +1,9 @@
-"""The average of what replicas have come to that each step on parameters of their own.
+"""The average of replicas that take local steps.
 
-It is formed like the sum of gradients: every replica publishes a row, in shared memory, and sums
-its slice of all rows, always in the same tree. What it publishes is its change since the last
-average, times its part of all that was trained on since. So what no replica has changed stays as it
-is, bit by bit, and the bits of the rest do not depend on who came when.
+It is computed like the sum of gradients: every replica writes a row in shared memory, and sums its
+slice of all rows in a fixed tree. The row is its change since the last average, times its part of
+the loss weight since then. So values that no replica has changed keep their bits, and the bits of
+the others do not depend on timing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,12 +29,12 @@ from lockstep.plan.spec import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Averaged:
-    """What a replica has that is averaged, by name.
+    """A replica's averaged tensors, by name.
 
     Attributes:
-        parameters: those that are trained.
-        buffers: numbers; a flag is none, and the first replica's counts.
-        slots: of the optimizer, as far as it has made them, if they are averaged.
+        parameters: the trained ones.
+        buffers: numbers; flags are taken from the first replica.
+        slots: existing ones of the optimizer, if they are averaged.
     """
 
     parameters: Mapping[str, torch.Tensor]
@@ -43,7 +43,7 @@ class Averaged:
 
     @classmethod
     def of(cls, update: AveragedUpdate, model: nn.Module, updater: Updater) -> "Averaged":
-        """What there is now."""
+        """The present tensors."""
         has_slots = update.averages_optimizer
         return cls(
             parameters={name: one for name, one in model.named_parameters() if one.requires_grad},
@@ -66,7 +66,7 @@ def _slot_name(parameter: str, slot: str) -> str:
 
 
 def averaged_groups(work: Workload) -> tuple[GroupSpec, ...]:
-    """The layout of what is averaged, with a row for each rank that has it.
+    """The layout of the averaged tensors, with a row for each rank that has them.
 
     The groups are empty if nothing is trained.
     """
@@ -95,7 +95,7 @@ def _group(
 def _holders(work: Workload) -> dict[tuple[int, ...], set[str]]:
     """Names of the parameters and buffers that the same ranks have, by these ranks.
 
-    What no stage uses in training does not change.
+    Tensors that no stage uses in training do not change.
     """
     plan = work.plan
     if plan.pipeline is None:
@@ -129,19 +129,19 @@ def _averaged_group(
 
 
 class _GroupAverage:
-    """One rank's part in what the ranks of a group average.
+    """One rank's part in the average of a group.
 
     Args:
-        number: the group's.
+        number: of the group.
         group: the group.
         plan: the Plan.
         rank: this rank.
         exchange: this rank's end.
 
     Attributes:
-        specs: what is averaged.
-        tells: of the ranks of a replica that have it, in the same memory, this is the first: it
-            speaks for the replica.
+        specs: the averaged tensors.
+        writes: this is the first of the replica's ranks that have the group in the same memory,
+            and writes for the replica.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class _GroupAverage:
     ) -> None:
         self.specs: Sequence[TensorSpec] = group.gradients.tensors
         replica, count = rank // plan.ranks_per_replica, len(group.ranks)
-        self.tells = rank == min(
+        self.writes = rank == min(
             other for other in group.ranks if other // plan.ranks_per_replica == replica
         )
         self._number, self._row = number, group.ranks.index(rank)
@@ -159,16 +159,16 @@ class _GroupAverage:
         self._pieces = slices[self._row]
 
     def put(self, row: Sequence[torch.Tensor | None]) -> None:
-        """What this rank adds to the sums."""
+        """Write this rank's row."""
         self._exchange.write(self._number, self._row, row)
 
     def sum(self) -> None:
-        """Sum this rank's pieces; all have put what they have."""
+        """Sum this rank's pieces, after all ranks have written."""
         self._rows.gather(self._pieces, self._rows.reduce_scatter(self._pieces))
         self._rows.commit()
 
     def sums(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The sums by name, when all have formed theirs."""
+        """The sums by name, after all ranks have summed."""
         for number, spec in enumerate(self.specs):
             total = self._rows.summed(number)
             if total is not None:
@@ -181,7 +181,7 @@ class Averaging:
     Args:
         work: with this replica's model and updater.
         rank: this rank.
-        exchange: this rank's end, whose groups are as ``averaged_groups`` says.
+        exchange: this rank's end, with the groups of ``averaged_groups``.
         groups: these.
     """
 
@@ -206,9 +206,9 @@ class Averaging:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """The replicas are alike, and are going to train apart."""
+        """Keep the present weights, which are equal on all replicas, before local steps."""
         if not self._has_begun:
-            self._exchange.barrier()  # the others have copied the first one's weights by now
+            self._exchange.barrier()  # the others have copied the first replica's weights
         self._has_begun = True
         now = self._now()
         values = {**now.parameters, **now.buffers}
@@ -220,23 +220,23 @@ class Averaging:
 
     @torch.no_grad()
     def average(self, part: float) -> None:
-        """Have all replicas be their average; every rank calls it.
+        """Set all replicas to their average; every rank calls it.
 
         Args:
-            part: of all that was trained on since they were alike, how much this replica has.
+            part: this replica's fraction of the loss weight since the last average.
         """
         now, exchange = self._now(), self._exchange
         exchange.begin_pass()
         for each in self._averages:
-            each.put(self._row(each.specs, now, part if each.tells else 0.0))
+            each.put(self._row(each.specs, now, part if each.writes else 0.0))
         exchange.collect(0)
         for each in self._averages:
             each.sum()
         exchange.barrier()
         for each in self._averages:
             for name, total in each.sums():
-                self._take(now, name, total, writes=each.tells)
-        if self._is_divided:  # some weights are in the memory of several ranks, and one has written
+                self._take(now, name, total, writes=each.writes)
+        if self._is_divided:  # one rank has written weights that several ranks map
             exchange.barrier()
 
     def _now(self) -> Averaged:
@@ -245,7 +245,7 @@ class Averaging:
     def _row(
         self, specs: Sequence[TensorSpec], now: Averaged, part: float
     ) -> list[torch.Tensor | None]:
-        """What this replica adds to the average: changes of weights, and whole slots."""
+        """This replica's row: changes of weights, and whole slots."""
         changed = {**now.parameters, **now.buffers}
         return [
             self._change(spec, changed[spec.name], part)
@@ -258,11 +258,11 @@ class Averaging:
         start = self._start[spec.name]
         if value.shape != start.shape or value.dtype != start.dtype:
             raise _reshaped(spec, value)
-        # Of what is infinite and has not changed, the difference is no number.
+        # The difference of equal infinite values is NaN.
         change = (value - start).masked_fill_(value == start, 0)
         if spec.dtype.is_floating_point or spec.dtype.is_complex:
             return _part_of(change, part)
-        return change if self._is_first else None  # a count: the first replica's
+        return change if self._is_first else None  # a count, taken from the first replica
 
     def _take(self, now: Averaged, name: str, total: torch.Tensor, *, writes: bool) -> None:
         if name in now.slots:
@@ -278,7 +278,7 @@ class Averaging:
 
 
 def nesterov(outer: Nesterov, change: torch.Tensor, velocity: torch.Tensor) -> torch.Tensor:
-    """The change of a parameter that the outer optimizer makes of the replicas' average change.
+    """A parameter's change by the outer optimizer, from the replicas' average change.
 
     It is ``torch.optim.SGD(lr, momentum, nesterov=True)`` on the gradient ``-change``.
 
@@ -292,7 +292,7 @@ def nesterov(outer: Nesterov, change: torch.Tensor, velocity: torch.Tensor) -> t
 
 
 def _part_of(value: torch.Tensor | None, part: float) -> torch.Tensor | None:
-    """Nothing, where the replica has not trained: it may be no number."""
+    """None if the replica has not trained: its value may be NaN."""
     return None if value is None or part == 0 else value * part
 
 

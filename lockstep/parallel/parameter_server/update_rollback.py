@@ -1,8 +1,8 @@
-"""The second copy of what a parameter server updates: to undo an update that it has left half made.
+"""A second copy of a parameter server's weights and slots, to undo an interrupted update.
 
-It lies in shared memory, which outlives every process but the script's. A server brings it up to
-date after each update, so at any moment one of the two is whole: while the first changes the second
-is that before the update, and while the second changes the first is that after it.
+It is in shared memory, which lives as long as the script's process. A server copies after each
+update, so one of the two is always complete: the copy is from before the update while the server
+updates, and the weights are from after it while the server copies.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 
 def copied_bytes(specs: Sequence[TensorSpec]) -> int:
-    """Room for the second copies of tensors."""
+    """Size of the second copies of tensors."""
     return sum(align(_num_bytes(spec)) for spec in specs)
 
 
@@ -35,7 +35,7 @@ def _num_bytes(spec: TensorSpec) -> int:
 
 @dataclass(frozen=True)
 class _Pair:
-    """A part of a parameter or slot, row by row where it is of an embedding, and its copy."""
+    """A piece of a parameter or slot and its copy; pieces of embeddings have rows."""
 
     name: str
     tensor: torch.Tensor
@@ -43,7 +43,7 @@ class _Pair:
 
 
 class SecondCopy:
-    """Of the pieces of one server; the pairs are by the parameter's number in its group."""
+    """The copy of one server's pieces; pairs are by the parameter's number in its group."""
 
     def __init__(self, pairs: Mapping[int, Sequence[_Pair]]) -> None:
         self._pairs = pairs
@@ -57,14 +57,14 @@ class SecondCopy:
         region: SharedRegion,
         offset: int,
     ) -> list[Self]:
-        """Those of all servers.
+        """The copies of all servers.
 
         Args:
             group: the parameters.
-            updater: knows the slots in shared memory.
+            updater: has the slots in shared memory.
             served: the pieces of each server.
-            region: where the copies lie, and
-            offset: where they begin there.
+            region: memory of the copies.
+            offset: their start there.
         """
         wholes: Named = [*zip(group.names, group.members, strict=True), *_slots(group, updater)]
         specs = [tensor_spec(name, tensor) for name, tensor in wholes]
@@ -86,9 +86,9 @@ class SecondCopy:
 
     @torch.no_grad()
     def follow(self, gradients: Mapping[int, torch.Tensor | None]) -> None:
-        """Copy what an update has changed, which had these gradients.
+        """Copy the values that an update with these gradients has changed.
 
-        Without a gradient a weight stays, but its average moves.
+        Without a gradient a weight stays the same, but its average changes.
         """
         for number, gradient in gradients.items():
             if gradient is not None and gradient.is_sparse:
@@ -106,10 +106,10 @@ class SecondCopy:
             pair.tensor.copy_(pair.copy)
 
     def check(self, server: int) -> None:
-        """See that both are the same to the last bit.
+        """Check that both have the same bits.
 
         Raises:
-            WorkerError: they are not.
+            WorkerError: they differ.
         """
         differing = sorted({pair.name for pair in self._all() if not _are_equal(pair)})
         if differing:
@@ -143,6 +143,6 @@ def _cut(
 
 
 def _are_equal(pair: _Pair) -> bool:
-    """By their bits: NaNs are equal to themselves, too."""
+    """True if the bits are equal, including those of NaNs."""
     tensor, copy = (one.contiguous().view(-1).view(torch.uint8) for one in (pair.tensor, pair.copy))
     return torch.equal(tensor, copy)

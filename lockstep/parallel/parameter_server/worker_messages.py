@@ -1,7 +1,7 @@
-"""What a worker says to servers on another host, and what it is told there.
+"""Messages between a worker and servers on another host.
 
-Three mailboxes for each worker: it asks for parts, is given them with what is new of the weights,
-and hands in what it has computed. So all of these can be on their way while it computes.
+Each worker has three mailboxes: its requests for parts, the granted parts with changed weights, and
+its gradients. So all three can be in transit while it computes.
 """
 
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ from lockstep.errors import HostError
 Use = Literal["asks", "grants", "pushes"]
 _USES: tuple[Use, ...] = ("asks", "grants", "pushes")
 
-# Messages of a mailbox that may be on their way.
+# Messages of a mailbox that may be in transit.
 _NUM_SLOTS = 2
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A worker is going to have time for a part of a batch, or of an older one.
+    """A request for a part of a batch, or of an older one.
 
     Attributes:
-        step: the batch's number.
+        step: of the batch.
         num_parts: of this batch.
-        opens: else only a part of a batch that was begun, and without waiting.
+        opens: it may begin the batch, and wait for that; else only parts of begun batches.
     """
 
     step: int
@@ -39,12 +39,12 @@ class Ask:
 
 @dataclass(frozen=True)
 class Fresh:
-    """What is new of a server's weights.
+    """Changed weights of a server.
 
     Attributes:
-        server: which.
-        dense: its pieces of parameters that are not sparse.
-        rows: of its pieces of sparse ones, numbered within each.
+        server: its number.
+        dense: its pieces of dense parameters.
+        rows: changed rows of its pieces of sparse parameters, numbered within each piece.
     """
 
     server: int
@@ -57,11 +57,11 @@ class Grant:
     """The answer to ``Ask``, and to ``Done``.
 
     Attributes:
-        part: to compute; None where there is none.
-        has_more: there is another one that is free.
+        part: to compute; or None.
+        has_more: another part is free.
         oldest: the oldest batch that is not in the weights.
-        is_halted: all are to come to an end.
-        weights: what has changed since the last grant that had any.
+        is_halted: all ranks must stop.
+        weights: changed since the last grant with weights.
     """
 
     part: WorkItem | None
@@ -73,11 +73,11 @@ class Grant:
 
 @dataclass(frozen=True)
 class HandedIn:
-    """What a worker has computed of a part.
+    """A worker's result of a part.
 
     Attributes:
-        push: what it has come to.
-        gradients: of all parameters; empty where the part was left out.
+        push: its weight and losses.
+        gradients: of all parameters; empty if the part was skipped.
     """
 
     push: Push
@@ -86,18 +86,18 @@ class HandedIn:
 
 @dataclass(frozen=True)
 class Done:
-    """A worker has done all that there is to do in an epoch; ``times``: how often so far."""
+    """A worker has finished an epoch; ``times``: how many so far."""
 
     times: int
 
 
 @dataclass(frozen=True)
 class Halted:
-    """All are to come to an end."""
+    """All ranks must stop."""
 
 
 class Outbox:
-    """The end of a worker's mailbox that is written to.
+    """The sending end of a worker's mailbox.
 
     Args:
         mail: of this rank.
@@ -113,13 +113,13 @@ class Outbox:
         self._number = 0
 
     def put(self, message: object) -> None:
-        """Send a message, once the one before the last was read."""
+        """Send a message, after the one before the last was read."""
         self._number += 1
         self._mail.put(self._box, self._number, encode(message), [self._reader], _NUM_SLOTS)
 
 
 class Inbox:
-    """The end of a worker's mailbox that is read; for the arguments see ``Outbox``."""
+    """The receiving end of a worker's mailbox; for the arguments see ``Outbox``."""
 
     def __init__(self, mail: MailChannels, worker: int, use: Use, sender: int) -> None:
         self._mail = mail
@@ -128,10 +128,10 @@ class Inbox:
         self._number = 0
 
     def take(self, *kinds: type) -> Any:
-        """Wait for the next message, which is one of some kinds.
+        """Wait for the next message, which must be of one of these classes.
 
         Raises:
-            HostError: it is none of these, or the other host is gone.
+            HostError: it is not, or the other host is gone.
         """
         self._number += 1
         message = decode(self._mail.take(self._box, self._number, self._sender))
