@@ -1,8 +1,7 @@
 """Lockstep: many devices, one result.
 
-The public names are loaded when they are first used, so that ``import lockstep`` costs next to
-nothing: torch comes with the first name that needs it. It has Keras choose its PyTorch backend, if
-nothing else was chosen before.
+The public names are loaded when they are first used, so that ``import lockstep`` is fast: the first
+name that needs torch imports it. Keras uses its PyTorch backend, unless another was chosen before.
 """
 
 import os
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
 
 tracebacks.install()
 
-# Keras settles on a backend when it is imported; models of ``strategy.scope()`` need this one.
+# Keras chooses its backend when it is imported; models of ``strategy.scope()`` need this one.
 if "keras" not in sys.modules:
     os.environ.setdefault("KERAS_BACKEND", "torch")
 
@@ -111,7 +110,7 @@ __all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "keras":  # no name of ``__all__``: a star import must not take Keras's own
+    if name == "keras":  # not in ``__all__``: a star import must not replace Keras itself
         return import_module("lockstep.keras")
     if name not in _HOMES:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""``lockstep checkpoint``: what checkpoints there are, whether they are whole, and their export.
+"""``lockstep checkpoint``: lists, verifies and exports the checkpoints of a training.
 
-The exit status of ``verify`` is 1 where one is damaged, and 0 where all are whole.
+The exit status of ``verify`` is 1 if a checkpoint is damaged, and 0 if all are complete.
 """
 
 import argparse
@@ -27,11 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, summary in (
         ("show", "list the checkpoints, the oldest first"),
         ("verify", "read every byte of them, and compare it with its hash"),
-        ("export", "write the newest whole one in a form that others read"),
+        ("export", "write the newest complete one in a format that other programs read"),
     ):
         action = actions.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
         action.add_argument("path", type=folder_of, metavar="PATH", help=_PATH_HELP)
-    action.add_argument("out", type=_path_here, metavar="OUT", help="file or folder to be written")
+    action.add_argument("out", type=_path_here, metavar="OUT", help="file or folder to write")
     action.add_argument(
         "--format",
         choices=list(_FORMATS),
@@ -44,15 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _path_here(text: str) -> Path:
     path = folder_of(text)
     if not isinstance(path, Path):
-        raise argparse.ArgumentTypeError(f"{text} must be a path on this machine, and no URL")
+        raise argparse.ArgumentTypeError(f"{text} must be a path on this machine, not a URL")
     return path
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what is asked.
+    """Run the action.
 
     Raises:
-        CheckpointError: there is no checkpoint, or none is whole.
+        CheckpointError: there is no checkpoint, or none is complete.
     """
     console = Console(highlight=False, soft_wrap=True)
     if options.action == "export":
@@ -60,19 +60,19 @@ def run(options: argparse.Namespace) -> int:
         console.print(f"{options.out} is written.")
         return 0
     generations = found_generations(options.path)
-    reasons = dict(_damages(generations, reads_all=options.action == "verify"))
+    reasons = dict(_find_damage(generations, reads_all=options.action == "verify"))
     console.print(_table(generations, reasons, whole=_WHOLE[options.action]))
     for generation, reason in reasons.items():
         console.print(f"{generation.name}: {reason}", style="red", markup=False)
     return 1 if reasons and options.action == "verify" else 0
 
 
-# What is said of one without a fault: ``show`` has not looked at its tensors.
+# The last column of an undamaged checkpoint: ``show`` has not read its tensors.
 _WHOLE = {"show": "", "verify": "whole"}
 
 
-def _damages(generations: list[Folder], *, reads_all: bool) -> Iterator[tuple[Folder, str]]:
-    """What is wrong, of those where something is."""
+def _find_damage(generations: list[Folder], *, reads_all: bool) -> Iterator[tuple[Folder, str]]:
+    """The damaged checkpoints, each with the reason."""
     for generation in generations:
         try:
             (read_generation if reads_all else read_manifest)(generation)

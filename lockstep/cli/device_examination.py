@@ -1,4 +1,4 @@
-"""What ``lockstep doctor`` says of accelerators: which there are, what joins them, and how fast."""
+"""The accelerators in ``lockstep doctor``: their models, their backend, and the speed of copies."""
 
 import time
 from itertools import permutations
@@ -14,12 +14,12 @@ _NUM_COPIES = 4
 
 
 def accelerators() -> tuple[Device, ...]:
-    """This host's."""
+    """This host's accelerators."""
     return discover().hosts[0].accelerators
 
 
 def accelerator_lines() -> tuple[str, ...]:
-    """Their names, models and memory; or why there are none, where torch is built for some."""
+    """The accelerators' names, models and memory."""
     return tuple(
         " ".join(filter(None, (one.name, one.model, format_bytes(one.memory_bytes))))
         for one in map(described, accelerators())
@@ -27,7 +27,7 @@ def accelerator_lines() -> tuple[str, ...]:
 
 
 def backend_line() -> str:
-    """What moves tensors between them, with its version."""
+    """The backend that moves tensors between accelerators, with its version."""
     found = accelerators()
     if not found:
         return ""
@@ -35,7 +35,7 @@ def backend_line() -> str:
 
     name = NATIVE_BACKENDS.get(found[0].kind, "gloo")
     if not distributed.is_backend_available(name):
-        return f"gloo, by way of host memory: this torch has no {name}"
+        return f"gloo, through host memory: this torch has no {name}"
     return f"{name} {_version(found[0].kind)}".strip()
 
 
@@ -48,7 +48,7 @@ def _version(kind: str) -> str:
 
 
 def link_lines() -> tuple[str, ...]:
-    """How fast each of them copies to each other one, and whether it reaches it directly."""
+    """The speed of copies between each two accelerators, and whether they are direct."""
     return tuple(_link(one.name, other.name) for one, other in permutations(accelerators(), 2))
 
 
@@ -58,8 +58,8 @@ def _link(source: str, target: str) -> str:
     sent = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device=source)
     received = torch.empty_like(sent, device=target)
     seconds = min(_seconds_to_copy(sent, received) for _ in range(_NUM_COPIES))
-    reaches = "directly" if _is_peer(source, target) else "by way of host memory"
-    return f"{source} to {target} {format_bytes(_COPIED_BYTES / seconds)}/s, {reaches}"
+    path = "directly" if _is_peer(source, target) else "through host memory"
+    return f"{source} to {target} {format_bytes(_COPIED_BYTES / seconds)}/s, {path}"
 
 
 def _seconds_to_copy(sent: Any, received: Any) -> float:

@@ -1,10 +1,10 @@
-"""``lockstep doctor``: what this host has, and the others of its job, and what is wrong there.
+"""``lockstep doctor``: examines this host, or all hosts of a job, and says what is wrong.
 
-With the folder of a run it says what has become of that (``run_verdict``).
+With the folder of a run it says how that run ended (``run_verdict``).
 
-Alone it examines its host. Started on several, by any launcher or with ``--hosts``, it lets them
-meet as training would, examines each, measures the network between each pair, and shows all of it
-on host 0. The exit status is 1 where something is wrong, on all hosts, and 0 where nothing is.
+On one host it examines that. Started on several, by any launcher or with ``--hosts``, it connects
+them as training would, examines each, measures the network between each pair, and shows all results
+on host 0. The exit status is 1 on all hosts if something is wrong, and 0 otherwise.
 """
 
 import argparse
@@ -35,14 +35,14 @@ from lockstep.launch.untrusted import decode_untrusted
 
 _TIMEOUT_SECONDS = 60.0
 
-# Hosts that run something else, or another version, are refused with these names.
+# Hosts with another command or version are refused with these names.
 _FACTS = {"The command": "lockstep doctor", "What hosts tell each other": "version 1"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument(
-        "record", nargs="?", metavar="RUN", help="folder of a run: say what has become of that"
+        "record", nargs="?", metavar="RUN", help="folder of a run: say how it ended"
     )
     parser.add_argument("--hosts", type=int, metavar="H", help="number of hosts")
     parser.add_argument("--host-index", type=int, metavar="I", help="which one this is, from 0")
@@ -55,43 +55,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_TIMEOUT_SECONDS,
         metavar="S",
-        help=f"seconds until all hosts must have come (default: {_TIMEOUT_SECONDS:.0f})",
+        help=f"seconds until all hosts must have connected (default: {_TIMEOUT_SECONDS:.0f})",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         default=MEASURING_SECONDS,
         metavar="S",
-        help="of measuring, for each pair of hosts and each direction "
+        help="seconds of measuring for each pair of hosts and each direction "
         f"(default: {MEASURING_SECONDS})",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examine, and show what was found.
+    """Examine the hosts, and show the findings.
 
     Raises:
-        OptionError: the options, or the launcher's variables, are not what they must be.
+        OptionError: the options, or the launcher's variables, are invalid.
     """
     if options.record is not None:
-        return _tell_of_run(Path(options.record))
+        return _show_run(Path(options.record))
     _check_times(options)
     place = _find_place(options, os.environ)
     if place is not None and not place.leads:
-        return 0  # the process that leads this host speaks for it
-    with _saying("Examining this host"):
+        return 0  # the process that leads this host examines it
+    with _showing_activity("Examining this host"):
         report = examine(place.devices if place else None)
     if place is None or place.num_hosts == 1:
-        return _conclude([report])
+        return _show_all([report])
     try:
         environ = _with_secret_file(options, os.environ)
         secret = find_secret(environ, is_one_machine=place.is_one_machine)
         return _examine_all(place, secret, report, options)
     except HostError as error:
-        return _conclude([report], complaint=str(error))
+        return _show_all([report], meeting_error=str(error))
 
 
-def _tell_of_run(path: Path) -> int:
+def _show_run(path: Path) -> int:
     from lockstep.cli.run_verdict import rank_table, verdict_of  # loads torch
 
     verdict = verdict_of(path)
@@ -110,14 +110,14 @@ def _examine_all(
     info = HostInfo(facts=_FACTS, about={"name": report.name, "devices": report.num_devices})
     control_group = meet(place, secret, info, timeout_seconds=options.timeout)
     try:
-        with _saying("Measuring the network"):
+        with _showing_activity("Measuring the network"):
             reports = _gather_reports(control_group, report)
             surveys = survey_network(control_group, options.seconds)
         if control_group.host == 0:
-            status = _conclude(reports, surveys)
+            status = _show_all(reports, surveys)
             control_group.broadcast(str(status).encode())
             return status
-        Console().print(f"Host {control_group.host} is examined: host 0 shows what was found.")
+        Console().print(f"Host {control_group.host} is examined: host 0 shows the findings.")
         return 0 if control_group.broadcast() == b"0" else 1
     except BaseException as error:
         control_group.fail(str(error) or type(error).__name__)
@@ -127,21 +127,21 @@ def _examine_all(
 
 
 def _gather_reports(control_group: ControlGroup, report: HostReport) -> list[HostReport]:
-    """Those of all hosts, on host 0."""
-    told = control_group.gather(msgspec.json.encode(report))
+    """The reports of all hosts, on host 0."""
+    payloads = control_group.gather(msgspec.json.encode(report))
     return [
         decode_untrusted(payload, HostReport, control_group.name_of(host))
-        for host, payload in enumerate(told)
+        for host, payload in enumerate(payloads)
     ]
 
 
-def _conclude(
-    reports: Sequence[HostReport], surveys: Sequence[HostSurvey] = (), complaint: str = ""
+def _show_all(
+    reports: Sequence[HostReport], surveys: Sequence[HostSurvey] = (), meeting_error: str = ""
 ) -> int:
     """Show everything; returns the exit status."""
     findings = judge(reports, surveys)
-    if complaint:
-        findings.insert(0, Finding(is_wrong=True, text=complaint))
+    if meeting_error:
+        findings.insert(0, Finding(is_wrong=True, text=meeting_error))
     console = Console(highlight=False)
     console.print(fact_tables(reports, surveys))
     console.print()
@@ -153,8 +153,8 @@ def _conclude(
 
 
 @contextmanager
-def _saying(what: str) -> Iterator[None]:
-    """Show on a terminal what takes its time."""
+def _showing_activity(what: str) -> Iterator[None]:
+    """Within the block, show on a terminal what is being done."""
     with Console(stderr=True).status(f"{what} ..."):
         yield
 
@@ -166,14 +166,14 @@ def _check_times(options: argparse.Namespace) -> None:
     for name in ("timeout", "seconds"):
         if not 0 < getattr(options, name) < float("inf"):
             raise OptionError(
-                f"--{name} must be a number of seconds above 0.",
+                f"--{name} must be a positive number of seconds.",
                 received=getattr(options, name),
                 fix="Leave it out for the default.",
             )
 
 
 def _find_place(options: argparse.Namespace, environ: Mapping[str, str]) -> Place | None:
-    """What the options say, or else the launcher; all hosts are to come."""
+    """The place of the options, or else of the launcher, without LOCKSTEP_MIN_HOSTS."""
     environ = {**environ, "LOCKSTEP_MIN_HOSTS": ""}
     given = {
         "--hosts": options.hosts,
@@ -184,9 +184,9 @@ def _find_place(options: argparse.Namespace, environ: Mapping[str, str]) -> Plac
         return find_place(environ)
     if any(value is None for value in given.values()):
         raise OptionError(
-            "--hosts, --host-index and --rendezvous go together.",
+            "--hosts, --host-index and --rendezvous must be given together.",
             received=" and ".join(name for name, value in given.items() if value is not None),
-            fix="Give all three on every host, or none where a launcher says it.",
+            fix="Give all three on every host, or none under a launcher.",
         )
     own = {
         "LOCKSTEP_HOSTS": str(options.hosts),

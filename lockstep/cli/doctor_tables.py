@@ -1,4 +1,4 @@
-"""The doctor's tables: hosts side by side, what lies between them, and the verdict."""
+"""The doctor's tables: hosts side by side, the network between them, and the verdict."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,11 +18,11 @@ _Row = tuple[str, list[str]]
 
 
 def fact_tables(reports: Sequence[HostReport], surveys: Sequence[HostSurvey]) -> Group:
-    """All facts of all hosts; versions that differ stand out.
+    """All facts of all hosts, with versions that differ in yellow.
 
     Args:
         reports: by host.
-        surveys: by host; none where the network was not measured.
+        surveys: by host; empty if the network was not measured.
     """
     rows = [(label, [show(report) for report in reports]) for label, show in _FACTS.items()]
     if surveys:
@@ -49,7 +49,7 @@ def pair_table(surveys: Sequence[HostSurvey]) -> Table:
 
 
 def verdict_text(findings: Sequence[Finding]) -> Text:
-    """What is wrong, what else is to be known, and the sum of it."""
+    """The findings, and the verdict."""
     text = Text()
     for finding in findings:
         label, style = ("Wrong: ", "bold red") if finding.is_wrong else ("Note: ", "bold yellow")
@@ -64,7 +64,7 @@ def _table(*headers: str) -> Table:
 
 
 def _fact_table(rows: Sequence[_Row], start: int) -> Table:
-    """Of some hosts, the first of which is ``start``; of one that is alone, without its number."""
+    """The table of the hosts from ``start`` on; without host numbers if there is one host."""
     num_hosts = len(rows[0][1])
     shown = range(num_hosts)[start : start + _HOSTS_PER_TABLE]
     table = _table("", *(f"host {host}" for host in shown))
@@ -113,7 +113,7 @@ def _accelerators(report: HostReport) -> str:
 
 
 def _links(report: HostReport) -> str:
-    """What joins the accelerators, and how fast; a dash where there is nothing to join."""
+    """The accelerators' backend and the speed of copies; "-" if there are none."""
     return "; ".join([*filter(None, [report.backend]), *(report.links or ())]) or "-"
 
 

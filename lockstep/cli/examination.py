@@ -1,7 +1,7 @@
-"""One host examined: what it has, what is set, and whether what training needs works here.
+"""Examines one host: its hardware, its settings, and whether what training needs works here.
 
-Everything that can fail is tried by itself and its error kept as text, so that the command itself
-never fails. torch is only imported within such a trial.
+Each step that can fail is tried separately, and its error kept as text, so that the command itself
+never fails. torch is imported only in such a step.
 """
 
 import mmap
@@ -27,10 +27,10 @@ _Value = TypeVar("_Value")
 
 PACKAGES = ("torch", "numpy")
 
-# Of the processor: what makes matrix products fast, fastest last.
+# Instruction sets that make matrix products fast, fastest last.
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 
-# What moves threads to cores, or says how many there are.
+# Variables that bind threads to cores, or set their number.
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -43,20 +43,20 @@ THREAD_VARIABLES = (
 _PROC = Path("/proc")
 
 _SHARED_BYTES = 64 << 20
-_LOOK_SECONDS = 0.5
+_SLEEP_SECONDS = 0.5
 _PRODUCT_SECONDS = 0.3
 _PRODUCT_SIZE = 1024
 
 
 class HostReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found on a host; None is what could not be found out.
+    """The results for one host; None is unknown.
 
     Attributes:
-        name: the host's own.
+        name: the host's.
         system: operating system and kernel.
-        processor: as it calls itself.
-        features: instruction sets that it has, of ``FEATURES``.
-        versions: of Python, Lockstep and what it stands on.
+        processor: its model.
+        features: its instruction sets, of ``FEATURES``.
+        versions: of Python, Lockstep and the packages that it needs.
         num_cores: cores' worth of time that this process may use.
         host_cores: cores of the host.
         torch_cores: cores that this process may use once torch is loaded, which can bind it.
@@ -64,15 +64,15 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
         flops_per_second: of one core multiplying float32 matrices.
         num_devices: replicas that a strategy would make here.
         accelerators: their names, models and memory.
-        backend: what moves tensors between them, and its version.
-        links: how fast each of them copies to each other one.
-        memory_bytes: that this process could have.
-        free_bytes: of it, now.
+        backend: the backend that moves tensors between them, and its version.
+        links: the speed of copies between each two of them.
+        memory_bytes: that this process could use.
+        free_bytes: that it could use now.
         threads: variables that are set, of ``THREAD_VARIABLES``.
-        open_files: that a process may have.
-        first_start_seconds: until a helper process is there which imports all.
-        next_start_seconds: until one is there which finds all imported.
-        failures: what did not work, and its error.
+        open_files: the limit for a process.
+        first_start_seconds: until the first helper process is ready, which waits for imports.
+        next_start_seconds: until another one is ready, after the imports.
+        failures: the failed steps, and their errors.
     """
 
     name: str
@@ -102,23 +102,23 @@ def examine(devices: int | None = None) -> HostReport:
     """Examine this host. Takes some seconds.
 
     Args:
-        devices: how many the launcher says this host is to use.
+        devices: the launcher's number of devices of this host.
     """
     num_cores = usable_cores()  # before torch is loaded
     busy = busy_cores()
     free = free_memory()
     failures: dict[str, str] = {}
 
-    def attempt(what: str, function: Callable[[], _Value]) -> _Value | None:
+    def try_to(what: str, function: Callable[[], _Value]) -> _Value | None:
         try:
             return function()
-        except Exception as error:  # whatever it is, it is a finding
+        except Exception as error:  # any error is a result
             failures[what] = f"{type(error).__name__}: {error}"
             return None
 
-    loaded = attempt("torch can be imported", _load_torch)
-    attempt("memory can be shared", _share_memory)
-    starts = attempt("helper processes start", _start_helpers) if loaded else None
+    loaded = try_to("torch can be imported", _load_torch)
+    try_to("memory can be shared", _share_memory)
+    starts = try_to("helper processes start", _start_helpers) if loaded else None
     return HostReport(
         name=socket.gethostname(),
         system=f"{platform.system()} {platform.release()}, {platform.machine()}",
@@ -129,11 +129,11 @@ def examine(devices: int | None = None) -> HostReport:
         host_cores=os.cpu_count() or 1,
         torch_cores=usable_cores() if loaded else None,
         busy_cores=busy,
-        flops_per_second=attempt("a core multiplies", _flops_per_second) if loaded else None,
-        num_devices=devices or attempt("devices are found", _default_devices) or num_cores,
-        accelerators=attempt("accelerators are found", accelerator_lines) if loaded else None,
-        backend=attempt("accelerators have a backend", backend_line) if loaded else None,
-        links=attempt("accelerators reach each other", link_lines) if loaded else None,
+        flops_per_second=try_to("a core multiplies", _flops_per_second) if loaded else None,
+        num_devices=devices or try_to("devices are found", _default_devices) or num_cores,
+        accelerators=try_to("accelerators are found", accelerator_lines) if loaded else None,
+        backend=try_to("accelerators have a backend", backend_line) if loaded else None,
+        links=try_to("accelerators reach each other", link_lines) if loaded else None,
         memory_bytes=memory_ceiling(),
         free_bytes=free.num_bytes if free else None,
         threads={name: os.environ[name] for name in THREAD_VARIABLES if os.environ.get(name)},
@@ -173,10 +173,10 @@ def _default_devices() -> int:
 
 
 def busy_cores() -> float | None:
-    """Cores' worth of time that others take while this process sleeps; None where nobody says."""
+    """Cores' worth of time that other processes use while this one sleeps; None if unknown."""
     try:
         busy, total = _core_ticks()
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_SLEEP_SECONDS)
         later_busy, later_total = _core_ticks()
     except OSError:  # another system
         return None
@@ -198,7 +198,7 @@ def _load_torch() -> bool:
 
 
 def _share_memory() -> None:
-    """As much as a small model needs, taken and touched."""
+    """Allocate shared memory for a small model, and write to each page."""
     from lockstep.comm.shared_memory.shared_region import SharedRegion
 
     region = SharedRegion.create(_SHARED_BYTES)
@@ -207,17 +207,17 @@ def _share_memory() -> None:
 
 
 def _start_helpers() -> tuple[float, float]:
-    """Seconds until the first helper is there, and until another one is."""
+    """Seconds until the first helper is ready, and until another one is."""
     from lockstep.launch.workers.fork_server import ForkServerBackend
     from lockstep.launch.workers.team import Team
     from lockstep.train.runtime.session import PRELOAD
 
-    template = ForkServerBackend(1, PRELOAD)
+    server = ForkServerBackend(1, PRELOAD)
     try:
         times = []
         for _ in range(2):
             began = time.perf_counter()
-            team = Team(1, lambda: template)
+            team = Team(1, lambda: server)
             try:
                 team.wait_until_ready()
                 times.append(time.perf_counter() - began)
@@ -225,11 +225,11 @@ def _start_helpers() -> tuple[float, float]:
                 team.close()
         return times[0], times[1]
     finally:
-        template.close()
+        server.close()
 
 
 def _flops_per_second() -> float:
-    """The best of some products: one core, float32."""
+    """The speed of one core in float32: the best of some matrix products."""
     import torch
 
     num_threads = torch.get_num_threads()

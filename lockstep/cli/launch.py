@@ -1,6 +1,6 @@
-"""``lockstep launch``: a script on several hosts of a cluster that has a scheduler of its own.
+"""``lockstep launch``: a script on several hosts of a cluster with a scheduler.
 
-For Slurm and Kubernetes it writes the file that they take; to Ray it submits.
+For Slurm and Kubernetes it writes the file to submit; on Ray it runs the script.
 """
 
 import argparse
@@ -34,8 +34,8 @@ def run(options: argparse.Namespace) -> int:
     """Write the file, or run the script; returns the exit status.
 
     Raises:
-        OptionError: options that cannot be.
-        HostError: no cluster, or one that is too small.
+        OptionError: options are invalid.
+        HostError: there is no cluster, or it is too small.
     """
     _, add_options, launch = _CLUSTERS[options.cluster]
     script = take_script(options, partial(_add_options, add_options))
@@ -74,14 +74,14 @@ def _make_job(
     problems: Problems,
     **computed: object,
 ) -> _Job:
-    """The job that the options, which have the names of its fields, describe.
+    """The job with the options' values; the options have the names of its fields.
 
     Raises:
-        OptionError: options that cannot be.
+        OptionError: options are invalid.
     """
     given = {**vars(options), **computed, "script": script}
     fields = {name: given[name] for name in kind.__struct_fields__ if name in given}
-    needed = ("hosts", "devices")  # if they are missing, that is among the problems
+    needed = ("hosts", "devices")  # ``problems`` says if they are missing
     job = kind(**{name: v for name, v in fields.items() if v is not None or name in needed})
     job.check(problems)
     problems.raise_if_any(OptionError)
@@ -97,7 +97,7 @@ def _write(options: argparse.Namespace, text: str) -> int:
             Path(options.output).write_text(text)
     except OSError as error:
         raise OptionError(
-            "--output must be a file to write.", received=error, fix="Check its path."
+            "--output must be a writable file.", received=error, fix="Check its path."
         ) from error
     return 0
 
@@ -107,9 +107,9 @@ def _write(options: argparse.Namespace, text: str) -> int:
 
 def _add_slurm_options(parser: argparse.ArgumentParser) -> None:
     _add_file_options(parser)
-    parser.add_argument("--time", metavar="T", help="the longest it may take, as Slurm writes it")
-    parser.add_argument("--partition", metavar="P", help="where to run")
-    parser.add_argument("--account", metavar="A", help="who pays")
+    parser.add_argument("--time", metavar="T", help="the time limit, in Slurm's format")
+    parser.add_argument("--partition", metavar="P", help="the partition to run on")
+    parser.add_argument("--account", metavar="A", help="the account to charge")
     parser.add_argument(
         "--sbatch",
         dest="options",
@@ -198,7 +198,7 @@ def _launch_on_ray(options: argparse.Namespace, script: Script, problems: Proble
 _Launch = Callable[[argparse.Namespace, Script, Problems], int]
 _AddOptions = Callable[[argparse.ArgumentParser], None]
 
-# Name -> (what happens, its options, what does it).
+# Name -> (summary, function that adds its options, function that launches).
 _CLUSTERS: dict[str, tuple[str, _AddOptions, _Launch]] = {
     "slurm": ("write a batch file for sbatch", _add_slurm_options, _launch_on_slurm),
     "k8s": ("write a manifest for kubectl", _add_kubernetes_options, _launch_on_kubernetes),

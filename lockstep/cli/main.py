@@ -11,7 +11,7 @@ from typing import NoReturn
 import lockstep
 from lockstep.errors import LockstepError
 
-# Command -> (its module, what it does). A module has add_arguments(parser) and run(options) -> int.
+# Command -> (its module, summary). A module has add_arguments(parser) and run(options) -> int.
 COMMANDS = {
     "demo": (
         "lockstep.cli.demo",
@@ -39,7 +39,7 @@ COMMANDS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Names the command, option or choice that a misspelled word may mean."""
+    """Suggests the command, option or choice for a misspelled word."""
 
     def error(self, message: str) -> NoReturn:
         """See ``argparse.ArgumentParser``."""
@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Of a parser and of those of its commands."""
+    """The options of a parser and of its commands."""
     for action in parser._actions:
         yield from action.option_strings
         if isinstance(action, argparse._SubParsersAction):
@@ -86,7 +86,7 @@ def _make_parser(given: list[str]) -> argparse.ArgumentParser:
         subparser = subparsers.add_parser(
             name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
         )
-        if name in given[:1]:  # the others' modules need not be loaded
+        if name in given[:1]:  # without loading the other commands' modules
             import_module(module).add_arguments(subparser)
     return parser
 

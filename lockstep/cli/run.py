@@ -1,7 +1,7 @@
 """``lockstep run``: a script, as one of several hosts, on all hosts of a file, or in processes.
 
-By itself it is ``python SCRIPT``, in this process, with what ``find_place`` reads in the
-environment. So a script needs no change, and may as well be started by other launchers.
+Without options it is ``python SCRIPT``, in this process, with the environment that ``find_place``
+reads. So a script needs no change, and other launchers can start it as well.
 """
 
 import argparse
@@ -32,14 +32,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--processes",
         type=int,
         metavar="N",
-        help="run the script in N processes of this host, each of them one device: for loops of "
-        "one's own",
+        help="run the script in N processes of this host, with one device each: for custom "
+        "training loops",
     )
     parser.add_argument(
         "--servers",
         type=int,
         metavar="S",
-        help="parameter servers beside them, for ParameterServerStrategy, on the last host "
+        help="parameter servers in addition, for ParameterServerStrategy, on the last host "
         "(default: 1)",
     )
     parser.add_argument(
@@ -49,7 +49,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--restarts",
         type=int,
         metavar="N",
-        help="how often to start the script again when it has died (default: 0)",
+        help="how often to restart the script after it has died (default: 0)",
     )
     one = parser.add_argument_group("as one of several hosts: the same on each, but for the index")
     one.add_argument("--hosts", type=int, metavar="H", help="number of hosts (default: 1)")
@@ -57,28 +57,28 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--local",
         action="store_true",
         default=None,
-        help="start all of them here: for trying, on one machine",
+        help="start all of them on this machine, for tests",
     )
     one.add_argument("--host-index", type=int, metavar="I", help="of this host, from 0")
     one.add_argument(
         "--min-hosts",
         type=int,
         metavar="M",
-        help="go on with so many, host 0 among them, where the others do not come in time, at "
-        "first or after a loss (default: all)",
+        help="train with at least so many, including host 0, if the others do not connect in time, "
+        "at the start or after a loss (default: all)",
     )
     one.add_argument(
         "--secret-file",
         metavar="PATH",
         help="the hosts' shared secret (default: LOCKSTEP_SECRET or LOCKSTEP_SECRET_FILE)",
     )
-    all_hosts = parser.add_argument_group("on all hosts, from here")
+    all_hosts = parser.add_argument_group("start on all hosts from here")
     all_hosts.add_argument(
         "--ssh", metavar="HOSTFILE", help="a file with lines [user@]host [devices=N]"
     )
     all_hosts.add_argument("--port", type=int, metavar="P", help="of host 0 (default: a free one)")
     all_hosts.add_argument(
-        "--ssh-command", metavar="COMMAND", help="ssh with options of its own (default: ssh)"
+        "--ssh-command", metavar="COMMAND", help="ssh with further options (default: ssh)"
     )
     all_hosts.add_argument(
         "--python", metavar="PATH", help="the interpreter there (default: as here)"
@@ -92,8 +92,8 @@ def run(options: argparse.Namespace) -> int:
     """Run the script; returns its exit status.
 
     Raises:
-        OptionError: options that cannot be, or contradict each other.
-        HostError: a host cannot be reached, or the hosts' secret is unfit.
+        OptionError: options are invalid, or contradict each other.
+        HostError: a host cannot be reached, or the hosts' secret is invalid.
     """
     script = take_script(options, _add_options)
     rendezvous = _check(options)
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
         return run_hosts(script, options.hosts, devices=options.devices, servers=options.servers)
     environ = {**os.environ, **_variables(options)}
     if options.secret_file is not None or (options.hosts or 1) > 1:
-        # What is wrong with the secret is said now, and not when the script calls `fit`.
+        # Raise errors of the secret now, and not when the script calls `fit`.
         place = find_place(environ)
         find_secret(environ, is_one_machine=place is not None and place.is_one_machine)
     os.environ.update(environ)
@@ -156,7 +156,7 @@ def _run_over_ssh(options: argparse.Namespace, script: Script, rendezvous: Addre
 
 
 def _check(options: argparse.Namespace) -> Address | None:
-    """Refuse what cannot be; returns the rendezvous."""
+    """Refuse invalid options; returns the rendezvous."""
     problems = Problems()
     for name, least, most in (
         ("devices", 1, None),
@@ -205,8 +205,7 @@ def _check_one_of_several(problems: Problems, options: argparse.Namespace) -> No
         for name in ("host_index", "rendezvous"):
             if getattr(options, name) is None:
                 problems.add(
-                    f"{_written(name)} must say which of several hosts this is, and where they "
-                    "meet.",
+                    f"{_written(name)} must be given with several hosts.",
                     received=f"--hosts {options.hosts} without {_written(name)}",
                     fix="For example: --hosts 2 --host-index 0 --rendezvous 10.0.0.1:29400; or "
                     "--hosts 2 --local, which starts both here.",
@@ -235,7 +234,7 @@ def _refuse(
         value = getattr(options, name)
         if value is not None:
             problems.add(
-                f"{_written(name)} means nothing {where}.",
+                f"{_written(name)} has no effect {where}.",
                 received=_written(name) if value is True else f"{_written(name)} {value}",
                 fix="Leave it out.",
             )

@@ -1,7 +1,7 @@
-"""``lockstep doctor RUN``: what has become of a run, by the record that it kept.
+"""``lockstep doctor RUN``: how a run ended, according to its record.
 
-The record says what went wrong where the run could still say so. Where it ends in mid-sentence, it
-is the process that tells: it lives and makes steps, lives and makes none, or is gone.
+The record says what went wrong if the run could still write it. If the record has no end, the
+process shows the state: it runs and makes steps, runs and makes none, or has ended.
 """
 
 import socket
@@ -32,34 +32,35 @@ from lockstep.train.fault_tolerance.rank_states import (
 from lockstep.train.fault_tolerance.run_record import NAME, Event, Fault, read_record
 from lockstep.units import format_seconds
 
-# Of the time of training: so much others have waited for a straggler, which has waited for few.
-_STRAGGLING_PART = 0.25
-# Beyond the time within which a run would have said that it made steps.
-_PATIENCE_SECONDS = 10.0
+# Of the training time: the others have waited more than this for a straggler; it has waited less.
+_STRAGGLER_FRACTION = 0.25
+# Added to the time within which a run reports its steps.
+_GRACE_SECONDS = 10.0
 
 _ADVICE = {
-    DEAD: "Something killed a process. See who ended it; fit(restarts=3) goes on after that.",
+    DEAD: "A process was killed. Find out what killed it; fit(restarts=3) resumes after that.",
     OUT_OF_MEMORY: "Use smaller batches, accumulate=, or more memory.",
-    HUNG: "See its last line of code. Raise timeout_seconds of the strategy if it was at work.",
-    NETWORK_CUT: "See whether the other host lives, and its own messages.",
-    DISK_FULL: "Free room there, or keep fewer checkpoints.",
-    DATA_EXHAUSTED: "See the message: the data gives less than was asked for.",
-    BAD_RECORD: 'Mend the sample, or pass fit(on_bad_record="skip").',
-    NOT_FINITE: "See the layer in the message; a lower learning rate, or clip_norm=, may help.",
-    FAILED: "See the message and the line of code.",
-    INTERRUPTED: "With checkpoint= the same script goes on from there.",
-    TOLD_TO_END: "With checkpoint= the same script goes on from there.",
+    HUNG: "Look at its last line of code. If it was computing, raise the strategy's "
+    "timeout_seconds.",
+    NETWORK_CUT: "Check whether the other host runs, and read its messages.",
+    DISK_FULL: "Free disk space there, or keep fewer checkpoints.",
+    DATA_EXHAUSTED: "Read the message: the data has fewer samples than requested.",
+    BAD_RECORD: 'Repair the sample, or pass fit(on_bad_record="skip").',
+    NOT_FINITE: "Look at the layer in the message; a lower learning rate or clip_norm= may help.",
+    FAILED: "Read the message, and look at the line of code.",
+    INTERRUPTED: "With checkpoint= the same script resumes from there.",
+    TOLD_TO_END: "With checkpoint= the same script resumes from there.",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What has become of a run.
+    """How a run ended, or its present state.
 
     Attributes:
-        is_well: it has ended well, or is under way.
-        text: lines for people.
-        ranks: what each was at, at last.
+        is_well: it has ended well, or is running.
+        text: lines to show.
+        ranks: the last state of each.
     """
 
     is_well: bool
@@ -68,36 +69,36 @@ class Verdict:
 
 
 def verdict_of(path: Path) -> Verdict:
-    """What the record says.
+    """The verdict of a record.
 
     Args:
         path: of the record, or of its folder.
 
     Raises:
-        OptionError: there is none.
+        OptionError: there is no record.
     """
     try:
         events = read_record(path)
     except OSError as error:
         raise OptionError(
-            f"RUN must be a folder in which a fit has kept {NAME}.",
+            f"RUN must be a folder in which a fit has written {NAME}.",
             received=error,
             fix="Pass record= or checkpoint= to fit, or set LOCKSTEP_RECORD.",
         ) from error
     begins = [number for number, event in enumerate(events) if event.what == "begin"]
     if not begins:
         raise OptionError(
-            "A record begins with a fit.", received=f"{path} without any", fix="Pass another."
+            "A record must contain a fit.", received=f"{path} without one", fix="Pass another."
         )
     run = events[begins[-1] :]
-    found = _judged(run)
+    found = _judge(run)
     earlier = [f"Runs before this one in the record: {len(begins) - 1}."] * (len(begins) > 1)
-    text = [*_course(run), *found.text, *_stragglers(run), *earlier]
+    text = [*_history(run), *found.text, *_find_straggler(run), *earlier]
     return Verdict(is_well=found.is_well, text=[*map(printable, text)], ranks=found.ranks)
 
 
 def rank_table(ranks: Sequence[RankState]) -> Table:
-    """What each rank was at, with the last line of code that is known."""
+    """Each rank's last state, with its last known line of code."""
     table = Table("rank", "process", "was at", "waited for", box=None, padding=(0, 2, 0, 0))
     table.add_column("last line of code", overflow="fold")
     for one in ranks:
@@ -107,7 +108,7 @@ def rank_table(ranks: Sequence[RankState]) -> Table:
     return table
 
 
-def _judged(run: Sequence[Event]) -> Verdict:
+def _judge(run: Sequence[Event]) -> Verdict:
     last = run[-1]
     ranks = next((event.ranks for event in reversed(run) if event.ranks), [])
     if last.what == "end" and last.fault is not None:
@@ -118,28 +119,32 @@ def _judged(run: Sequence[Event]) -> Verdict:
     begun = run[0].run
     passed = time.time() - last.time
     where = f"process {begun.get('pid')} on {begun.get('host')}"
-    said = f"its last word, {format_seconds(passed)} ago, was {_place(run)}"
+    said = f"its last entry, {format_seconds(passed)} ago, was {_last_position(run)}"
     if begun.get("host") != socket.gethostname():
-        text = f"It has not ended, as far as its record says: {said}. Ask on that host: {where}."
+        text = f"Its record has no end: {said}. Run the doctor on that host: {where}."
         return Verdict(is_well=True, text=[text], ranks=ranks)
     if start_of(int(begun.get("pid", 0))) != begun.get("start"):
         text = (
-            f"Verdict: {DEAD}. The script ({where}) has ended without a word, as after kill -9, "
-            f"for want of memory, or with its machine: {said}."
+            f"Verdict: {DEAD}. The script ({where}) has ended without a message, as after kill -9, "
+            f"lack of memory, or a failure of its machine: {said}."
         )
-        advice = "Start it again: with checkpoint= it goes on. `dmesg` tells of memory."
+        advice = "Restart it: with checkpoint= it resumes. `dmesg` shows if memory ran out."
         return Verdict(is_well=False, text=[text, advice], ranks=ranks)
-    if last.what == "at" and passed > last.next_seconds + _PATIENCE_SECONDS:
-        text = f"Verdict: {HUNG}, or at something long: {where} lives; {said}."
+    if last.what == "at" and passed > last.next_seconds + _GRACE_SECONDS:
+        text = f"Verdict: {HUNG}, or in a long operation: {where} runs; {said}."
         return Verdict(is_well=False, text=[text, _ADVICE[HUNG]], ranks=ranks)
-    return Verdict(is_well=True, text=[f"It is under way ({where}); {said}."], ranks=ranks)
+    return Verdict(is_well=True, text=[f"It is running ({where}); {said}."], ranks=ranks)
 
 
 def _fault_text(fault: Fault) -> list[str]:
-    return [f"Verdict: {fault.kind}. {_who(fault)}", fault.message, _ADVICE.get(fault.kind, "")]
+    return [
+        f"Verdict: {fault.kind}. {_describe_rank(fault)}",
+        fault.message,
+        _ADVICE.get(fault.kind, ""),
+    ]
 
 
-def _who(fault: Fault) -> str:
+def _describe_rank(fault: Fault) -> str:
     state = next((one for one in fault.ranks if one.rank == fault.rank), None)
     if state is None or state.step < 0:
         line = next((one.line for one in fault.ranks if one.line), "")
@@ -149,29 +154,30 @@ def _who(fault: Fault) -> str:
     return f"Rank {fault.rank} (process {state.pid}) was at {state}{waits}."
 
 
-def _course(run: Sequence[Event]) -> Iterator[str]:
-    """Where it ran, and what it has outlived."""
+def _history(run: Sequence[Event]) -> Iterator[str]:
+    """Where the run was started, the failures that it survived, and its skipped samples."""
     facts = run[0].run
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run[0].time))
     yield (f"{facts.get('script')} on {facts.get('host')}, begun {when}: {facts.get('strategy')}.")
     for event in run:
         if event.what == "fault" and event.fault is not None:
             message = event.fault.message.partition("\n")[0]
-            yield f"Outlived: {event.fault.kind}. {_who(event.fault)} {message} {event.fault.then}"
+            rank = _describe_rank(event.fault)
+            yield f"Survived: {event.fault.kind}. {rank} {message} {event.fault.then}"
     bad = [event.index for event in run if event.what == "bad record"]
     if bad:
         yield f"Bad records that were skipped: {len(bad)}, the first of them sample {bad[0]}."
 
 
-def _place(run: Sequence[Event]) -> str:
+def _last_position(run: Sequence[Event]) -> str:
     found = next((event for event in reversed(run) if event.epoch >= 0), None)
     if found is None:
         return "before the first step"
     return f"after batch {found.batch} of epoch {found.epoch}"
 
 
-def _stragglers(run: Sequence[Event]) -> Iterator[str]:
-    """The rank that all others have waited for, if there is one."""
+def _find_straggler(run: Sequence[Event]) -> Iterator[str]:
+    """The rank for which all others have waited, if there is one."""
     trained = [event for event in run if event.what in ("ranks", "at", "end") and event.ranks]
     begun = next((event for event in reversed(trained) if event.what == "ranks"), None)
     if begun is None or len(trained[-1].ranks) < 2:
@@ -180,8 +186,8 @@ def _stragglers(run: Sequence[Event]) -> Iterator[str]:
     waited = {one.rank: one.waited_seconds for one in trained[-1].ranks}
     rank = min(waited, key=waited.__getitem__)
     others = statistics.median(value for one, value in waited.items() if one != rank)
-    if others > _STRAGGLING_PART * seconds and waited[rank] < _STRAGGLING_PART * others:
+    if others > _STRAGGLER_FRACTION * seconds and waited[rank] < _STRAGGLER_FRACTION * others:
         yield (
             f"Straggler: the others have waited {others / seconds:.0%} of the time for rank {rank}."
-            " See what else runs on its cores, or whether its data takes longer."
+            " Check what else runs on its cores, and whether its data takes longer."
         )

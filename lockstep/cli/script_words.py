@@ -1,8 +1,8 @@
-"""SCRIPT and its arguments on a command line, beside Lockstep's own options.
+"""SCRIPT and its arguments on a command line with Lockstep's options.
 
-Lockstep's options stand before SCRIPT or right after it; the rest is the script's, and so is
-everything after ``--``. An option of Lockstep's among the script's arguments could be meant for
-either: it is refused, and not guessed at.
+Lockstep's options are before SCRIPT or right after it; the rest, and everything after ``--``, are
+the script's arguments. An option of Lockstep among the script's arguments is ambiguous, and
+refused.
 """
 
 import argparse
@@ -15,11 +15,11 @@ AddOptions = Callable[[argparse.ArgumentParser], None]
 
 
 def add_script(parser: argparse.ArgumentParser, add_options: AddOptions) -> None:
-    """SCRIPT and its arguments; see ``take_script``.
+    """Add SCRIPT and its arguments; see ``take_script``.
 
     Args:
-        parser: of the command.
-        add_options: adds all other options of the command, each with a default of None.
+        parser: the command's.
+        add_options: adds the command's other options, each with a default of None.
     """
     parser.usage = f"{parser.prog} [OPTIONS] SCRIPT [ARGS ...]"
     parser.add_argument(
@@ -29,16 +29,16 @@ def add_script(parser: argparse.ArgumentParser, add_options: AddOptions) -> None
         "words",
         nargs=argparse.REMAINDER,
         metavar="SCRIPT [ARGS ...]",
-        help="what to run; options may also stand right after SCRIPT",
+        help="the script to run; options may also follow SCRIPT directly",
     )
     add_options(parser)
 
 
 def take_script(options: argparse.Namespace, add_options: AddOptions) -> Script:
-    """The script; options that stand after SCRIPT are put into ``options``.
+    """The script; options after SCRIPT are added to ``options``.
 
     Raises:
-        OptionError: there is no SCRIPT, or an option stands where it may be the script's.
+        OptionError: there is no SCRIPT, or an option is among the script's arguments.
     """
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
     if not words:
@@ -51,36 +51,36 @@ def take_script(options: argparse.Namespace, add_options: AddOptions) -> Script:
         f"lockstep {options.command}", add_help=False, allow_abbrev=False
     )
     add_options(parser)
-    known = parser._option_string_actions
+    actions = parser._option_string_actions
     target, *rest = words
-    num_own = _num_own_words(rest, known)
-    parser.parse_args(rest[:num_own], namespace=options)
-    arguments = rest[num_own:]
+    num_option_words = _num_option_words(rest, actions)
+    parser.parse_args(rest[:num_option_words], namespace=options)
+    arguments = rest[num_option_words:]
     if arguments[:1] == ["--"]:
         arguments = arguments[1:]
     else:
-        _check_arguments(arguments, known)
+        _check_arguments(arguments, actions)
     return Script(target=target, is_module=options.is_module, arguments=tuple(arguments))
 
 
-def _num_own_words(words: Sequence[str], known: Mapping[str, argparse.Action]) -> int:
-    """How many of the first words are options of Lockstep's, with their values."""
+def _num_option_words(words: Sequence[str], actions: Mapping[str, argparse.Action]) -> int:
+    """The number of first words that are Lockstep's options, with their values."""
     number = 0
     while number < len(words):
         name, has_value, _ = words[number].partition("=")
-        if name not in known:
+        if name not in actions:
             break
-        number += 1 if has_value or known[name].nargs == 0 else 2
+        number += 1 if has_value or actions[name].nargs == 0 else 2
     return min(number, len(words))
 
 
-def _check_arguments(arguments: Sequence[str], known: Mapping[str, argparse.Action]) -> None:
+def _check_arguments(arguments: Sequence[str], actions: Mapping[str, argparse.Action]) -> None:
     for word in arguments:
         if word == "--":
             return
-        if word.startswith("--") and word.partition("=")[0] in known:
+        if word.startswith("--") and word.partition("=")[0] in actions:
             raise OptionError(
-                "An option of Lockstep's must stand before the script's own arguments.",
+                "Lockstep's options must be before the script's own arguments.",
                 received=word,
                 fix="Put it right after SCRIPT; or, if it is the script's, put -- before the "
                 "script's arguments.",

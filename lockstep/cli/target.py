@@ -1,7 +1,7 @@
-"""What the commands are about: a TARGET, ``file.py:function``, and a strategy by name.
+"""The arguments of several commands: a TARGET, ``file.py:function``, and a strategy by name.
 
-The file is imported as a module of its own name, with its directory in front of ``sys.path``, and
-not executed as a script: so what it defines can be sent to helper processes by reference.
+The file is imported as a module, with its directory first in ``sys.path``, and not executed as a
+script: so its classes and functions can be sent to helper processes by reference.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from lockstep.strategies.single import SingleDeviceStrategy
 
 
 def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
-    """TARGET, and which strategy; see ``load_job`` and ``make_strategy``."""
+    """Add TARGET and the options of strategies; see ``load_job`` and ``make_strategy``."""
     parser.add_argument(
         "target", metavar="TARGET", help="file.py:function, the function returning a lockstep.Job"
     )
@@ -66,11 +66,11 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_strategy(options: argparse.Namespace) -> Strategy:
-    """The strategy that the options ask for.
+    """The strategy that the options describe.
 
     Raises:
-        OptionError: a strategy that does not take these options.
-        DeviceError: devices that are not there.
+        OptionError: the strategy has no such option.
+        DeviceError: the devices do not exist.
     """
     _check_options(options)
     return _STRATEGIES[options.strategy](options)
@@ -86,11 +86,11 @@ def _check_options(options: argparse.Namespace) -> None:
     }
     others = {"shares", "cuts", "microbatches", "schedule", "data", "every", "servers", "stages"}
     others -= set(taken.get(options.strategy, ("shares",)))
-    strange = sorted(name for name in others if getattr(options, name) is not None)
-    if strange:
+    unknown = sorted(name for name in others if getattr(options, name) is not None)
+    if unknown:
         raise OptionError(
             f"The strategy {options.strategy} has no such option.",
-            received=", ".join(f"--{name} {getattr(options, name)}" for name in strange),
+            received=", ".join(f"--{name} {getattr(options, name)}" for name in unknown),
             fix="Leave it out, or use another strategy.",
         )
 
@@ -110,7 +110,7 @@ def _mirrored(options: argparse.Namespace) -> Strategy:
 
 
 def _local(options: argparse.Namespace) -> Strategy:
-    every: Any = options.every or "16"  # of what it cannot be, the strategy tells
+    every: Any = options.every or "16"  # the strategy raises for other values
     return LocalSGDStrategy(
         int(every) if every.isdecimal() else every,
         options.devices,
@@ -178,15 +178,15 @@ def load_job(target: str, command: str) -> Job:
     """The Job that a TARGET's function returns.
 
     Args:
-        target: as the user has written it.
+        target: as the user wrote it.
         command: of ``lockstep``, for messages.
 
     Raises:
-        OptionError: there is no such file or function, it fails, or returns something else.
+        OptionError: there is no such file or function, it raises, or returns something else.
     """
     path, name = _parse(target, command)
     make = _function(_import(path), name)
-    job = _guarded(f"{name} of {path.name} fails.", path, make)
+    job = _call_user_code(f"{name} of {path.name} must not raise.", path, make)
     if not isinstance(job, Job):
         raise OptionError(
             f"{name} of {path.name} must return a lockstep.Job.",
@@ -207,7 +207,7 @@ def _parse(target: str, command: str) -> tuple[Path, str]:
     path = Path(file).resolve()
     if not path.is_file():
         raise OptionError(
-            "There is no such file.", received=file, fix=f"It was looked for as {path}."
+            "TARGET's file must exist.", received=file, fix=f"Check its path: {path}."
         )
     return path, name
 
@@ -219,14 +219,14 @@ def _import(path: Path) -> ModuleType:
         return loaded
     if loaded is not None or name in sys.stdlib_module_names or not name.isidentifier():
         raise OptionError(
-            "The file must have a name that can be imported and is not taken.",
+            "The file's name must be importable, and not another module's.",
             received=path.name,
             fix="Rename it, for example to job.py.",
         )
     sys.path.insert(0, str(path.parent))  # helpers get this path, too
     importlib.invalidate_caches()
-    module: ModuleType = _guarded(
-        f"{path.name} cannot be imported.", path, lambda: importlib.import_module(name)
+    module: ModuleType = _call_user_code(
+        f"{path.name} must be importable.", path, lambda: importlib.import_module(name)
     )
     return module
 
@@ -239,8 +239,8 @@ def _file_of(module: ModuleType) -> Path | None:
 def _function(module: ModuleType, name: str) -> Callable[[], Any]:
     function = getattr(module, name, None)
     if callable(function):
-        return function  # type: ignore[no-any-return]  # of the user's making
-    there = [
+        return function  # type: ignore[no-any-return]  # the user's
+    defined = [
         key
         for key, value in vars(module).items()
         if callable(value) and getattr(value, "__module__", None) == module.__name__
@@ -248,12 +248,12 @@ def _function(module: ModuleType, name: str) -> Callable[[], Any]:
     raise OptionError(
         f"{module.__name__}.py has no function of this name.",
         received=name,
-        fix=f"It defines: {', '.join(there) or 'none'}.",
+        fix=f"It defines: {', '.join(defined) or 'none'}.",
     )
 
 
-def _guarded(what: str, path: Path, call: Callable[[], Any]) -> Any:
-    """Call into the user's file; its errors become one line that says where."""
+def _call_user_code(what: str, path: Path, call: Callable[[], Any]) -> Any:
+    """Call the user's code; its errors become one line with the place."""
     try:
         return call()
     except LockstepError:
@@ -268,5 +268,5 @@ def _guarded(what: str, path: Path, call: Callable[[], Any]) -> Any:
         raise OptionError(
             what,
             received=f"{type(error).__name__}: {error}{place}",
-            fix="Run the function by itself to see more.",
+            fix="Run the function alone for the whole traceback.",
         ) from error

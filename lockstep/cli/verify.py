@@ -1,7 +1,7 @@
 """``lockstep verify``: the proof that a strategy trains a job as one device would.
 
-The exit status is 0 where everything agrees, 1 where something differs, 2 where nothing could be
-compared, and 3 where everything agrees but nothing was divided: a plan of one stage or one replica.
+The exit status is 0 if everything agrees, 1 if something differs, 2 if nothing could be compared,
+and 3 if everything agrees but nothing was divided: a plan of one stage or one replica.
 """
 
 import argparse
@@ -26,12 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, metavar="S", help="of all random numbers (default: 0)"
     )
     parser.add_argument(
-        "--bits", action="store_true", help="compare runs to the last bit, too: see the docs"
+        "--bits", action="store_true", help="also compare runs to the last bit: see the docs"
     )
     parser.add_argument(
         "--self-test",
         action="store_true",
-        help="plant one unit in the last place on one rank, and see that it is named",
+        help="change one value by one unit in the last place on one rank, and check that it is "
+        "found",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the report.
 
     Raises:
-        LockstepError: the options, the file or the job are not what they must be.
+        LockstepError: the options, the file or the job are invalid.
     """
     strategy = make_strategy(options)
     job = load_job(options.target, "verify")

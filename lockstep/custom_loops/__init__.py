@@ -1,1 +1,4 @@
-"""Loops of the user's own: replicas that train together without a Trainer."""
+"""Custom training loops: replicas that train together without a Trainer.
+
+Entry points: ``replicas`` (``lockstep.init`` and the like) and ``optimizer``.
+"""

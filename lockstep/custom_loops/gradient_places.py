@@ -1,11 +1,10 @@
-"""Where gradients of a loop of one's own are placed: where the others read them.
+"""Gradients of a custom loop are placed in shared memory, where the other replicas read them.
 
-They are moved while backward runs, each as soon as it is complete, and ``.grad`` is that place from
-then on; so what a script does with ``.grad`` before ``step`` is done there. Gradients of linear
-layers are not even moved, but multiplied in their places. For that functions are redirected
-(``parallel.data_parallel.linear``), as long as the optimizer lives and not for a pass as a Worker
-does it: nobody says when a pass begins, and layers that run again in backward must run as they did
-before.
+Each gradient is moved during backward as soon as it is complete, and ``.grad`` then is its place:
+changes of ``.grad`` before ``step`` are made there. Gradients of linear layers are not moved, but
+computed in their places. For that torch functions are redirected
+(``parallel.data_parallel.linear``) while the optimizer exists, and not for one pass as in a Worker:
+the begin of a pass is unknown, and layers that run again in backward must run as in forward.
 """
 
 import weakref
@@ -28,7 +27,7 @@ class GradientPlaces(LinearLayers):
         places: of their gradients.
 
     Attributes:
-        is_open: whether gradients go to their places now.
+        is_open: True if gradients are written to their places now.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
@@ -44,7 +43,7 @@ class GradientPlaces(LinearLayers):
         self._places = places
 
     def serve(self, owner: object) -> None:
-        """From now on, for as long as the owner lives; this must not hold it."""
+        """Place gradients while the owner exists; this object must not refer to it."""
         stack = ExitStack()
         for number, parameter in enumerate(self._parameters):
             hook = parameter.register_post_accumulate_grad_hook(partial(self._move, number))
@@ -54,7 +53,7 @@ class GradientPlaces(LinearLayers):
         weakref.finalize(owner, stack.close)
 
     def _move(self, number: int, parameter: torch.Tensor) -> None:
-        """A gradient is complete, as far as this backward pass goes."""
+        """Move a gradient that this backward pass has completed to its place."""
         gradient, place = parameter.grad, self._places[number]
         if not self.is_open or gradient is None:
             return
@@ -67,7 +66,7 @@ class GradientPlaces(LinearLayers):
     def take(self, number: int, factors: tuple[torch.Tensor, torch.Tensor]) -> bool:
         weight = self._weights[number]
         has_hooks = weight._backward_hooks or len(weight._post_accumulate_grad_hooks or ()) > 1
-        if has_hooks or not self.is_open:  # somebody wants to see the gradient itself
+        if has_hooks or not self.is_open:  # hooks need the gradient itself
             return False
         return super().take(number, factors)
 

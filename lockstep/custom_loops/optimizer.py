@@ -29,7 +29,7 @@ from lockstep.units import first_few
 
 @public_methods
 class TorchReplicaOptimizer(ReplicaSteps, optim.Optimizer):
-    """See ``CrossReplicaOptimizer``, of which it is all but the choice of a library."""
+    """``CrossReplicaOptimizer`` for torch optimizers."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class TorchReplicaOptimizer(ReplicaSteps, optim.Optimizer):
         clip_norm: float | None = None,
         accumulate: int = 1,
     ) -> None:
-        # Not torch's own, which would make parameter groups: those of the optimizer are these.
+        # Without optim.Optimizer.__init__, which would make other parameter groups.
         _check(optimizer, model, clip_norm, accumulate)
         self._optimizer = optimizer
         self._places: GradientPlaces | None = None
@@ -58,9 +58,9 @@ class TorchReplicaOptimizer(ReplicaSteps, optim.Optimizer):
         if update.places is not None:
             self._places = GradientPlaces(update.trained, update.places)
             self._places.serve(self)
-        self._look_again()
+        self._update_places()
 
-    # --- what an optimizer has -------------------------------------------------------------------
+    # --- attributes of an optimizer --------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -74,15 +74,15 @@ class TorchReplicaOptimizer(ReplicaSteps, optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """What this replica has of the optimizer's state: ``state_dict`` gathers the whole."""
+        """This replica's part of the optimizer's state; ``state_dict`` gathers the whole."""
         return self._optimizer.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that no ``step`` has taken."""
+        """Clear the gradients since the last ``step``."""
         self._optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not to be had: what replicas share is laid out once.
+        """Not supported: the shared memory is laid out once.
 
         Raises:
             OptionError: always.
@@ -101,22 +101,23 @@ class TorchReplicaOptimizer(ReplicaSteps, optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, *, weight: float | None = None) -> Any:
         """Update the parameters with the gradients of all replicas; every replica calls it.
 
-        It takes the gradients: afterwards ``.grad`` of the parameters is None.
+        Afterwards ``.grad`` of the parameters is None.
 
         Args:
             closure: computes the loss and goes backward; called once.
-            weight: of how many samples this replica's gradient is the mean; 0 where it has none,
-                and then its gradients may be anything. None on all replicas: equal weights.
+            weight: the number of samples of which this replica's gradient is the mean; 0 without
+                samples, and then its gradients may be anything. None on all replicas: equal
+                weights.
 
         Returns:
-            What ``closure`` has returned.
+            The result of ``closure``.
 
         Raises:
-            OptionError: a weight that cannot be, or weights on some replicas only.
-            ModelError: a parameter that does not take part has a gradient, or parameters were
-                changed or moved by others.
-            WorkerError: another replica of this host does not come, or has ended.
-            HostError: another host does not come, or has failed.
+            OptionError: an invalid weight, or weights on some replicas only.
+            ModelError: a frozen parameter has a gradient, or other code changed or moved
+                parameters.
+            WorkerError: another replica of this host is too late, or has ended.
+            HostError: another host is too late, or has failed.
         """
         result = None
         if closure is not None:
@@ -125,10 +126,10 @@ class TorchReplicaOptimizer(ReplicaSteps, optim.Optimizer):
         self._add([one.grad for one in self._update.trained], weight)
         return result
 
-    def _look_again(self) -> None:
-        """Gradients go where the others read them, unless sums of earlier ones lie there."""
+    def _update_places(self) -> None:
+        """Write gradients to their places, unless the places hold accumulated gradients."""
         if self._places is not None:
-            self._places.is_open = not self._adds_up
+            self._places.is_open = not self._will_accumulate
 
 
 def _check(optimizer: object, model: object, clip_norm: object, accumulate: object) -> None:
@@ -141,8 +142,8 @@ def _check(optimizer: object, model: object, clip_norm: object, accumulate: obje
         )
     if isinstance(optimizer, optim.LBFGS | optim.SparseAdam):
         problems.add(
-            "LBFGS evaluates the loss several times per step and SparseAdam needs sparse "
-            "gradients: neither fits a step on summed gradients.",
+            "LBFGS and SparseAdam cannot step on summed gradients: LBFGS evaluates the loss "
+            "several times per step, SparseAdam needs sparse gradients.",
             received=type(optimizer).__name__,
             fix="Use another optimizer, such as torch.optim.AdamW.",
         )
@@ -157,10 +158,10 @@ def _check(optimizer: object, model: object, clip_norm: object, accumulate: obje
 
 
 def _named(optimizer: optim.Optimizer, model: nn.Module | None) -> dict[str, nn.Parameter]:
-    """What the optimizer steps, by name.
+    """The optimizer's parameters by name.
 
     Raises:
-        OptionError: it steps others than the model's.
+        OptionError: some are not the model's.
     """
     names = {} if model is None else {id(one): name for name, one in model.named_parameters()}
     found: dict[str, nn.Parameter] = {}
@@ -170,7 +171,8 @@ def _named(optimizer: optim.Optimizer, model: nn.Module | None) -> dict[str, nn.
             if model is not None and id(parameter) not in names:
                 raise OptionError(
                     "The optimizer must hold the model's own parameters.",
-                    received=f"{name}, of shape {tuple(parameter.shape)}, which is none of them",
+                    received=f"{name}, of shape {tuple(parameter.shape)}, which the model does "
+                    "not have",
                     fix="Make it from model.parameters().",
                 )
             found[name] = parameter
@@ -178,7 +180,7 @@ def _named(optimizer: optim.Optimizer, model: nn.Module | None) -> dict[str, nn.
 
 
 def check_embeddings(model: nn.Module | None, num_replicas: int) -> None:
-    """Refuse embeddings whose gradients depend on what else is in a batch.
+    """Refuse embeddings whose gradients depend on the other samples of a batch.
 
     Raises:
         ModelError: with their names.
@@ -187,8 +189,8 @@ def check_embeddings(model: nn.Module | None, num_replicas: int) -> None:
     names = [name for name, one in modules if getattr(one, "scale_grad_by_freq", False)]
     if names:
         raise ModelError(
-            "scale_grad_by_freq counts how often a row is used in the batch, and each replica sees "
-            "a part of it.",
+            "scale_grad_by_freq needs a row's frequency in the whole batch, but each replica has "
+            "only a part of it.",
             received=f"scale_grad_by_freq=True for {first_few(names)}",
             fix="Leave it out, or train on one replica.",
         )
@@ -197,7 +199,7 @@ def check_embeddings(model: nn.Module | None, num_replicas: int) -> None:
 def _other_values(
     parameters: Mapping[str, nn.Parameter], model: nn.Module | None
 ) -> dict[str, torch.Tensor]:
-    """What else of the model must be equal: buffers, and what this optimizer does not step."""
+    """The model's other tensors that must be equal: buffers, and other parameters."""
     if model is None:
         return {}
     values = {name: one for name, one in model.named_parameters() if name not in parameters}
@@ -205,7 +207,7 @@ def _other_values(
 
 
 def _facts(optimizer: optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """What of the optimizer must be the same on all replicas."""
+    """The facts of the optimizer that must be equal on all replicas."""
     state = {
         name: sorted(map(str, optimizer.state[one]))
         for name, one in parameters.items()
@@ -214,5 +216,5 @@ def _facts(optimizer: optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -
     return {
         "the optimizer": type(optimizer).__name__,
         "the optimizer's options": str([option_values(one) for one in optimizer.param_groups]),
-        "what state the optimizer has": str(state),
+        "the optimizer's state": str(state),
     }

@@ -1,4 +1,4 @@
-"""What a loop of one's own asks of the job: who it is, which samples are its, and means."""
+"""Public functions for custom loops: this replica's rank, its samples, and means over replicas."""
 
 import math
 from typing import Any
@@ -16,26 +16,26 @@ from lockstep.tracebacks import public
 
 @public
 def init(*, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, engine: str | None = None) -> None:
-    """Meet the other processes that ``lockstep run``, torchrun, srun or ``TF_CONFIG`` has started.
+    """Connect to the processes that ``lockstep run``, torchrun, srun or ``TF_CONFIG`` started.
 
-    Each process is a replica. In a script that nobody has launched as one of many there is one. The
-    functions here call it with its defaults where the script has not.
+    Each process is a replica; a script without a launcher is the only one. The other functions here
+    call it with its defaults if the script has not.
 
     Args:
-        timeout_seconds: longest wait for another replica; who does not come is named.
-        engine: None has the replicas of a host share one copy of the parameters; ``"gloo"`` gives
-            each parameters of its own, and torch.distributed moves gradients and parameters.
+        timeout_seconds: longest wait for another replica; errors name the missing ones.
+        engine: None: the replicas of a host share one copy of the parameters; ``"gloo"``: each has
+            its own parameters, and torch.distributed moves gradients and parameters.
 
     Raises:
-        OptionError: an argument that cannot be, or others than in an earlier call.
-        WorkerError: another process of this host does not come.
-        HostError: another host does not.
+        OptionError: an invalid argument, or other arguments than in an earlier call.
+        WorkerError: another process of this host does not connect.
+        HostError: another host does not connect.
     """
     problems = Problems()
     check_engine(problems, engine)
     check_timeout(problems, timeout_seconds)
     problems.raise_if_any(OptionError)
-    backend_for(engine, ["cpu:0"])  # raises where it moves no tensors of these
+    backend_for(engine, ["cpu:0"])  # raises if it does not support CPU tensors
     begin(timeout_seconds, engine)
 
 
@@ -54,21 +54,21 @@ def share(batch: Any) -> Any:
     """This replica's part of a global batch, possibly empty.
 
     Args:
-        batch: a tensor, or tuples, lists and dicts of tensors, with as many rows each. What is no
-            tensor stays as it is.
+        batch: a tensor, or tuples, lists and dicts of tensors with equally many rows. Other values
+            are returned unchanged.
 
     Returns:
         The same structure with consecutive rows of each tensor: views. The parts of all replicas
         make up the batch; their sizes differ by at most one, the longer ones first.
 
     Raises:
-        DataError: there is no tensor, or they have different numbers of rows.
+        DataError: there is no tensor, or tensors have different numbers of rows.
     """
     named = list(named_tensors(batch, "batch"))
     lengths = {name: len(tensor) if tensor.dim() else None for name, tensor in named}
     if len(set(lengths.values())) != 1 or None in lengths.values():
         raise DataError(
-            "A batch must hold tensors that have a row for each of its samples.",
+            "A batch must consist of tensors with a row for each sample.",
             received=", ".join(f"{name} of {_rows(length)}" for name, length in lengths.items())
             or f"no tensor in a {type(batch).__name__}",
             fix="Give the inputs and targets of the global batch, as tensors.",
@@ -90,22 +90,22 @@ def all_mean(value: Any, weight: float = 1.0) -> Any:
 
     Args:
         value: a number, or a tensor of the same shape everywhere.
-        weight: how much this replica's counts, such as its number of samples; with 0 its value may
-            be anything, NaN too.
+        weight: of this replica's value, such as its number of samples; with 0 its value may be
+            anything, even NaN.
 
     Returns:
-        A number, or a tensor of the value's dtype where that is floating point, else float64. NaN
-        where all weights are 0.
+        A number, or a tensor of the value's dtype if that is floating point, else float64. NaN if
+        all weights are 0.
 
     Raises:
-        OptionError: a weight that cannot be; on all replicas, values of different shapes.
+        OptionError: an invalid weight; on all replicas, values of different shapes.
     """
     check_weight(weight)
     job = current()
     is_tensor = isinstance(value, torch.Tensor)
     tensor = value.detach() if is_tensor else torch.tensor(float(value), dtype=torch.float64)
     flat = tensor.double().cpu().flatten()
-    job.check_equal({"the shape of what all_mean is given": str(tuple(tensor.shape))})
+    job.check_equal({"the shape of all_mean's value": str(tuple(tensor.shape))})
     own = torch.cat([torch.tensor([float(weight)], dtype=torch.float64), flat * weight])
     if not weight:
         own.zero_()
@@ -120,11 +120,7 @@ def all_mean(value: Any, weight: float = 1.0) -> Any:
 
 
 def check_weight(weight: object) -> None:
-    """Refuse what is no weight.
-
-    Raises:
-        OptionError: it is none.
-    """
+    """Raise OptionError if this is not a weight."""
     if not (is_number(weight) and 0 <= weight < math.inf):
         raise OptionError(
             "`weight` must be a number of samples: at least 0, and finite.",

@@ -40,7 +40,7 @@ def told(error, make):
         tell("nothing")
 """
 
-NOT_COME = "Replica 1 did not come to step 1 of a CrossReplicaOptimizer, at which replica 0 waits."
+NOT_COME = "Replica 1 did not reach step 1 of a CrossReplicaOptimizer, at which replica 0 waits."
 ENDED = "before it came to step 1 of a CrossReplicaOptimizer."
 
 
@@ -197,4 +197,4 @@ told("shapes", lambda: lockstep.all_mean(torch.ones(1 + rank)))
             assert "'weight' changed between two steps" in changed[1]
             assert 'engine="gloo"' in changed[1]
             assert "these differ in the model's parameters" in unlike[1]
-            assert "these differ in the shape of what all_mean is given" in shapes[1]
+            assert "these differ in the shape of all_mean's value" in shapes[1]

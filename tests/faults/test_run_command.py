@@ -194,7 +194,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "an index of nothing": (
         ["--host-index", "0", "{file}"],
-        ["--host-index means nothing without --hosts"],
+        ["--host-index has no effect without --hosts"],
     ),
     "fewer than one host": (
         ["--min-hosts", "0", "--hosts", "2", "--host-index=0", "--rendezvous", "a:1", "{file}"],
@@ -206,7 +206,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "fewer hosts of one": (
         ["--min-hosts", "1", "{file}"],
-        ["--min-hosts means nothing without --hosts"],
+        ["--min-hosts has no effect without --hosts"],
     ),
     "no address": (
         ["--rendezvous", "::1:80", "{file}"],
@@ -227,18 +227,18 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
             *("--rendezvous", "a:1", "--secret-file", "{file}", "{file}"),
         ],
         [
-            f"{name} means nothing with --local"
+            f"{name} has no effect with --local"
             for name in ("--host-index", "--min-hosts", "--rendezvous", "--secret-file")
         ],
     ),
     "all hosts here, but how many": (
         ["--local", "{file}"],
-        ["--local means nothing without --hosts. Received: --local. Leave"],
+        ["--local has no effect without --hosts. Received: --local. Leave"],
     ),
     "options of --ssh": (
         ["--port", "1", "--ssh-command", "x", "--python", "p", "--directory", "d", "{file}"],
         [
-            f"{name} means nothing without --ssh"
+            f"{name} has no effect without --ssh"
             for name in ("--port", "--ssh-command", "--python", "--directory")
         ],
     ),
@@ -247,20 +247,20 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
             *("--ssh", "h", "--hosts", "2", "--host-index", "0", "--min-hosts", "1"),
             *("--secret-file", "{file}", "{file}"),
         ],
-        [f"{name} means nothing with --ssh" for name in ("--hosts", "--host-index", "--min-hosts")]
-        + ["--secret-file means nothing with --ssh"],
+        [f"{name} has no effect with --ssh" for name in ("--hosts", "--host-index", "--min-hosts")]
+        + ["--secret-file has no effect with --ssh"],
     ),
     "hosts of processes": (
         ["--processes", "2", "--hosts", "2", "--host-index", "0", "--rendezvous", "a:1", "{file}"],
         [
-            f"{name} means nothing with --processes"
+            f"{name} has no effect with --processes"
             for name in ("--hosts", "--host-index", "--rendezvous")
         ],
     ),
     "hosts over ssh, and here": (["--ssh", "h", "--local", "{file}"], ["nothing with --ssh"]),
     "two ports": (
         ["--ssh", "h", "--rendezvous", "a:1", "--port", "2", "{file}"],
-        ["--port means nothing with --rendezvous"],
+        ["--port has no effect with --rendezvous"],
     ),
     "no port": (
         ["--ssh", "h", "--port", "65536", "{file}"],
@@ -269,7 +269,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "no host file": (["--ssh", "nowhere", "{file}"], ["The host file must be a text file"]),
     "whose option is it": (
         ["{file}", "data.csv", "--devices=2"],
-        ["must stand before the script's own arguments. Received: --devices=2"],
+        ["must be before the script's own arguments. Received: --devices=2"],
     ),
 }
 

@@ -182,7 +182,7 @@ def test_what_was_outlived(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     fit(make_trainer(2, die_once, step=2), record=tmp_path / "run", restarts=1)
     status, said = doctor(tmp_path / "run", capsys)
     assert status == 0
-    assert "Outlived: dead. Rank 1 (process" in said
+    assert "Survived: dead. Rank 1 (process" in said
     assert "was at step 2 (forward); rank 0 waited for it." in said
     assert "Restart 1 of 1: going on from " in said
 
@@ -214,13 +214,13 @@ def test_a_script_that_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[
     with running(source, directory=tmp_path) as script:
         wait_until(is_training, 60)
         status, said = doctor(folder, capsys)
-        assert (status, "It is under way (process " in said) == (0, True)
+        assert (status, "It is running (process " in said) == (0, True)
         os.kill(script.process.pid, signal.SIGKILL)
         script.process.wait(10)
     status, said = doctor(folder, capsys)
     assert status == 1
     assert "Verdict: dead. The script (process " in said
-    assert "its last word, " in said
+    assert "its last entry, " in said
 
 
 def write(folder: Path, *events: Event) -> None:
@@ -240,7 +240,7 @@ def test_a_script_that_lives_and_makes_no_step(
         file.write(b'\n{"what": "at", "ti')  # cut off
     status, said = doctor(tmp_path, capsys)
     assert status == (not is_well)
-    assert ("Verdict: hung, or at something long" in said) == (not is_well)
+    assert ("Verdict: hung, or in a long operation" in said) == (not is_well)
     assert "after batch 2 of epoch 1" in said
     assert "step 7 (backward)" in said
 

@@ -114,7 +114,7 @@ def test_two_hosts_with_a_slow_link(make_hosts: MakeHosts, tmp_path: Path) -> No
         )
         for host, env in ((0, {}), (1, other))
     )
-    assert "Host 1 is examined: host 0 shows what was found." in second.check()
+    assert "Host 1 is examined: host 0 shows the findings." in second.check()
     out = first.check()
     assert re.search(r"^Address +10\.77\.0\.1 +10\.77\.0\.2", out, re.MULTILINE), out
     clock = re.search(r"^Clock +host 0's +[-+]([\d.e-]+) ms", out, re.MULTILINE)
@@ -191,7 +191,7 @@ def test_who_does_not_lead_its_host_is_silent(
     [
         (
             ["--hosts", "2"],
-            r"--hosts, --host-index and --rendezvous go together.*Received: --hosts",
+            r"--hosts, --host-index and --rendezvous must be given together.*Received: --hosts",
         ),
         (["--host-index", "0", "--rendezvous", "a:1"], "Received: --host-index and --rendezvous"),
         (

@@ -88,7 +88,7 @@ def test_share_and_mean_of_one_replica() -> None:
 
 @pytest.mark.parametrize("batch", [[], (X, X[:2]), torch.tensor(1.0), {"x": "text"}])
 def test_what_is_no_batch(batch: object) -> None:
-    with pytest.raises(DataError, match="a row for each of its samples"):
+    with pytest.raises(DataError, match="a row for each sample"):
         lockstep.share(batch)
 
 
@@ -142,7 +142,7 @@ def test_weights_are_given_at_all_parts_of_an_update_or_at_none() -> None:
     model(X).square().mean().backward()
     optimizer.step(weight=4)
     model(X).square().mean().backward()
-    with pytest.raises(OptionError, match="all have a weight, or none"):
+    with pytest.raises(OptionError, match="must have a weight, or none"):
         optimizer.step()
 
 

@@ -79,7 +79,7 @@ def test_nothing_is_said_of_what_is_sound() -> None:
         (
             {"failures": {"devices are found": "DeviceError: 99"}},
             True,
-            "devices are found.*99.*See",
+            "devices are found.*99.*Read",
         ),
         ({"failures": {"GPUs are found": "RuntimeError: old"}}, False, "GPUs are found.*old"),
         (
@@ -94,9 +94,9 @@ def test_nothing_is_said_of_what_is_sound() -> None:
         ),
         ({"torch_cores": 2}, False, "same 2 cores of 8: .*no variable"),
         ({"num_devices": 16}, False, "more devices than cores.*16 devices, 8 cores"),
-        ({"busy_cores": 2.5}, False, r"does other work.*2\.5 of 8 cores busy"),
-        ({"features": ()}, False, "not known to be fast.*A processor"),
-        ({"open_files": 256}, False, "few open files.*a limit of 256.*ulimit -n"),
+        ({"busy_cores": 2.5}, False, r"runs other processes.*2\.5 of 8 cores busy"),
+        ({"features": ()}, False, "without fast vector instructions.*A processor"),
+        ({"open_files": 256}, False, "low limit of open files.*a limit of 256.*ulimit -n"),
     ],
 )
 def test_what_is_said_of_a_host(changes: dict[str, Any], is_wrong: bool, said: str) -> None:
@@ -165,10 +165,13 @@ def test_speeds_that_are_not_known_are_not_compared() -> None:
     [
         (
             pair(1, 2, back=125e6),
-            r"Between host 1 and host 2 there is a slow link.*1 Gbit/s, most links 8 Gbit/s",
+            r"Between host 1 and host 2 the link is slow.*1 Gbit/s, most links 8 Gbit/s",
         ),
-        (pair(1, 2, round_trip_seconds=0.02), "host 1 and host 2 messages take long.*20 ms there"),
-        (pair(0, 2, offset_seconds=-75.0), r"Host 2's clock is not host 0's.*Received: -1:15\."),
+        (pair(1, 2, round_trip_seconds=0.02), "host 1 and host 2 the latency is high.*20 ms"),
+        (
+            pair(0, 2, offset_seconds=-75.0),
+            r"Host 2's clock differs from host 0's.*Received: -1:15\.",
+        ),
     ],
 )
 def test_what_is_said_of_the_network(odd: PairReport, said: str) -> None:

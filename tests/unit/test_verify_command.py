@@ -137,7 +137,7 @@ def test_a_plan_that_divides_nothing_has_not_just_passed(
 
 MISTAKES = {
     "no function named": ("{file}", "must be file.py:function"),
-    "no file": ("nowhere.py:make_job", "There is no such file"),
+    "no file": ("nowhere.py:make_job", "TARGET's file must exist"),
     "no function": ("{file}:make_jobs", "It defines: Net, mean_square, make_job"),
     "no function either": ("{file}:number", "has no function of this name"),
     "no job": ("{file}:make_nothing", "must return a lockstep.Job. Received: int"),
@@ -220,8 +220,8 @@ def test_a_file_that_cannot_be_imported(
             "RuntimeError: no (line 2 of failing",
         ),
         ("needy_job.py", "import no_such_module", "No module named 'no_such_module'"),
-        ("queue.py", "", "is not taken"),
-        ("my-job.py", "", "is not taken"),
+        ("queue.py", "", "and not another module's"),
+        ("my-job.py", "", "and not another module's"),
     ]:
         path = tmp_path / name
         path.write_text(text)
