@@ -30,7 +30,7 @@ NOT_FINITE, INTERRUPTED, TOLD_TO_END, FAILED = "not finite", "interrupted", "tol
 _BY_ITSELF = (FAILED, OUT_OF_MEMORY, DISK_FULL, BAD_RECORD)
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>.+)')
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(__file__).parents[2])
 _LIBRARIES = (_PACKAGE, "site-packages", "<frozen", f"{Path(torch.__file__).parent}")
 _OF_PYTHON = str(Path(re.__file__).parent.parent)
 
