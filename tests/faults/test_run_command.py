@@ -257,7 +257,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
             for name in ("--hosts", "--host-index", "--rendezvous")
         ],
     ),
-    "hosts over ssh, and here": (["--ssh", "h", "--local", "{file}"], ["nothing with --ssh"]),
+    "hosts over ssh, and here": (["--ssh", "h", "--local", "{file}"], ["no effect with --ssh"]),
     "two ports": (
         ["--ssh", "h", "--rendezvous", "a:1", "--port", "2", "{file}"],
         ["--port has no effect with --rendezvous"],
