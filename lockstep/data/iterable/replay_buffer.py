@@ -43,7 +43,7 @@ class _Kept:
         return sum(tensor.nbytes for tensor in tensors_of(parts))
 
 
-class KeptReading(Reading):
+class ReplayableReading(Reading):
     """Reads as another ``Reading``, and replays batches on demand.
 
     Args:

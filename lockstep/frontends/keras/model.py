@@ -65,7 +65,7 @@ class _Calls:
         direct: calls layers without Keras's work around them; None if the model needs that.
         keeps_images: True if images need not be copied.
         has_penalties: True if there may be penalties on weights.
-        is_analysed: True if the last three are known.
+        is_analysed: True if the three attributes before are known.
     """
 
     num_running: int = 0

@@ -26,7 +26,7 @@ import torch
 from lockstep.channel.polling import Stopwatch
 from lockstep.comm.collectives.gradients import TensorSpec
 from lockstep.comm.shared_memory.shared_region import SharedRegion
-from lockstep.data.iterable.replay_buffer import KeptReading
+from lockstep.data.iterable.replay_buffer import ReplayableReading
 from lockstep.data.iterable.stream_reader import Reading
 from lockstep.data.map_style.sources import ArraySource, Batch, Source
 from lockstep.data.order import batch_bounds
@@ -116,23 +116,23 @@ class SharedStream:
         """From now on, have batches once more after ``rewind``; before any is used."""
         if self._reading is not None:
             reading = self._reading
-            self._reading = self._background.submit(lambda: KeptReading(reading)).result()
+            self._reading = self._background.submit(lambda: ReplayableReading(reading)).result()
             self._marked = self._num_used
 
     @property
     def kept_bytes(self) -> int:
         """Memory that batches take which are kept for that."""
-        return self._reading.kept_bytes if isinstance(self._reading, KeptReading) else 0
+        return self._reading.kept_bytes if isinstance(self._reading, ReplayableReading) else 0
 
     def mark(self) -> None:
         """Between two batches: keep those that come from now on."""
-        if isinstance(self._reading, KeptReading):
+        if isinstance(self._reading, ReplayableReading):
             self._reading.mark()
             self._marked = self._num_used
 
     def rewind(self) -> None:
         """Go back to where the mark is."""
-        if isinstance(self._reading, KeptReading):
+        if isinstance(self._reading, ReplayableReading):
             self._background.submit(self._reading.rewind).result()
             self._num_used = self._marked
 
@@ -219,7 +219,7 @@ class SharedStream:
             aside = reading.can_read_aside
             ahead = self._read(reading.read_aside, next_slot) if aside else None
             self._num_used += 1
-            if isinstance(reading, KeptReading):
+            if isinstance(reading, ReplayableReading):
                 reading.use()
             yield batch if isinstance(batch, ArraySource) else _arrived(batch)
         control.broadcast(_BatchHeader())

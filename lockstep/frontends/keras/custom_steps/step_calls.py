@@ -15,6 +15,7 @@ from keras.src.backend.torch.core import Variable
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.trainer import Trainer
 
+from lockstep.frontends.keras.layers.dry_run import metrics_of_layers
 from lockstep.frontends.keras.model import KerasModel
 from lockstep.parallel.data_parallel.functional_patch import Redirection
 
@@ -141,9 +142,10 @@ class StepCalls(ABC):
 
 def metrics_of(model: Any) -> list[Any]:
     """The metrics that a model's steps may update, each once."""
-    layers = [one for layer in model._flatten_layers() for one in layer._metrics]
     own = Trainer.metrics.fget(model)
-    return list({id(one): one for one in (*own, *model.metrics, *layers)}.values())
+    return list(
+        {id(one): one for one in (*own, *model.metrics, *metrics_of_layers(model))}.values()
+    )
 
 
 def detached(value: Any) -> Any:

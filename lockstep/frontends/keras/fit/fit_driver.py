@@ -166,8 +166,8 @@ class PredictionDriver(KerasDriver):
         self._callbacks.on_predict_batch_begin(index)
 
     def report_outputs(self, outputs: Tree) -> None:
-        shown = map_tensors(backend.convert_to_numpy, self._layout.outputs(outputs))
-        self._outputs = {"outputs": shown}
+        arrays = map_tensors(backend.convert_to_numpy, self._layout.outputs(outputs))
+        self._outputs = {"outputs": arrays}
 
     def end_batch(self, index: int, losses: Logs | None) -> None:
         self._callbacks.on_predict_batch_end(index, self._outputs)
@@ -288,11 +288,11 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
         set_options(self._model.optimizer, options[0])
 
     def end_epoch(self, epoch: int, logs: Logs) -> None:
-        shown = self._journal.once(partial(self._show_epoch, epoch, logs))  # callbacks may add some
-        self.history.add(epoch, shown)
+        # Callbacks may add logs.
+        self.logs = self._journal.once(partial(self._show_epoch, epoch, logs))
+        self.history.add(epoch, self.logs)
         if self._keeper is not None:
             self._journal.once(partial(self._keeper.on_epoch_end, epoch))
-        self.logs = shown
 
     def _show_epoch(self, epoch: int, logs: Logs) -> Logs:
         self._record.end_epoch(epoch, logs)

@@ -56,7 +56,7 @@ def dry_run(
         is_divided: True if devices work on parts of a batch.
         training: True for training mode.
     """
-    variables, metrics = state_variables(module), metrics_of_layers(module)
+    variables, metrics = state_variables(module), metrics_of_layers(module.model)
 
     def run(part: Batch) -> DryRunResult:
         for metric in metrics:
@@ -99,9 +99,9 @@ def state_variables(module: KerasModel) -> list[Any]:
     ]
 
 
-def metrics_of_layers(module: KerasModel) -> list[Any]:
+def metrics_of_layers(model: Any) -> list[Any]:
     """The metrics of layers, which these may update."""
-    return [metric for layer in module.model._flatten_layers() for metric in layer._metrics]
+    return [metric for layer in model._flatten_layers() for metric in layer._metrics]
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def check_state(module: KerasModel, seen: Sequence[DryRunResult]) -> None:
     """As ``check_layer_state``, for passes without training."""
     _refuse_writes(seen[0].written)
     _refuse_state_changes(state_variables(module), [one.state for one in seen])
-    _refuse_counts(metrics_of_layers(module), [one.counts for one in seen])
+    _refuse_counts(metrics_of_layers(module.model), [one.counts for one in seen])
 
 
 def check_gradients(module: KerasModel) -> None:
@@ -61,7 +61,7 @@ def check_gradients(module: KerasModel) -> None:
             "Devices add up the gradients of their parts of the batch, so every trained variable "
             "needs a gradient.",
             received=f"ranges of values instead, as float8 layers have: {first_few(overwritten)}",
-            fix="Train in another dtype (mixed_bfloat16, say), or use SingleDeviceStrategy.",
+            fix="Train in another dtype, such as mixed_bfloat16, or use SingleDeviceStrategy.",
         )
 
 

@@ -22,6 +22,7 @@ from lockstep.frontends.keras.layers.attributes import (
     is_plain,
     is_user_defined,
 )
+from lockstep.frontends.keras.layers.dry_run import metrics_of_layers
 from lockstep.frontends.keras.layers.pickling import reduce
 from lockstep.frontends.keras.model import KerasModel
 from lockstep.frontends.keras.settings import KerasSettings
@@ -85,7 +86,7 @@ def _compiled_parts(model: Any) -> list[Any]:
     metrics, optimizer = model._compile_metrics, model.optimizer
     found = [*_losses(model), metrics, optimizer, getattr(optimizer, "_learning_rate", None)]
     found += [] if metrics is None else metrics.metrics
-    found += [one for layer in model._flatten_layers() for one in layer._metrics]
+    found += metrics_of_layers(model)
     return [one for one in found if not isinstance(one, keras.Variable | None)]
 
 

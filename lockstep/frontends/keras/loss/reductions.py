@@ -123,9 +123,8 @@ class LossProbe:
         if trial in self._tried:
             return True
         self._tried.add(trial)
-        kept = getattr(loss, "__dict__", {}).values()
-        variables = [one for one in kept if isinstance(one, keras.Variable)]
-        return adds_up(partial(_sums, function), given, *trial[1:], held=[loss, *variables])
+        held = [loss, *variables_of(loss)]
+        return adds_up(partial(_sums, function), given, *trial[1:], held=held)
 
 
 def probed(compiled: Any, probe: LossProbe) -> Any:
@@ -255,6 +254,12 @@ def is_by_sample(loss: Any) -> bool:
     return type(loss).__module__ == LossFunctionWrapper.__module__ and is_of_each_sample(
         loss.fn, loss._fn_kwargs
     )
+
+
+def variables_of(loss: Any) -> list[Any]:
+    """The variables that a loss has as attributes."""
+    attributes = getattr(loss, "__dict__", {}).values()
+    return [one for one in attributes if isinstance(one, keras.Variable)]
 
 
 def may_divide_by_weights(loss: Any) -> bool:

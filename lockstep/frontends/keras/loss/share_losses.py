@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 import torch
 from keras import tree
 
@@ -37,6 +36,7 @@ from lockstep.frontends.keras.loss.reductions import (
     masked_outputs,
     may_divide_by_weights,
     probed,
+    variables_of,
 )
 from lockstep.parallel.loss.share_losses import (
     JointLoss,
@@ -127,9 +127,7 @@ class KerasLoss(LossAdapter):
         self._is_staged = plan.pipeline is not None and plan.num_shares > 1
 
     def user_losses(self) -> list[Any]:
-        kept = [vars(loss).values() for loss in self._losses if hasattr(loss, "__dict__")]
-        variables = [one for each in kept for one in each if isinstance(one, keras.Variable)]
-        return [*self._losses, *variables]
+        return [*self._losses, *(one for loss in self._losses for one in variables_of(loss))]
 
     def _found(self, output: Tree, target: Tree) -> list[Reduced]:
         """Each compiled loss of a share; losses are restored if one of them is a guess."""
@@ -239,18 +237,13 @@ class KerasLoss(LossAdapter):
 def _restorer_of(losses: Sequence[Any]) -> Callable[[], None]:
     """A function that restores the losses' attributes: a loss may count its calls."""
     before = [(loss, dict(vars(loss))) for loss in losses]
-    values = [
-        (value, value.value.clone())
-        for _, attributes in before
-        for value in attributes.values()
-        if isinstance(value, keras.Variable)
-    ]
+    values = [(one, one.value.clone()) for loss in losses for one in variables_of(loss)]
 
     def leave() -> None:
         for loss, attributes in before:
             vars(loss).update(attributes)
         for variable, value in values:
-            if not variable.value.equal(value):  # backward may need what is as it was
+            if not variable.value.equal(value):  # backward may need an unchanged one
                 variable.assign(value)
 
     return leave

@@ -90,9 +90,7 @@ class KerasUpdater(Updater):
         self._values: dict[_Key, torch.Tensor] = {}  # of slots, in helpers, which lack variables
         self._store: dict[_Key, torch.Tensor] = {}
         self._active: Any = None
-        self._may_step_directly = (
-            True  # one device steps the user's optimizer itself, as Keras does
-        )
+        self._may_step_directly = True  # the user's optimizer itself, on one device
         self._dummy: Any = None  # a copy for a variable outside of the model
         self._pieces: list[BoundPiece] = []
         self._step_variables: list[Any] = []  # by piece
