@@ -44,7 +44,7 @@ def loss_named(loss: Any) -> Any:
     """A loss, or several, with names replaced by what they mean.
 
     Raises:
-        OptionError: a name that means nothing here.
+        OptionError: an unknown name.
     """
     if isinstance(loss, Mapping):
         return {key: loss_named(one) for key, one in loss.items()}
@@ -55,7 +55,7 @@ def loss_named(loss: Any) -> Any:
     name = loss.lower().removesuffix("_loss")
     if name in _OTHERS:
         raise OptionError(
-            f"In Keras {loss!r} is of probabilities; here losses of classes are of logits.",
+            f"Keras's {loss!r} takes probabilities; losses of classes take logits here.",
             received=f"loss={loss!r}",
             fix=f"Use {_OTHERS[name]!r}, on a model without a softmax at its end.",
         )
@@ -66,7 +66,7 @@ def optimizer_named(optimizer: Any) -> Any:
     """An optimizer, or several, with names replaced by torch's classes.
 
     Raises:
-        OptionError: a name that means nothing here.
+        OptionError: an unknown name.
     """
     if isinstance(optimizer, Mapping):
         return {key: optimizer_named(one) for key, one in optimizer.items()}
@@ -87,7 +87,7 @@ def metrics_named(metrics: Any, loss: Any) -> Any:
     """Metrics by name; those that are given as names are made to fit the loss.
 
     Raises:
-        OptionError: a name that means nothing here, or not with this loss.
+        OptionError: an unknown name, or one that does not fit this loss.
     """
     if isinstance(metrics, list | tuple) and all(isinstance(one, str) for one in metrics):
         metrics = {one: one for one in metrics}
@@ -112,7 +112,7 @@ def _metric(name: str, loss: Any) -> Any:
 
 
 def _accuracy(loss: Any) -> Any:
-    """Of classes, or of yes and no: the loss says what outputs are.
+    """Accuracy over classes, or binary accuracy, as the loss says what the outputs are.
 
     Raises:
         OptionError: it does not.
@@ -129,8 +129,8 @@ def _accuracy(loss: Any) -> Any:
 
         return BinaryAccuracy(of_logits=of_logits)
     raise OptionError(
-        "What an accuracy compares is read from the loss: cross_entropy, nll_loss, or "
-        "binary_cross_entropy with logits or without.",
+        "'accuracy' needs one of these losses, to know what it compares: cross_entropy, nll_loss, "
+        "or binary_cross_entropy with or without logits.",
         received=f"metrics with 'accuracy' and loss={_said(loss)}",
         fix='Pass the metric: {"accuracy": torchmetrics.classification.MulticlassAccuracy(10, '
         'average="micro")}, or BinaryAccuracy() for outputs that are probabilities.',
@@ -158,7 +158,7 @@ def _choose(argument: str, name: str, known: Mapping[str, Any], otherwise: str) 
         return known[name]
     near = get_close_matches(name, known, n=1)
     raise OptionError(
-        f"`{argument}` has no such name.",
+        f"`{argument}` does not know this name.",
         received=repr(name),
         fix=(f"Did you mean {near[0]!r}?" if near else f"Names are {listed(known)}.")
         + f" Or pass {otherwise}.",

@@ -16,7 +16,7 @@ class History:
     Attributes:
         history: name ("loss", "val_loss", a metric) -> one value per epoch.
         epoch: the epochs' numbers, from 0.
-        restarts: what was lost, and gone on from, in ``fit(restarts=...)``.
+        restarts: the losses of processes after which ``fit(restarts=...)`` resumed.
     """
 
     history: dict[str, list[Any]] = field(default_factory=dict)

@@ -170,7 +170,7 @@ class Trainer(ProvingRunner):
         if strategy is None:
             strategy = current_strategy()
             check_scope(dims)
-        with torch.inference_mode(False):  # what is made there can never be trained
+        with torch.inference_mode(False):  # tensors made there cannot be trained
             made, meta_model = made_models(model, precision)
             super().__init__(
                 made,

@@ -172,7 +172,7 @@ QUARRELS: dict[str, tuple[Callable[[], Any], str]] = {
     "inputs": (lambda: make().predict(X + HOST), "the values of inputs of data"),
     "option of host 1": (lambda: fit(epochs=here(2, -1)), "Received: epochs=-1"),
     "option of host 0": (lambda: fit(trainer=make(loss=here(None, nn.MSELoss()))), "loss=None"),
-    "search": (lambda: fit(batch_size="auto"), "A batch size is searched on one host"),
+    "search": (lambda: fit(batch_size="auto"), "The batch size search runs on one host only"),
     "not a number": (lambda: fit((nan_on_host_1(), Y)), "nan from share 1"),
     "reading": (lambda: fit(stream, batch_size=None, shuffle=None), "OSError: the disk is gone"),
     "callback": (

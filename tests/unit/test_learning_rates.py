@@ -305,7 +305,7 @@ def test_rates_of_numpy_reach_all_ranks() -> None:
 
 
 def test_a_rule_and_a_schedule_are_one_too_many() -> None:
-    with pytest.raises(errors.OptionError, match="A schedule has rates of its own"):
+    with pytest.raises(errors.OptionError, match="cannot scale the rates of a schedule"):
         fit(make_trainer(STEP), learning_rate_rule="linear")
 
 

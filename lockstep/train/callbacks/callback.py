@@ -49,17 +49,17 @@ class Callback:
         return type(self).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        """What it must know to go on in another process: tensors, numbers, texts, lists, dicts.
+        """The state it needs to resume in another process: tensors, numbers, texts, lists, dicts.
 
         It becomes a part of ``trainer.state_dict()``. By default it keeps nothing.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` has given."""
+        """Resume from a ``state_dict``."""
 
     def takes_state(self, batch: int) -> bool:
-        """Whether it calls ``trainer.state_dict()`` in the ``on_train_batch_end`` that follows.
+        """True if it calls ``trainer.state_dict()`` in the next ``on_train_batch_end``.
 
         All ranks then bring what they have to rank 0. At the end of an epoch they always do. It is
         asked after steps after which there is such a state: of replicas that train apart, where
@@ -141,7 +141,7 @@ def traced_steps(callbacks: Sequence[Callback], first_step: int) -> range | None
     wanted = [one.traced_steps for one in callbacks if one.traced_steps is not None]
     if len(wanted) > 1:
         raise OptionError(
-            "One callback at a time can have steps traced.",
+            "Only one callback can trace steps.",
             received=f"{len(wanted)} of them",
             fix="Give the Trainer one Profiler.",
         )

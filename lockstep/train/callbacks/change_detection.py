@@ -68,7 +68,7 @@ class ChangeWatch:
     Args:
         model: the model.
         readopt: brings parameters that a callback moved back to where all ranks see them.
-        sees_weights: changed weights are told of, also where all ranks see them anyway.
+        sees_weights: report changed weights, also those that all ranks share.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ChangeWatch:
     def over(
         self, act: Callable[[], None], *, in_epoch: bool, plan: Plan | None
     ) -> dict[str, torch.Tensor]:
-        """The tensors that other ranks are to be told of, by name, after ``act``.
+        """Act; returns the changed tensors that other ranks do not see, by name.
 
         Args:
             act: calls the callbacks.
@@ -90,7 +90,7 @@ class ChangeWatch:
             plan: whose ranks are told; None where there is nothing to tell.
 
         Raises:
-            OptionError: in the midst of an epoch more was changed than values.
+            OptionError: more than values was changed within an epoch.
         """
         model = self._model
         lookout = self._lookout or ModelSnapshotter(model)
@@ -106,7 +106,7 @@ class ChangeWatch:
         after = lookout.look() if in_epoch else ModelSnapshotter(model).look()
         if in_epoch and after.structure != before.structure:
             raise OptionError(
-                "In the midst of an epoch a callback may change values only.",
+                "Within an epoch a callback may change only values.",
                 received="a change of requires_grad or of a module's training mode",
                 fix="Do it in on_epoch_begin or on_epoch_end.",
             )
@@ -153,7 +153,7 @@ def settings_of(objects: Mapping[str, object], left_out: Container[str]) -> Sett
 
 
 class SettingsWatch:
-    """Sees whether callbacks change settings in the midst of an epoch, which ranks have copies of.
+    """Detects settings that callbacks change within an epoch, of which ranks have copies.
 
     What a step changes by itself (a layer may count its calls) is no setting, and neither is what
     was not there when training began.
@@ -192,11 +192,11 @@ class SettingsWatch:
         if changed:
             names = [f"`{attribute}` of {name}" for name, attribute in changed]
             raise OptionError(
-                "In the midst of an epoch a callback may change values only: the other ranks "
-                "have attributes as they were when the epoch began.",
+                "Within an epoch a callback may change only values: the other ranks have the "
+                "attributes of the epoch's beginning.",
                 received=f"a change of {first_few(names)}",
                 fix="Do it in on_epoch_begin or on_epoch_end, or have a buffer or variable "
-                "hold it; notes are better kept in the callback.",
+                "hold it; keep notes in the callback.",
             )
 
 

@@ -1,4 +1,4 @@
-"""The driver: what rank 0 does between the steps of a task, and what it is shown."""
+"""The driver: the work of rank 0 between the steps of a task."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Logs = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Everything a step left behind: for proofs, not for training.
+    """The state of all ranks after a step: for proofs, not for training.
 
     Attributes:
         step: the step's number, from 0.
@@ -51,18 +51,18 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where in a ``fit`` training stands, between two steps.
+    """The position of a ``fit`` between two steps.
 
     Attributes:
         epoch: number of the epoch of the next step.
         batch: number of its batch.
         num_steps: made so far by the task under way.
-        so_far: what the epoch has come to (``train.fit.epoch_sums``); None where it has not begun.
+        so_far: losses and metrics of the epoch (``train.fit.epoch_sums``); None before it begins.
         read: of a stream, the number of batches that were used, and their checksum; else None.
         replicas: of ranks that train apart, what each has of its own
         (``train.checkpointing.replica_state``).
         residuals: of all hosts that compress what they send (``train.optim.error_feedback``).
-        is_lasting: another process could go on from there.
+        is_lasting: another process could resume from there.
     """
 
     epoch: int
@@ -90,11 +90,11 @@ class TaskDriver:
     """A few, on which all ranks compute the same (``train.validation.rank_consistency``)."""
 
     def fail(self, error: Exception) -> None:
-        """What it was to do between two steps has failed."""
+        """An action between two steps has failed."""
         raise error
 
     def announce(self, doing: str) -> None:
-        """What is done before the first step, as it begins."""
+        """An action before the first step begins."""
 
     def hold_interrupts(self) -> None:
         """Steps begin: Ctrl-C must not cut one in half, but set ``is_interrupted``."""
@@ -103,7 +103,7 @@ class TaskDriver:
         """An epoch begins."""
 
     def rejoin_epoch(self, epoch: int) -> None:
-        """Steps go on in an epoch that has begun before."""
+        """An epoch that began before continues."""
 
     def begin_step(self, index: int) -> None:
         """Step number ``index`` of the epoch begins."""
@@ -115,14 +115,14 @@ class TaskDriver:
     """How often metrics are shown within an epoch; 0 is never."""
 
     def show_metrics(self, values: Logs) -> None:
-        """What metrics have come to in the epoch so far."""
+        """The metrics of the epoch so far."""
 
     def watched(self, source: Source) -> Source:
-        """The training data, as rank 0 sees how long it takes to come."""
+        """The training data, with a clock on rank 0 around its reads."""
         return source
 
     def awaited(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
-        """Batches that are read one after the other, as rank 0 sees how long they take to come."""
+        """The batches of a stream, with a clock on rank 0 around its reads."""
         return batches
 
     def wants_state(self, index: int) -> bool:
@@ -130,7 +130,7 @@ class TaskDriver:
         return False
 
     def record_position(self, place: Place | None) -> None:
-        """Callbacks are called there next; None where that is no place to go on from."""
+        """Callbacks are called at this position next; None if training cannot resume from it."""
 
     def begin_run(self, start: Any, look: Callable[[], list[RankState]]) -> None:
         """All ranks are about to train, from the ``Resume`` on; ``look`` tells what they are at."""
@@ -139,40 +139,40 @@ class TaskDriver:
         """Training has failed, and helpers are about to be ended: what all ranks were at."""
 
     def back_up(self) -> None:
-        """After a step, and all that callbacks do: keep a copy of the training, if it is time."""
+        """After a step and its callbacks: copy the training, if a backup is due."""
 
     def back_up_at(self, resume: Any, num_steps: int) -> None:
-        """An epoch begins whose ranks are going to be some steps apart: keep what is there now."""
+        """An epoch begins in which ranks differ by some steps: copy the training now."""
 
     def begin_apart(self, begun: Any) -> None:
-        """Steps of an epoch are about to be made by ranks that are apart, from the Resume on."""
+        """Ranks that train apart begin the steps of an epoch, from the Resume on."""
 
     def record_progress(self, stand: Any) -> None:
         """After the loss of a process: how far they were (``ServedStand``); None if unknown."""
 
     def put_back(self) -> int | None:
-        """After a failure: have the training be as it was when it was last copied.
+        """After a failure: restore the last copy of the training.
 
         Returns:
-            The number of the last step that was made then; None where there is no copy.
+            The number of the last step in the copy; None if there is no copy.
         """
         return None
 
     def resume_after(self, error: WorkerError) -> Any:
-        """The ``Resume`` from which to go on after the loss of a process; None if it is the end."""
+        """The ``Resume`` for after the loss of a process; None if training ends."""
         return None
 
     def decide(self, directive: Any, renew_at: Any = None) -> Any:
-        """What callbacks have decided now, or had decided when this step was made before.
+        """The decision of the callbacks: now, or when this step was made before.
 
         Args:
             directive: their decision.
-            renew_at: where ranks go on that are sent everything anew; None within an epoch.
+            renew_at: where ranks resume if all is sent anew; None within an epoch.
         """
         return directive
 
     def note_bad_records(self, bad: Mapping[int, str]) -> None:
-        """Records that are left out, by their index, each with the reason."""
+        """Bad records that are left out: the reason by index."""
 
     def begin_validation(self) -> None:
         """Validation begins."""
@@ -190,23 +190,23 @@ class TaskDriver:
         """The state after a step, where the task records it."""
 
     def take_slots(self, slots: list[PieceSlots]) -> None:
-        """Let callbacks see the optimizer's slots, put together from those of all ranks."""
+        """Let callbacks see the optimizer's slots, assembled from all ranks."""
 
     def fingerprint(self) -> object:
-        """What the other ranks were sent: where it has changed, they must be sent it anew."""
+        """A fingerprint of what the other ranks were sent; if it changes, it is sent anew."""
         return None
 
     def watch(self, act: Callable[[], None], *, in_epoch: bool) -> dict[str, torch.Tensor]:
-        """Act, and see what has changed of the model.
+        """Act, and detect changes of the model.
 
         Parameters whose memory was exchanged are brought back to where all ranks see them.
 
         Args:
             act: what rank 0 does.
-            in_epoch: in the midst of an epoch, where only values may change.
+            in_epoch: True within an epoch, where only values may change.
 
         Returns:
-            What the others cannot see that has changed of buffers and parameters, by name.
+            Changed buffers and parameters that the other ranks do not see, by name.
         """
         act()
         return {}

@@ -1,4 +1,4 @@
-"""What a callback on host 0 has changed between epochs besides values, as other hosts are told it.
+"""Changes besides values that a callback on host 0 made between epochs, sent to other hosts.
 
 Processes of a host are sent the model anew, whatever has become of it
 (``train.callbacks.change_detection``). Between hosts nothing is pickled. So what can be told as
@@ -52,7 +52,7 @@ class ModelLayout:
         """What to tell the other hosts of what has changed since.
 
         Raises:
-            OptionError: something that cannot be told.
+            OptionError: a change that cannot be sent.
         """
         attributes = {}
         strange = [
@@ -69,9 +69,8 @@ class ModelLayout:
         strange += [_shown(*place) for place in self._attributes.keys() - later._attributes.keys()]
         if strange:
             raise OptionError(
-                "On several hosts a callback may change between epochs what can be told as "
-                "plain values: weights, buffers, requires_grad, modes, numbers and texts that "
-                "modules have, the optimizer's groups and state.",
+                "On several hosts a callback may change only weights, buffers, requires_grad, "
+                "modes, numbers and texts of modules, and the optimizer's groups and state.",
                 received=f"a change of {first_few(sorted(strange))}",
                 fix="Make that change in the script, between two calls of fit.",
             )

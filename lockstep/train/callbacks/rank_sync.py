@@ -1,7 +1,7 @@
-"""RankSync: a rank among all, and what rank 0's callbacks change told to the others.
+"""RankSync: a rank's view of the others, and the broadcast of what rank 0's callbacks change.
 
-Only rank 0 has a driver that does anything. Whatever that changes (options, weights, buffers, an
-end) is brought to all ranks before the next step, so that all go on alike.
+Only rank 0 has a driver that does anything. Its changes (options, weights, buffers, an end) are
+broadcast before the next step, so that all ranks continue alike.
 """
 
 from collections.abc import Callable
@@ -27,18 +27,18 @@ _BATCHES_BETWEEN_PAUSES = 4
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a training goes on.
+    """Where a training resumes.
 
     Attributes:
         epoch: the epoch's number.
-        is_begun: its ``on_epoch_begin`` has been called.
-        stops: a callback wanted training to stop there, and a step is still to be made.
+        is_begun: its ``on_epoch_begin`` was called.
+        stops: a callback has stopped training there, and one more step is due.
         batch: the number of the epoch's next batch.
-        so_far: what the epoch has come to in the batches before (``train.fit.epoch_sums``).
+        so_far: losses and metrics of the batches before (``train.fit.epoch_sums``).
         replicas: of ranks that train apart, what each has of its own
         (``train.checkpointing.replica_state``).
-        served: of workers and servers that are apart, how far they are in the epoch.
-        num_ended: batches of the epoch whose end callbacks have seen, where ``served`` is told.
+        served: progress of asynchronous workers and servers in the epoch.
+        num_ended: batches of the epoch whose end callbacks have seen, with ``served``.
     """
 
     epoch: int = 0
@@ -63,7 +63,7 @@ class RestartTask(Exception):  # noqa: N818  # no error: all ranks leave the loo
 class CallbackOutcome:
     """What rank 0's callbacks decided: options, unless they are unchanged, and changed values.
 
-    False where they have decided nothing: then the others need not be told.
+    False if they have decided nothing: then nothing is sent.
     """
 
     stop: bool
@@ -100,12 +100,12 @@ class RankSync:
 
         Args:
             act: what rank 0 does.
-            renew_at: between epochs, where to go on if the ranks must be sent everything anew.
-            stops_at_once: no step is made any more if training is to stop.
+            renew_at: between epochs, where to resume if the ranks must be sent everything anew.
+            stops_at_once: make no further step if training is to stop.
 
         Raises:
-            Halt: on all ranks, if the user wants out.
-            Renew: on all ranks, if more has changed than values.
+            Halt: on all ranks, if the user has pressed Ctrl-C.
+            RestartTask: on all ranks, if more than values has changed.
         """
         updater, model = self.worker.updater, self.worker.model
         assert updater is not None
@@ -130,8 +130,8 @@ class RankSync:
     def act(self, act: Callable[[], _T]) -> _T | None:
         """Have rank 0 do something between two steps.
 
-        An error of it ends the training as Ctrl-C does: with a step that all ranks have made. Until
-        then nothing else is done.
+        Its error ends the training as Ctrl-C does, after a step of all ranks; until then rank 0
+        does nothing more.
         """
         if self.driver.failure is not None:
             return None
@@ -161,7 +161,7 @@ class RankSync:
         return decided
 
     def _tell(self, directive: CallbackOutcome | None) -> Any:
-        """Rank 0's directive, on every rank; a message is sent only if it says anything."""
+        """Rank 0's outcome, on every rank; a message is sent only if it is not empty."""
         is_sent = self.worker.board is None or self.is_wanted(bool(directive))
         return self.control.broadcast(directive) if is_sent else _NOTHING
 
@@ -177,7 +177,7 @@ class RankSync:
         self.driver.take_slots(self.gathered_slots())
 
     def gathered_slots(self) -> list[PieceSlots]:
-        """What rank 0 has not of the slots; what lies in stores all hosts have afterwards."""
+        """The slots that rank 0 lacks; all hosts have those in stores afterwards."""
         updater = self.worker.updater
         assert updater is not None
         self.worker.gather_slots()
@@ -186,7 +186,7 @@ class RankSync:
         return [part for parts in self.control.gather(self.worker.slots()) for part in parts]
 
     def show_traces(self, tracer: StepTracer) -> None:
-        """Whoever has asked for traces gets those of all ranks."""
+        """Give the traces of all ranks to the callbacks of rank 0."""
         traces = self.control.gather(tracer.take())
         if self.control.rank == 0:
             self.act(partial(self.driver.take_traces, traces))
@@ -195,7 +195,7 @@ class RankSync:
         """Between two barriers: leave the loop, on all ranks or on none.
 
         Raises:
-            Halt: the user wants out.
+            Halt: the user has pressed Ctrl-C.
         """
         alone = self.control.num_ranks == 1 and self.driver.is_interrupted
         if alone or self._is_halted:
@@ -212,7 +212,7 @@ class RankSync:
             self.check_halt()
 
     def collect_buffers(self) -> None:
-        """Give rank 0 the buffers, and parameters, of which others have the values that count."""
+        """Give rank 0 the buffers and parameters whose current values are on other ranks."""
         self.worker.show_parameters()
         if self.control.num_ranks > 1 and next(self.worker.model.buffers(), None) is not None:
             own = self.worker.authoritative_buffers()
@@ -220,7 +220,7 @@ class RankSync:
                 set_values(self.worker.model, buffers)
 
     def share_buffers(self) -> None:
-        """Give every rank the values of all buffers that count."""
+        """Give every rank the current values of all buffers."""
         self.collect_buffers()
         model = self.worker.model
         if self.control.num_ranks > 1 and next(model.buffers(), None) is not None:

@@ -1,7 +1,7 @@
-"""What an epoch has come to so far: losses and metrics, to be kept and gone on from.
+"""Losses and metrics of an epoch so far, as a state to resume from.
 
-Losses of steps are kept one by one: their sums are exactly rounded, so an epoch that is gone on
-with has the very loss of one that was not interrupted.
+Losses of steps are kept one by one: their sums are exactly rounded, so a resumed epoch has the
+same loss as one that was not interrupted.
 """
 
 import math

@@ -45,14 +45,13 @@ _FROM_THE_START = Resume()
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """What a training came to.
+    """The result of a training.
 
     Attributes:
         num_epochs: epochs begun: the last one may have been interrupted.
         num_steps: steps made.
         slots: the pieces of the optimizer's slots, of all ranks; on rank 0 only.
-        resume: where to go on, because a callback has changed what the ranks were sent; None at
-            the end.
+        resume: where to resume, after a callback changed what the ranks were sent; None at the end.
     """
 
     num_epochs: int
@@ -171,7 +170,7 @@ class FitTask(Task):
         )
 
     def _train(self, run: _FitRun) -> Resume | None:
-        """Train all epochs; returns where to go on if the ranks must be sent everything anew."""
+        """Train all epochs; returns where to resume if the ranks must be sent everything anew."""
         worker, control, driver = run.rank_sync.worker, run.rank_sync.control, run.rank_sync.driver
         if self.proves:
             prove = check_ranks_agree if worker.plan.pipeline is None else check_stages_agree

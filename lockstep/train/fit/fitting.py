@@ -252,7 +252,7 @@ class FittingRunner(ResumingRunner):
         check_restarts_on(hosts, asked.restarts, has_checkpoint=has_checkpoint, reach=reach)
         if hosts is not None and search is not None:
             raise OptionError(
-                "A batch size is searched on one host.",
+                "The batch size search runs on one host only.",
                 received=f"batch_size={search!r} with {hosts.control_group.num_hosts} hosts",
                 fix="Start the script once for that; then pass the number on all hosts.",
             )
@@ -314,7 +314,7 @@ class FittingRunner(ResumingRunner):
         self.batch_size = batch_size
         if rule is not None and self.schedule is not None:
             raise OptionError(
-                "A schedule has rates of its own, which no rule scales.",
+                "A learning rate rule cannot scale the rates of a schedule.",
                 received=f"learning_rate_rule={rule.name!r} with a schedule",
                 fix="Leave the rule out, and give the schedule the rates you want.",
             )

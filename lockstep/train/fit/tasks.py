@@ -1,4 +1,4 @@
-"""Tasks: what all ranks of a team do together, in the same order; ``fit_task`` trains.
+"""Tasks that all ranks of a team run together, in the same order; ``fit_task`` trains.
 
 A task is shipped to every rank and run there against its Worker. Only rank 0 has a driver that
 does anything: callbacks, progress, the user's metrics.
@@ -33,7 +33,7 @@ class Task(ABC):
 
     Attributes:
         name: of the call that it is, for messages.
-        kept: names of the fields that are a part of what a call stands on
+        kept: names of the fields that the call cache compares and keeps
         (``train.runtime.call_cache``).
         source: the data that it runs the model on.
     """
@@ -78,7 +78,7 @@ class EvaluateTask(Task):
 
 
 def _is_same(one: object, other: object) -> bool:
-    """Whether it goes without saying that they are equal."""
+    """True if they are equal without a comparison of large values."""
     if isinstance(one, bool | int | float | str | tuple | range):
         return type(one) is type(other) and one == other
     return one is other
@@ -206,7 +206,7 @@ def _reads_in_order(
 
 
 def joined_metrics(metrics: Metrics, control: Control) -> Logs:
-    """What the metrics of all ranks have come to; on rank 0."""
+    """The metrics over all ranks; on rank 0."""
     if not metrics:
         return {}
     metrics.join(control)

@@ -2,7 +2,7 @@
 
 A trace has what torch ran, and around it the step's number and the actions of the rank's program
 (``parallel.worker.span``), so that waiting for other ranks shows. Ranks hand in what the profiler
-exports; whoever asked for the traces lays them side by side (``callbacks.profiler``).
+exports; the callback that asked for traces merges them (``callbacks.profiler``).
 """
 
 import tempfile
@@ -43,7 +43,7 @@ class StepTracer:
 
     @property
     def is_running(self) -> bool:
-        """Whether a trace has begun that nobody has taken yet."""
+        """True if a trace has begun and was not taken yet."""
         return self._profile is not None
 
     def take(self) -> bytes:

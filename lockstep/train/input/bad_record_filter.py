@@ -51,8 +51,8 @@ def skipping(feed: DataPipeline, maker: Maker, hosts: object) -> DataPipeline:
     }
     for received in (reason for reason, is_so in reasons.items() if is_so):
         raise OptionError(
-            "Bad records are left out of data that is read by index, on one host, by ranks that "
-            "step together.",
+            'on_bad_record="skip" needs data that is read by index, one host, and ranks that make '
+            "their steps together.",
             received=f'on_bad_record="skip" with {received}',
             fix="Leave them out where the data is read.",
         )

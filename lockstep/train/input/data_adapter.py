@@ -84,7 +84,7 @@ class DataPipeline:
         """
         if isinstance(self.source, SharedStream):
             raise OptionError(
-                "A batch size is found for data that is read by index.",
+                "The batch size search needs data that is read by index.",
                 received=f'`{name}` that can only be iterated, and batch_size="auto"',
                 fix="Pass a number, for samples of an IterableDataset; else leave it out, and "
                 "set the size where the batches are made.",
@@ -124,7 +124,7 @@ def adapt_data(data: Any, wish: DataOptions) -> DataPipeline:
     """Data as a user gives it, checked.
 
     Raises:
-        OptionError: what is asked cannot be had of such data.
+        OptionError: an option does not fit such data.
         DataError: it is no data, a part of it only, or the first batch cannot be read.
     """
     check_whole(data, wish.name)
@@ -176,7 +176,7 @@ def split_off(
         validation_data: as the user has given it.
 
     Raises:
-        OptionError: what is asked cannot be had of such data.
+        OptionError: an option does not fit such data.
     """
     if not part:
         return feed, None
@@ -249,7 +249,7 @@ def _check(stream: Stream, wish: DataOptions) -> None:
         )
     if wish.is_summed and not stream.restarts:
         problems.add(
-            f"To go on from a checkpoint, `{wish.name}` is read again up to there.",
+            f"To resume from a checkpoint, `{wish.name}` is read again up to its position.",
             received=f"{stream.kind}, which can be gone through once only",
             fix="Pass a function that makes it anew (a generator function).",
         )

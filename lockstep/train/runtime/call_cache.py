@@ -1,11 +1,10 @@
-"""Standing calls: what ranks keep of a call, so that the next one like it need not begin anew.
+"""The call cache: what ranks keep of a call, so that the next one like it starts faster.
 
-Small calls (``train_on_batch``, ``predict`` of a few samples) take less than it takes to send a
-model to the helpers and to build a worker on every rank. So when a call stands on the same footing
-as the last one of its kind did, all ranks keep its assignment and worker, and from the next on they
-are sent only what may be new: the data, the other fields of the task, buffers, and what the updater
-changes beside weights and slots. A call on another footing is sent in full, and what was kept is
-dropped.
+Small calls (``train_on_batch``, ``predict`` of a few samples) take less time than sending a model
+to the helpers and building a worker on every rank. If a call has the signature of the last one of
+its kind, all ranks cache its assignment and worker. For the calls that follow, rank 0 sends only a
+``CallUpdate``: the data, the other fields of the task, buffers, and what the updater changes beside
+weights and slots. A call with another signature is sent in full, and clears the cache.
 """
 
 import weakref
@@ -20,37 +19,39 @@ from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.worker import Worker
 from lockstep.train.runtime.assignment import Assignment
 
-# Shared memory that may be kept between calls, for each kind of them.
+# Most shared memory cached between calls, for each kind of call.
 _MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class CallSignature:
-    """What a call stands on, to be compared with that of another.
+    """The parts of a call that must be equal for ranks to reuse what they cached.
 
     Attributes:
-        sight: what the model, the loss and the metrics are, as the front end sees them: the very
-            same object where it sees the same. None where it does not see all.
-        values: all else that is compared by what it is.
-        objects: all else that must be the very same; known of, but not kept.
+        fingerprint: of the model, the loss and the metrics, by the front end: the same object as
+            long as these are unchanged. None if the front end cannot tell.
+        values: all else that is compared by value.
+        objects: weak references to all else that is compared by identity.
     """
 
-    sight: object
+    fingerprint: object
     values: tuple[Any, ...]
     objects: tuple[Callable[[], object], ...]
 
     @classmethod
-    def of(cls, assignment: Assignment, sight: object, memory: Sequence[object]) -> "CallSignature":
-        """The footing of an assignment.
+    def of(
+        cls, assignment: Assignment, fingerprint: object, memory: Sequence[object]
+    ) -> "CallSignature":
+        """The signature of an assignment.
 
         Args:
             assignment: the assignment.
-            sight: see the class.
+            fingerprint: see the class.
             memory: where parameters and slots lie.
         """
         one = assignment
         return cls(
-            sight=sight,
+            fingerprint=fingerprint,
             values=(
                 *(one.plan, one.seed, one.device, one.settings, one.groups, one.blank),
                 *(one.rules, one.functions, type(one.task)),
@@ -59,23 +60,23 @@ class CallSignature:
         )
 
     def is_as(self, other: "CallSignature | None") -> bool:
-        """Whether a call on the other footing can be taken for one on this."""
+        """True if the other signature is equal."""
         return (
             other is not None
-            and self.sight is not None
+            and self.fingerprint is not None
             and len(self.objects) == len(other.objects)
             and all(map(_is, self.objects, other.objects))
             and self.values == other.values
-            and self.sight is other.sight
+            and self.fingerprint is other.fingerprint
         )
 
 
 def _reference(obj: object) -> Callable[[], object]:
-    return _nobody if obj is None else weakref.ref(obj)
+    return _none if obj is None else weakref.ref(obj)
 
 
-def _nobody() -> object:
-    return _nobody  # is only itself, as what is referred to is
+def _none() -> object:
+    return _none  # is identical only to itself, as a referent is
 
 
 def _is(one: Callable[[], object], other: Callable[[], object]) -> bool:
@@ -84,7 +85,7 @@ def _is(one: Callable[[], object], other: Callable[[], object]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class CallUpdate:
-    """What may differ from one call to the next on the same footing, as every rank is told.
+    """What may differ between calls of the same signature, as rank 0 sends it.
 
     Attributes:
         name: of the call.
@@ -100,7 +101,7 @@ class CallUpdate:
 
     @classmethod
     def of(cls, assignment: Assignment, kept: Assignment) -> "CallUpdate":
-        """What an assignment says that one like it did not."""
+        """The differences of an assignment from the cached one."""
         updater = assignment.updater
         return cls(
             name=assignment.task.name,
@@ -119,52 +120,52 @@ class CachedCall:
     control: Control
 
     @torch.no_grad()
-    def hear(self, news: CallUpdate) -> None:
-        """On a helper: go on from what rank 0 has now."""
+    def hear(self, update: CallUpdate) -> None:
+        """On a helper: take over the values that rank 0 has now."""
         assignment = self.assignment
-        assignment.task.renew(news.changes)
-        for buffer, value in zip(assignment.model.buffers(), news.buffers, strict=True):
+        assignment.task.renew(update.changes)
+        for buffer, value in zip(assignment.model.buffers(), update.buffers, strict=True):
             buffer.copy_(value)
         if assignment.updater is not None:
-            assignment.updater.set_changing(news.changing)
+            assignment.updater.set_changing(update.changing)
 
 
 class CallCache:
-    """Rank 0's standing calls by their names, each with what ``Session`` needs to go on with it.
+    """Rank 0's cached calls by name, each with what ``Session`` needs to repeat it.
 
-    A runner has them and lends them to its session, which the interpreter knows for as long as it
-    runs: it must not hold what knows the runner.
+    It belongs to a runner, which passes it to its session: a finalizer holds the session until the
+    interpreter ends, so the session must hold nothing that refers to the runner.
     """
 
     def __init__(self) -> None:
         self._seen: dict[str, CallSignature] = {}
         self._kept: dict[str, tuple[CallSignature, Any]] = {}
 
-    def find(self, name: str, footing: CallSignature) -> Any:
-        """What was kept of a call on this footing; None where nothing was."""
+    def find(self, name: str, signature: CallSignature) -> Any:
+        """What was cached of a call with this signature; None if nothing was."""
         known, part = self._kept.get(name, (None, None))
-        if footing.is_as(known):
+        if signature.is_as(known):
             return part
         if known is not None:  # something has changed, and may have for other calls, too
             self._kept.clear()
         return None
 
-    def is_repeated(self, name: str, footing: CallSignature) -> bool:
-        """Whether the last call of this name stood on this footing, too. Asked once per call."""
+    def is_repeated(self, name: str, signature: CallSignature) -> bool:
+        """True if the last call of this name had this signature. Call it once per call."""
         known = self._seen.get(name)
-        self._seen[name] = footing
-        return footing.is_as(known)
+        self._seen[name] = signature
+        return signature.is_as(known)
 
-    def keep(self, name: str, footing: CallSignature, part: Any) -> None:
-        """Keep a call, or with None nothing of it."""
+    def keep(self, name: str, signature: CallSignature, part: Any) -> None:
+        """Cache a call; None removes it."""
         if part is None:
             self._kept.pop(name, None)
         else:
-            self._kept[name] = footing, part
+            self._kept[name] = signature, part
 
 
 def is_cacheable(assignment: Assignment, spec: ExchangeSpec) -> bool:
-    """Whether a ``CallUpdate`` holds all that ranks need for a new call, and little is kept."""
+    """True if a ``CallUpdate`` is all that ranks need for a new call, and the cache is small."""
     updater = assignment.updater
     return (
         len(assignment.plan.domains) == 1

@@ -145,7 +145,7 @@ class JobContext:
         """
         if self._depth and self._thread != threading.get_ident():
             raise OptionError(
-                "A model is trained, evaluated or saved by one thread at a time.",
+                "Only one thread at a time can train, evaluate or save a model.",
                 received=f"{call} while another thread is in {self._call}",
                 fix="Wait for the other to return, or give each thread a model and Trainer of "
                 "its own.",
@@ -247,7 +247,7 @@ def _telling_of_inference_tensors() -> Iterator[None]:
         if isinstance(error, LockstepError) or "nference tensor" not in str(error):
             raise
         raise ModelError(
-            "What is made under torch.inference_mode() can never be trained or changed.",
+            "Tensors made under torch.inference_mode() cannot be trained or changed.",
             received=str(error).partition(".")[0],
             fix="Make the model, the loss and the optimizer outside of it, and compile there.",
         ) from error

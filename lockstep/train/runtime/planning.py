@@ -111,7 +111,7 @@ class Planning:
             return settle(maker(capture_layers(self._model), cluster, batch_size)), {}
         if source is None:
             raise OptionError(
-                "To cut a model, every host needs samples of the data.",
+                "Cutting a model needs samples of the data on every host.",
                 received="data that host 0 alone reads",
                 fix="Pass arrays or a map-style Dataset, or use MultiWorkerMirroredStrategy.",
             )

@@ -113,14 +113,14 @@ class Runner(ABC):
 
     def _begin_session(self, job_context: JobContext) -> None:
         self._job_context = job_context
-        self._standing = CallCache()
+        self._calls = CallCache()
         self._proven: object = None  # what the helpers have proved to compute as this process does
         self._session = Session(self.timeout_seconds)
         self._finalizer = weakref.finalize(self, self._session.release)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a runner of another process needs."""
-        own = ("_job_context", "_session", "_standing", "_finalizer", "_proven")
+        own = ("_job_context", "_session", "_calls", "_finalizer", "_proven")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -144,7 +144,7 @@ class Runner(ABC):
         maker, cluster = self._maker(), discover()
         if maker.sample_size(cluster, DEFAULT_BATCH_SIZE) is not None:
             raise OptionError(
-                "Where to cut the model depends on what its layers cost, on your data.",
+                "The Plan depends on the costs of the model's layers on your data.",
                 received="`plan` before fit, evaluate or predict",
                 fix="Call one of them first, or strategy.plan(model, batch_size=..., "
                 "sample=inputs).",
@@ -153,7 +153,7 @@ class Runner(ABC):
 
     def close(self) -> None:
         """End the helper processes now instead of with the trainer."""
-        self._standing = CallCache()
+        self._calls = CallCache()
         self._session.close()
 
     # --- state ---------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class Runner(ABC):
         driver: TaskDriver,
         batch_size: int,
     ) -> None:
-        """Run the task, and go on with another where a callback has changed what was sent."""
+        """Run the task, and another one wherever a callback has changed what was sent."""
         resume: Resume | None = task.start
         first_epoch, first_step = self._epochs_trained, self._steps_trained
         self._epochs_trained += task.start.epoch
@@ -277,7 +277,7 @@ class Runner(ABC):
             place = partial(place_model, self.model, self._torch_optimizers, assignment.plan)
             with ending_with(place), self._job_context.at_work() as hosts:
                 result = session.run(
-                    assignment, driver, hosts, self._standing, self._model_fingerprint
+                    assignment, driver, hosts, self._calls, self._model_fingerprint
                 )
             self._proven = proof or self._proven
             if self._plan is not None and loss is not None and loss.uses_whole_batch:
@@ -343,7 +343,7 @@ class Runner(ABC):
         plan: Plan,
         partitions: Partitions,
     ) -> Assignment:
-        """What every rank is told."""
+        """All that every rank needs for the task."""
         check_backend(plan)
         device = place_model(self.model, self._torch_optimizers, plan)
         if updater is not None:
@@ -376,7 +376,7 @@ class Runner(ABC):
     def _fitted_residuals(
         self, plan: Plan, groups: Sequence[ParameterGroup]
     ) -> ErrorFeedback | None:
-        """What this host keeps of what is compressed; None where nothing is."""
+        """This host's residuals of error feedback; None without compression."""
         if plan.compression is None:
             return None
         self._residuals.fit(compressed_tensors(plan, self.model, groups))
@@ -418,5 +418,5 @@ class Runner(ABC):
 
 
 def _of_kernels() -> tuple[str, ...]:
-    """What torch imports where it is told to be deterministic: once, not in every helper."""
+    """The module that torch imports for deterministic kernels: once, not in every helper."""
     return ("torch._inductor.config",) if torch.are_deterministic_algorithms_enabled() else ()

@@ -2,8 +2,8 @@
 
 The script's process is rank 0 and computes; helpers are called with everything they need
 (``train.runtime.serving`` is their side). All that lasts (weights, optimizer, position) lies in the
-script's own objects. Of a small call that is made again and again, ranks keep what is the same
-each time (``train.runtime.call_cache``).
+script's own objects. Ranks cache what does not change between repeated small calls
+(``train.runtime.call_cache``).
 
 On several hosts the script's process of each leads that host's ranks, with a session of its own.
 """
@@ -94,7 +94,7 @@ class Session:
         driver: TaskDriver,
         hosts: Hosts | None = None,
         calls: CallCache | None = None,
-        sight: object = None,
+        fingerprint: object = None,
     ) -> Any:
         """Do the task on all ranks; returns what this process's part returns.
 
@@ -103,7 +103,7 @@ class Session:
             driver: of this process.
             hosts: where the Plan has several, each calls this with an assignment of its own.
             calls: what is kept of earlier calls, and of this one.
-            sight: see ``CallSignature``; None where nothing is to be kept.
+            fingerprint: see ``CallSignature``; None where nothing is to be kept.
 
         Raises:
             ShippingError: a part of the assignment cannot be sent to helpers.
@@ -117,11 +117,11 @@ class Session:
             if hosts is not None:
                 hosts.check_equal(assignment_facts(assignment))
                 hosts.share_values(assignment.model, assignment.updater)
-            sight = None if hosts is not None else sight
-            return self._lead(assignment, driver, hosts, calls or CallCache(), sight)
+            fingerprint = None if hosts is not None else fingerprint
+            return self._lead(assignment, driver, hosts, calls or CallCache(), fingerprint)
 
     def dismiss(self, hosts: Hosts, result: Any, model: nn.Module) -> None:
-        """Let the processes that follow this one go on, with a call's result and the weights."""
+        """Send a call's result and the weights to the processes that follow this one."""
         if self._team is None:
             self._meet_followers(hosts, self._timeout)
         assert self._team is not None
@@ -152,7 +152,7 @@ class Session:
         is_alone = isinstance(assignment.plan.update, LocalUpdate)
         region = None if is_alone else spec.create()
         worker = make_worker(assignment, spec, region, rank=0, look_around=lambda waited: None)
-        _heed(driver, worker)
+        _stop_on_interrupt(driver, worker)
         if isinstance(assignment.task, FitTask):
             look = partial(states_of, None, None, 0)
             driver.begin_run(assignment.task.start, look)
@@ -164,7 +164,7 @@ class Session:
         driver: TaskDriver,
         hosts: Hosts | None,
         calls: CallCache,
-        sight: object,
+        fingerprint: object,
     ) -> Any:
         """Do the task with this host's ranks, of which this process is the first."""
         # Before any process starts: what cannot be sent, or finds no memory, shows here.
@@ -175,15 +175,15 @@ class Session:
             driver.announce("Moving the model to shared memory")
         stores = self.stores.adopt_all(assignment, here.start)
         name = assignment.task.name
-        footing = CallSignature.of(assignment, sight, [mapped.store for mapped in stores])
-        part: RunningCall | None = calls.find(name, footing)
+        signature = CallSignature.of(assignment, fingerprint, [mapped.store for mapped in stores])
+        part: RunningCall | None = calls.find(name, signature)
         if part is not None and part.team is self._team and part.team.answers():
             keeps = True
             result = self._conduct(part, driver, partial(self._recall, part, assignment))
         else:
             spec = exchange_spec(assignment)
             check_loss(assignment)
-            keeps = calls.is_repeated(name, footing) and is_cacheable(assignment, spec)
+            keeps = calls.is_repeated(name, signature) and is_cacheable(assignment, spec)
             with closing(
                 pack_assignment(
                     assignment, [one.store for one in stores if one.in_place_of is None]
@@ -192,7 +192,7 @@ class Session:
                 part = self._prepared(assignment, driver, hosts, stores, spec, here)
                 call = partial(self._call, part, serialized, keeps=keeps)
                 result = self._conduct(part, driver, call)
-        calls.keep(name, footing, part if keeps and not part.is_halted else None)
+        calls.keep(name, signature, part if keeps and not part.is_halted else None)
         return result
 
     def _prepared(
@@ -265,7 +265,7 @@ class Session:
         assignment, worker, team = part.assignment, part.worker, part.team
         with self._ending_team(part, driver):
             call()
-            _heed(driver, worker)
+            _stop_on_interrupt(driver, worker)
             initialize_own(assignment, worker)
             clear_meta(assignment.model)
             limit = worker.passes.reading = ReadLimit(self._timeout, team.raise_slow_read)
@@ -278,7 +278,7 @@ class Session:
             worker.close()
             team.finish(self._timeout)
             part.control.bring_groups()
-            _heed(TaskDriver(), worker)  # what is kept of a call must not know who conducted it
+            _stop_on_interrupt(TaskDriver(), worker)  # a cached call must not refer to its driver
         return result
 
     def _take_team(
@@ -338,10 +338,10 @@ class Session:
         self._send(part, serve, dumps(call), (*descriptors, *serialized.descriptors))
 
     def _recall(self, part: RunningCall, assignment: Assignment) -> None:
-        """Send the helpers what is new in a call whose like they have kept."""
-        news = CallUpdate.of(assignment, part.assignment)
-        with closing(pack(news)) as serialized:
-            part.assignment.task.renew(news.changes)
+        """Send the helpers the changes of a call that they have cached."""
+        update = CallUpdate.of(assignment, part.assignment)
+        with closing(pack(update)) as serialized:
+            part.assignment.task.renew(update.changes)
             self._send(part, serve_again, serialized.payload, serialized.descriptors)
 
     def _send(
@@ -360,7 +360,7 @@ class Session:
         )
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the helpers; those that go on with a script of their own are told of the error."""
+        """End the helpers; those with a script of their own get the error."""
         team, self._team = self._team, None
         self.num_ended += team is not None
         if team is not None and error is not None and self._is_attached:
@@ -382,7 +382,7 @@ class Session:
         return PRELOAD + self.preload
 
 
-def _heed(driver: TaskDriver, worker: Worker) -> None:
+def _stop_on_interrupt(driver: TaskDriver, worker: Worker) -> None:
     """Have all ranks stop together when the user wants rank 0 to."""
     if worker.board is not None:
         worker.board.wants_halt = lambda: driver.is_interrupted
