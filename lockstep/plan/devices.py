@@ -1,4 +1,4 @@
-"""Which devices a Plan's ranks are on: what was asked for, against what there is.
+"""The devices of a Plan's ranks, from the user's option and the host's devices.
 
 A number means accelerators where the host has some, else CPU replicas, which may outnumber the
 cores. A list names them, one for each rank. What the ranks of a Plan exchange goes over one
@@ -39,7 +39,7 @@ def threads_for(devices: Sequence[str], num_cores: int) -> int | None:
 
 
 def check_devices(devices: object, name: str = "devices") -> None:
-    """See that it is a number of devices, names of some, or None.
+    """Check that it is a number of devices, names of some, or None.
 
     Raises:
         DeviceError: it is not; or they are of two kinds.
@@ -125,7 +125,7 @@ def _named(names: Sequence[str], host: Host) -> tuple[str, ...]:
 
 
 def check_there(names: Sequence[str], host: Host) -> None:
-    """See that a host has these accelerators.
+    """Check that a host has these accelerators.
 
     Raises:
         DeviceError: it has not; why, if torch says so.

@@ -1,4 +1,4 @@
-"""What moves tensors between the ranks of a Plan, as users choose it.
+"""The engine that moves tensors between the ranks of a Plan, as users choose it.
 
 By default ranks on the cores of a host share memory, and Lockstep's own channels join hosts. Ranks
 on accelerators share none: a backend of torch.distributed moves their tensors, that of the device
@@ -83,7 +83,7 @@ def over(engine: str | None, maker: Maker, *, num_shares: int | None = None) -> 
 
 
 def check_engine(problems: Problems, engine: object) -> None:
-    """Note what is no engine."""
+    """Note an unknown engine."""
     if engine is not None and engine not in BACKENDS:
         problems.add(
             "`engine` must be a backend of torch.distributed, or None.",
@@ -93,7 +93,7 @@ def check_engine(problems: Problems, engine: object) -> None:
 
 
 def check_leave(devices: Sequence[str], engine: str | None) -> None:
-    """See that no device is named twice without leave, which is to name an engine.
+    """Check that no device is named twice, unless an engine is named.
 
     Raises:
         DeviceError: one is.

@@ -123,7 +123,7 @@ def _work(plan: Decision) -> str:
 
 
 def _over(plan: Decision) -> str:
-    """What moves tensors, where ranks share no memory."""
+    """The engine's name, if ranks share no memory."""
     return "" if plan.engine.shares_memory else f", over {plan.engine.name}"
 
 
@@ -145,7 +145,7 @@ def _stages(plan: Decision, pipeline: Pipeline) -> Table:
 
 
 def _predicted(stage: Stage) -> tuple[str, ...]:
-    """What a stage is expected to take for one microbatch."""
+    """A stage's predicted times and sizes for one microbatch."""
     if stage.predicted is None:
         return ()
     kept = "again" if stage.recompute else format_bytes(stage.predicted.activation_bytes)

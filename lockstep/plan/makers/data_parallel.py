@@ -29,7 +29,7 @@ class Maker(ABC):
     """A pure function from (LayerGraph, Cluster, batch size) to a Plan."""
 
     def sample_size(self, cluster: Cluster, batch_size: int) -> int | None:
-        """Of how many samples it must know what each layer costs; None if it need not."""
+        """The number of samples for which it needs each layer's costs; None if it needs none."""
         return None
 
     def check_batch_size(self, batch_size: int) -> None:
@@ -42,7 +42,7 @@ class Maker(ABC):
 
     @property
     def outer(self) -> Nesterov | None:
-        """What steps on the average of replicas that train apart; None if there is no such."""
+        """The outer optimizer of averaged replicas; None if there is none."""
         return None
 
     @property
@@ -150,7 +150,7 @@ def _notes_on_parts(plan: Plan, parts: int, uses_statistics: bool) -> list[str]:
 # Layers that multiply by a matrix, of PyTorch and of Keras, and what it is called.
 _MATRICES = {"Linear": "weight", "Dense": "kernel"}
 
-# Elements of a weight: of smaller ones the gradient is moved in no time.
+# Elements of a weight: gradients of smaller ones cost next to nothing to move.
 _SMALLEST_BY_ROWS = 1 << 14
 
 
@@ -270,7 +270,7 @@ def ties(graph: LayerGraph) -> tuple[Tie, ...]:
 
 
 def matrix_of(layer: Layer) -> ParameterInfo | None:
-    """The matrix that a layer multiplies by, if that is what it does."""
+    """The matrix that a layer multiplies by; None if it does something else."""
     name = _MATRICES.get(layer.kind)
     found = (each for each in layer.parameters if each.name.rpartition(".")[2] == name)
     return next((each for each in found if len(each.shape) == 2), None)

@@ -15,7 +15,7 @@ from lockstep.plan.devices import check_devices, device_names, threads_for
 from lockstep.plan.makers.data_parallel import Maker, Mirrored, matrix_of
 from lockstep.plan.spec import Plan
 
-# Of networks that nobody has told of.
+# The default if the network's bandwidth is not given.
 DEFAULT_GBIT_PER_SECOND = 10.0
 
 # What a core is taken for. They decide between two ways that give the same result, so they need not
@@ -103,7 +103,7 @@ class MirroredHosts(Maker):
         Whoever has asked for a number of shares wants the bits that other numbers of hosts give, so
         there the network does not decide.
         """
-        # Hosts that form the same gradient must come to the same bits.
+        # Hosts that form the same gradient must compute the same bits.
         are_alike = len({host.arithmetic for host in cluster.hosts}) == 1
         if not placement.row_limit or (
             are_alike

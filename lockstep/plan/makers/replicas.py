@@ -1,4 +1,4 @@
-"""Replicas that train apart: each is a Plan of its own, on its part of every batch."""
+"""Replicas with local steps: each has a Plan of its own, for its part of every batch."""
 
 import msgspec
 
@@ -8,7 +8,7 @@ from lockstep.plan.spec import Plan
 
 
 def plan_of_replica(plan: Plan, replica: int) -> Plan:
-    """What a replica does between two averages: the Plan that it would have by itself."""
+    """The Plan of a replica between two averages: as if it trained alone."""
     shares, size = plan.shares_of(replica), plan.ranks_per_replica
     ranks = range(replica * size, (replica + 1) * size)
     pipeline = plan.pipeline

@@ -25,7 +25,7 @@ class _Merge:
     passes: list[Pass] = field(default_factory=list)
 
     def advance(self, graph: StageGraph, done: set[Pass]) -> bool:
-        """Run passes for as long as nothing that they need is missing; whether any could run."""
+        """Run passes until one waits for another; True if any could run."""
         before = len(self.passes)
         while (queue := self._next_queue()) and done.issuperset(needs_of(queue[0], graph)):
             action = queue.popleft()

@@ -108,7 +108,7 @@ def _by_key(size: int, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...
 
 
 def needs_of(action: Pass, graph: StageGraph) -> Iterator[Pass]:
-    """What must have ended before ``action`` can start.
+    """The passes that must have ended before ``action`` can start.
 
     ``BackwardInput`` stands for the gradients of a stage's inputs, whether a pass of that name
     forms them or a ``Backward``: see ``result_of``.
@@ -125,7 +125,7 @@ def needs_of(action: Pass, graph: StageGraph) -> Iterator[Pass]:
 
 
 def result_of(action: Pass) -> Pass:
-    """What others that need ``action`` ask for in ``needs_of``."""
+    """The pass under which ``needs_of`` names ``action``."""
     if isinstance(action, Backward):
         return BackwardInput(action.stage, action.microbatch)
     return action

@@ -144,7 +144,7 @@ _BY_NAME: dict[object, Compression] = {"bf16": BFloat16(), "int8": Int8()}
 
 
 def check_carrier(problems: Problems, compression: Compression | None, engine: object) -> None:
-    """Note an engine that compresses nothing."""
+    """Note an engine that cannot compress."""
     if compression is not None and engine is not None:
         problems.add(
             "Lockstep's own channels compress what hosts send; other engines do not.",
@@ -154,7 +154,7 @@ def check_carrier(problems: Problems, compression: Compression | None, engine: o
 
 
 def find_compression(problems: Problems, asked: object) -> Compression | None:
-    """What a user's ``compression=`` means; what is none is noted."""
+    """The compression that ``compression=`` means; anything else is noted as a problem."""
     if asked is None or isinstance(asked, Compression):
         return asked
     found = _BY_NAME.get(asked) if isinstance(asked, str) else None
