@@ -41,7 +41,7 @@ def told(error, make):
 """
 
 NOT_COME = "Replica 1 did not reach step 1 of a CrossReplicaOptimizer, at which replica 0 waits."
-ENDED = "before it came to step 1 of a CrossReplicaOptimizer."
+ENDED = "before step 1 of a CrossReplicaOptimizer."
 
 
 @contextmanager

@@ -199,7 +199,7 @@ def test_who_does_not_lead_its_host_is_silent(
             "LOCKSTEP_HOST_INDEX must be below LOCKSTEP_HOSTS",
         ),
         (["--hosts", "2", "--host-index", "0", "--rendezvous", "a"], "host:port"),
-        (["--timeout", "0"], r"--timeout must be a number of seconds above 0.*Received: 0\.0"),
+        (["--timeout", "0"], r"--timeout must be a positive number of seconds.*Received: 0\.0"),
         (["--timeout", "nan"], r"--timeout must be.*nan"),
         (["--seconds", "-1"], r"--seconds must be.*-1\.0"),
         (["--seconds", "inf"], r"--seconds must be.*inf"),
