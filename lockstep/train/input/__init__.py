@@ -1,5 +1,5 @@
-"""From what a user gives as data to the batches of a task.
+"""Turns the data that a user passes into the batches of a task.
 
-Entry point: ``data_adapter``. Data that is read by index is read by every rank for itself
-(``data.map_style``); an iterable is read by rank 0, which shares each batch (``stream_broadcast``).
+Entry point: ``data_adapter``. Every rank reads indexed data for itself (``data.map_style``);
+rank 0 reads an iterable and shares each batch (``stream_broadcast``).
 """

@@ -1,9 +1,9 @@
-"""Bad records left out of a batch before its step, on all ranks alike.
+"""Leaves bad records out of a batch before its step, on all ranks alike.
 
-Every rank reads what the step will have it read, beforehand. If one of them finds bad records, all
-take them out of the global batch, which is a shorter one then, and read their parts of that: until
-nobody finds any. So a step is that of a batch in which these samples never were, whatever the Plan.
-What was read is kept, with where the random streams stood after it: nothing is read twice.
+Every rank first reads its part of the batch. If a rank finds bad records, all ranks take them out
+of the global batch, which gets shorter, and read their parts of that, until no rank finds any. So a
+step equals one on a batch that never had these samples, whatever the Plan. Ranks keep what they
+read, and the state of the random streams after it: they read nothing twice.
 """
 
 from collections import deque
@@ -38,10 +38,10 @@ def skipping(feed: DataPipeline, maker: Maker, hosts: object) -> DataPipeline:
     Args:
         feed: the data.
         maker: of the Plan.
-        hosts: if there are several.
+        hosts: all hosts, if there are several.
 
     Raises:
-        OptionError: they cannot be left out.
+        OptionError: this data does not allow that.
     """
     reasons = {
         "data that can only be iterated": isinstance(feed.source, SharedStream),
@@ -58,7 +58,7 @@ def skipping(feed: DataPipeline, maker: Maker, hosts: object) -> DataPipeline:
         )
     if isinstance(feed.source, DatasetSource):
         return replace(feed, source=CheckedSource(feed.source.dataset))
-    return feed  # arrays, of which all rows are alike
+    return feed  # rows of arrays are all alike
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class BadRecordFilter:
     def filtered(
         self, source: Source, indices: torch.Tensor, step: int | None = None, num_turns: int = 1
     ) -> tuple[Source, torch.Tensor]:
-        """What is left of a batch, and where it is read from.
+        """The good samples of a batch, and the source to read them from.
 
         Args:
             source: the data, as this rank reads it.
@@ -98,7 +98,7 @@ class BadRecordFilter:
                 return _Ready(source, ready), indices
             self.tell(bad)
             indices = indices[~torch.isin(indices, torch.tensor(list(bad)))]
-        self.worker.barrier()  # as a step would have
+        self.worker.barrier()  # a step would have had one
         return source, indices
 
     def _read(self, source: Source, reads: list[Read]) -> "tuple[deque[_Done], dict[int, str]]":
@@ -110,14 +110,14 @@ class BadRecordFilter:
                     done.append(_done(source, read))
                 except BadRecordError as error:
                     found = self.checked.bad_among(read.indices.tolist())
-                    if not found:  # it is bad by chance: of what was drawn, perhaps
+                    if not found:  # bad by chance, perhaps by a random number drawn
                         error.name_rank(self.worker.rank)
                         raise
                     bad |= found
         return done, bad
 
     def _of_all(self, bad: dict[int, str]) -> dict[int, str]:
-        """What any rank has found."""
+        """The bad records that any rank has found."""
         board = self.worker.board
         if board is None or not any(count for (count,) in board.tell([len(bad)])):
             return bad
@@ -127,7 +127,7 @@ class BadRecordFilter:
 
 @dataclass(frozen=True)
 class _Done:
-    """A read that was made; ``states`` of the random streams after it, where they have moved."""
+    """A finished read; ``states`` are those of the random streams after it, if they have moved."""
 
     read: Read
     batch: Batch
@@ -143,7 +143,7 @@ def _done(source: Source, read: Read) -> _Done:
 
 
 class _Ready(Source):
-    """A source of which some was read already."""
+    """A source whose next reads are already done."""
 
     def __init__(self, source: Source, done: deque[_Done]) -> None:
         self._source = source

@@ -1,4 +1,4 @@
-"""Intake: what a user gives as data, as what a task runs on, and what must not be asked of it."""
+"""Adapts the data that a user passes to a task, and refuses options that do not fit the data."""
 
 import math
 from collections.abc import Iterator
@@ -22,22 +22,22 @@ DEFAULT_BATCH_SIZE = 32
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """What a call asks of its data.
+    """The options of a call for its data.
 
     Attributes:
-        name: the data's, for messages.
-        batch_size: samples of a global batch; None where the user has not said.
-        default_batch_size: where neither the user nor the data says.
-        shuffle: None where the user has not said.
-        epochs: how many there are.
+        name: the data's name, for messages.
+        batch_size: samples of a global batch; None if the user gave none.
+        default_batch_size: used if neither the user nor the data gives one.
+        shuffle: None if the user did not say.
+        epochs: the number of epochs.
         steps_per_epoch: batches of an epoch; None is a pass over the data.
         seed: of the random numbers that reading draws.
         purpose: see ``Reading``.
         first_epoch: epochs trained before.
-        with_targets: there must be targets.
-        is_read_here: a stream is read by this process, and not on another host.
+        with_targets: targets are required.
+        is_read_here: this process reads a stream, and not another host.
         is_summed: see ``Reading``.
-        dims: where the samples are in the data.
+        dims: the dims of the samples in the data.
     """
 
     name: str
@@ -57,13 +57,13 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DataPipeline:
-    """What a task runs on.
+    """The data that a task runs on.
 
     Attributes:
-        source: the data; empty only where it is the inputs of ``predict``.
-        batch_size: samples of a global batch; of a stream, those of the first.
-        num_steps: batches of an epoch, where that is known.
-        steps_per_epoch: where the user has said it.
+        source: the data; only the inputs of ``predict`` may be empty.
+        batch_size: samples of a global batch; for a stream, of its first batch.
+        num_steps: batches of an epoch, if known.
+        steps_per_epoch: if the user gave it.
     """
 
     source: Source | SharedStream
@@ -73,14 +73,14 @@ class DataPipeline:
 
     @property
     def is_read_here(self) -> bool:
-        """Whether this process can look at it."""
+        """True if this process can read it."""
         return not isinstance(self.source, SharedStream) or self.source.is_read_here
 
     def by_index(self, name: str) -> Source:
         """The data, to be read in batches of any size.
 
         Raises:
-            OptionError: it has batches of its own.
+            OptionError: the data comes in batches.
         """
         if isinstance(self.source, SharedStream):
             raise OptionError(
@@ -97,13 +97,13 @@ class DataPipeline:
         return replace(self, batch_size=batch_size, num_steps=num_steps)
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         if isinstance(self.source, SharedStream):
             self.source.close()
 
 
 def close_all(*feeds: DataPipeline | None) -> None:
-    """Read no more, of any."""
+    """Stop reading all of them."""
     for feed in feeds:
         if feed is not None:
             feed.close()
@@ -111,7 +111,7 @@ def close_all(*feeds: DataPipeline | None) -> None:
 
 @contextmanager
 def closing_on_error(*feeds: DataPipeline | None) -> Iterator[None]:
-    """Where the block fails, read no more."""
+    """Stop reading if the block fails."""
     try:
         yield
     except BaseException as error:
@@ -121,11 +121,11 @@ def closing_on_error(*feeds: DataPipeline | None) -> Iterator[None]:
 
 
 def adapt_data(data: Any, wish: DataOptions) -> DataPipeline:
-    """Data as a user gives it, checked.
+    """Check and adapt the data that a user passes.
 
     Raises:
         OptionError: an option does not fit such data.
-        DataError: it is no data, a part of it only, or the first batch cannot be read.
+        DataError: this is not data, or only a part, or its first batch cannot be read.
     """
     check_whole(data, wish.name)
     size = wish.default_batch_size if wish.batch_size is None else wish.batch_size
@@ -148,7 +148,7 @@ def adapt_data(data: Any, wish: DataOptions) -> DataPipeline:
 
 
 def adapt_validation_data(data: Any, wish: DataOptions, feed: DataPipeline) -> DataPipeline | None:
-    """What is evaluated after every epoch; in batches of the same size, if it has none."""
+    """The data evaluated after every epoch; in batches of the same size, if it has none."""
     if data is None:
         return None
     return adapt_data(
@@ -168,12 +168,12 @@ def adapt_validation_data(data: Any, wish: DataOptions, feed: DataPipeline) -> D
 def split_off(
     feed: DataPipeline, part: float, validation_data: Any
 ) -> tuple[DataPipeline, DataPipeline | None]:
-    """The data without its last samples, and these, which are evaluated after every epoch.
+    """The data without its last samples, and these samples, to evaluate after every epoch.
 
     Args:
         feed: the training data.
-        part: of its samples, from 0 to 1, as Keras has it; 0 leaves all.
-        validation_data: as the user has given it.
+        part: the part to split off, from 0 to 1, as in Keras; 0 for none.
+        validation_data: as the user passed it.
 
     Raises:
         OptionError: an option does not fit such data.
@@ -214,7 +214,7 @@ def _adapt_stream(stream: Stream, wish: DataOptions) -> DataPipeline:
 
 
 def read_here(reading: Reading) -> DataPipeline:
-    """A stream that this process reads; its first batch is read now."""
+    """A stream that this process reads; reads its first batch now."""
     shared = SharedStream(reading)
     feed = DataPipeline(source=shared, batch_size=0, num_steps=None)
     with closing_on_error(feed):
@@ -222,7 +222,7 @@ def read_here(reading: Reading) -> DataPipeline:
 
 
 def read_elsewhere() -> DataPipeline:
-    """A stream that another host reads, which will tell how large its batches are."""
+    """A stream that another host reads; that host sends the size of its batches."""
     return DataPipeline(source=SharedStream(None), batch_size=0, num_steps=None)
 
 

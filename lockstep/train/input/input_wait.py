@@ -1,4 +1,4 @@
-"""Waiting for data: how much of an epoch it takes, and a word to the user where it is much."""
+"""Measures how much of an epoch is spent waiting for data, and warns if it is much."""
 
 import time
 import warnings
@@ -40,7 +40,7 @@ class InputClock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around whatever brings data."""
+        """Count the block as waiting for data."""
         began = time.perf_counter()
         try:
             yield
@@ -48,7 +48,7 @@ class InputClock:
             self._waits.append(time.perf_counter() - began)
 
     def awaited(self, items: Iterator[_T]) -> Iterator[_T]:
-        """What an iterator brings: to wait for it is to wait for data."""
+        """The items of an iterator; count the time until each one as waiting for data."""
         while True:
             with self.waiting():
                 item = next(items, None)
@@ -57,7 +57,7 @@ class InputClock:
             yield item
 
     def end_step(self) -> None:
-        """A step has ended; what comes after the last one is not counted."""
+        """A step has ended; waits after the last step do not count."""
         self._seconds = time.perf_counter() - self._began
         self._waited += sum(self._waits)
         self._longest = max(self._longest, *self._waits, 0.0)
@@ -65,14 +65,14 @@ class InputClock:
 
     @property
     def share(self) -> float:
-        """How much of the time until the last step was spent waiting, from 0 to 1."""
+        """The part, from 0 to 1, of the time until the last step that was spent waiting."""
         return min(self._waited / self._seconds, 1.0) if self._seconds else 0.0
 
     def end_epoch(self) -> None:
         """Warn once if the epoch has waited for its data more than it should.
 
-        The longest single wait does not count: that a file was opened, or the machine held up for
-        once, is nothing that reading ahead would change.
+        The longest single wait does not count: reading ahead would not change that a file was
+        opened, or that the machine was held up once.
 
         Warns:
             InputBoundWarning: it has.
@@ -94,7 +94,7 @@ class InputClock:
 
 
 class ClockedSource(Source):
-    """A source whose reads a clock counts as waiting."""
+    """A source that has a clock count its reads as waiting."""
 
     def __init__(self, source: Source, clock: InputClock) -> None:
         self._source = source

@@ -1,13 +1,13 @@
-"""A limit on how long rank 0 may be at one read: what hangs there is reported as on any other rank.
+"""Limits how long one read of rank 0 may take, and reports a hang there as on any other rank.
 
-Rank 0 waits for its helpers and tells which of them hangs. Where it hangs itself, in a dataset, the
-helpers wait for as long as it lives. So a thread looks how long it has been at a read, and has it
-interrupted: by a signal that nobody sends and that is ignored by default (SIGURG), so that one that
-comes a moment too late does no harm.
+Rank 0 waits for its helpers and reports which of them hangs. If rank 0 itself hangs, in a dataset,
+the helpers wait for as long as it lives. So a thread measures how long each read takes, and
+interrupts it by a signal that nothing else sends and that is ignored by default (SIGURG), so that a
+signal that comes a moment too late does no harm.
 
-Python runs the handler between two of its instructions, in the main thread. What cannot be
-interrupted so (code in C that does not look for signals, a ``fit`` in another thread, a script with
-a handler of its own) is told of on standard error, and waited for.
+Python runs the handler between two of its instructions, in the main thread. A read that this cannot
+interrupt (C code that does not check for signals, a ``fit`` in another thread, a script with a
+handler of its own) is reported on standard error, and waited for.
 """
 
 import signal
@@ -20,9 +20,9 @@ from typing import NoReturn
 from lockstep.launch.health.diagnostics import show, stack_of
 
 _SIGNAL = signal.SIGURG
-_LOOKS = 10  # in the time allowed
+_LOOKS = 10  # checks in the time allowed
 _LONGEST_NAP_SECONDS = 1.0
-_GRACE_SECONDS = 10.0  # from the interruption to what is told instead
+_GRACE_SECONDS = 10.0  # from the interruption to the report instead
 
 
 class ReadLimit:
@@ -30,7 +30,7 @@ class ReadLimit:
 
     Args:
         seconds: longest time for one.
-        give_up: raises what is to be raised, told how long the read has taken and in which thread.
+        give_up: raises the error; it gets the seconds that the read has taken, and its thread.
     """
 
     def __init__(self, seconds: float, give_up: Callable[[float, int], NoReturn]) -> None:
@@ -39,9 +39,9 @@ class ReadLimit:
         self._num_reads = 0
         self._is_reading = False
         self._thread = 0
-        self._seen = 0  # number of the read that is being watched
-        self._waited = 0.0  # in it
-        self._limit = seconds  # for it
+        self._seen = 0  # number of the read under watch
+        self._waited = 0.0  # seconds in that read
+        self._limit = seconds  # for that read
         self._expired = 0  # number of the read that takes too long
         self._has_given_up = False
         self._has_ended = threading.Event()
@@ -54,11 +54,11 @@ class ReadLimit:
     def __exit__(self, *error: object) -> None:
         self._is_reading = False
         if self._has_given_up and threading.current_thread() is not threading.main_thread():
-            raise _GivenUpError  # nobody waits any more for what this thread would go on to do
+            raise _GivenUpError  # nothing waits for this thread any more
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within the block, which is in the thread that is to be interrupted, reads are limited."""
+        """Limit reads within the block, which must be in the thread to interrupt."""
         before = signal.signal(_SIGNAL, self._interrupt) if _is_free() else None
         looking = threading.Thread(
             target=self._look, args=(before is not None,), name="lockstep: limit", daemon=True
@@ -68,18 +68,18 @@ class ReadLimit:
             yield
         finally:
             self._has_ended.set()
-            looking.join(_LONGEST_NAP_SECONDS)  # unless it cannot write what it has to tell
+            looking.join(_LONGEST_NAP_SECONDS)  # limited, since it may fail to write its report
             if before is not None:
                 signal.signal(_SIGNAL, before)
 
     def _look(self, interrupts: bool) -> None:
         nap = min(self._seconds / _LOOKS, _LONGEST_NAP_SECONDS)
-        # Naps are counted, and not the clock's time: while the script is stopped, nothing reads.
+        # Count naps, not the clock's time: while the script is stopped, nothing reads.
         while not self._has_ended.wait(nap):
             self._count(nap, interrupts=interrupts)
 
     def _count(self, nap: float, *, interrupts: bool) -> None:
-        """Add a nap to the time of the read that is under way; see whether that is too long."""
+        """Add a nap to the time of the current read; check whether that is too long."""
         current = self._num_reads if self._is_reading else 0
         if not current or current != self._seen:
             self._seen, self._waited, self._limit = current, 0.0, self._seconds
@@ -109,7 +109,7 @@ class ReadLimit:
 
 
 class _GivenUpError(Exception):
-    """Ends a thread of which a read was given up, when that comes to an end after all."""
+    """Ends a thread when a read that was given up returns after all."""
 
 
 def _main_thread() -> int:
@@ -119,7 +119,7 @@ def _main_thread() -> int:
 
 
 def _is_free() -> bool:
-    """Whether the signal is ours to handle."""
+    """True if this thread may handle the signal and the script does not."""
     if threading.current_thread() is not threading.main_thread():
         return False
     return signal.getsignal(_SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN)

@@ -1,13 +1,13 @@
-"""Data that every host reads for itself: is it the same everywhere?
+"""Checks that data which every host reads for itself is the same on all hosts.
 
-Each host has a copy of its own, and one that differs would be trained on without a word. So the
-form of all parts is compared, and values: of arrays that are small, all of them; of what is larger,
-or is read sample by sample, those of samples that are spread evenly over the data. How many is
-decided on the way, alike on all hosts: few, then four times as many, as long as the slowest host
-takes no time worth mentioning. So data that is slow to read is compared as well, by fewer samples.
+Each host has a copy of its own; without a check, training would use one that differs. So the hosts
+compare shapes and types of all parts, and values: all values of small arrays; of larger data, or
+data read sample by sample, those of samples spread evenly over it. They choose the number of
+samples as they go, alike on all hosts: few, then four times as many, as long as the slowest host
+needs no notable time. So they compare data that is slow to read as well, by fewer samples.
 
-Random numbers that are drawn in reading are the same everywhere, and training draws as if nothing
-had been read.
+Random numbers drawn in reading are the same everywhere, and training draws as if nothing had been
+read.
 """
 
 import time
@@ -23,26 +23,26 @@ from lockstep.train.multihost.hosts import Hosts
 from lockstep.train.resume.stable_descriptions import Facts, digest
 from lockstep.units import first_few
 
-# Up to here arrays are compared whole, which takes some hundredths of a second.
+# Arrays up to this size are compared whole, which takes some hundredths of a second.
 WHOLE_BYTES = 32 << 20
 
-# Of so many intervals between samples every 64th counts, the data's ends included; then every 16th,
-# every 4th, and all, as long as all that was read has taken no longer.
+# Of this many intervals between samples, compare every 64th, with both ends of the data; then every
+# 16th, every 4th, and all, as long as all reads so far have taken no longer than LONGEST_SECONDS.
 _NUM_INTERVALS = 512
 _STRIDES = (64, 16, 4, 1)
 LONGEST_SECONDS = 0.1
 
 
 def check_same_data(hosts: Hosts, source: Source | SharedStream | None, name: str) -> None:
-    """See that all hosts have the same data, or that all have a stream, or none.
+    """Check that all hosts have the same data, or all a stream, or none.
 
     Args:
-        hosts: all of them, who call this together.
+        hosts: all of them; they call this together.
         source: this host's.
         name: the argument's name, for messages.
 
     Raises:
-        HostError: what differs; on all hosts.
+        HostError: raised on all hosts, with what differs.
         DataError: a sample cannot be read.
     """
     hosts.check_equal({f"the kind of {name}": _kind(source)})
@@ -58,7 +58,7 @@ def check_same_data(hosts: Hosts, source: Source | SharedStream | None, name: st
 
 
 def fingerprint(source: Source | SharedStream | None) -> str:
-    """What data is, for a later ``fit`` to compare; of arrays also their values, or a sample's."""
+    """A description for a later ``fit`` to compare; of arrays with all or some of their values."""
     said = _kind(source)
     if source is None or isinstance(source, SharedStream):
         return said
@@ -105,7 +105,7 @@ def _read(source: Source, indices: Iterable[int]) -> list[Batch]:
 
 
 def _forms(data: Iterable[ArraySource | Batch], name: str) -> Facts:
-    """Type and shape of a sample, of each part; several, if samples differ there."""
+    """Type and shape of a sample, by part; several if samples differ."""
     found: dict[str, dict[str, None]] = {}
     for each in data:
         for part, tensor in named_parts(each):

@@ -1,17 +1,17 @@
-"""Feeding: the global batches of a task, the same on every rank.
+"""Gives the same global batches of a task to every rank.
 
-What is read by index, every rank reads for itself, in an order that all know. A stream is read by
-rank 0 alone. It copies each batch into a slot of shared memory that all ranks map, and tells the
-others how it lies there; each rank copies its own rows out of it, as of any array.
+Every rank reads indexed data for itself, in an order that all know. Rank 0 alone reads a
+stream. It copies each batch into a slot of shared memory that all ranks map, and sends the others
+its layout; each rank copies its own rows out of it, as of any array.
 
-There are two slots, so that the next batch is read and copied while all ranks train on this one. A
-slot is written again when all ranks are past the step that read it: in training the barrier that
-ends each step sees to that, elsewhere one that is entered here. A batch for which a slot is too
-small gets a larger one.
+There are two slots, so that rank 0 can read and copy the next batch while all ranks train on this
+one. A slot is written again when all ranks are past the step that read it: in training the barrier
+at the end of each step ensures this, elsewhere a barrier entered here. A batch that does not fit
+its slot gets a larger one.
 
-Where reading draws random numbers it is done between steps instead (see
-``data.iterable.stream_reader``). Always it is done in one thread, so that what a generator opens (a
-database) it can go on to use.
+If reading draws random numbers, it is done between steps instead (see
+``data.iterable.stream_reader``). One thread does all reading, so that a generator can continue to
+use what it opened (a database).
 """
 
 import warnings
@@ -40,14 +40,14 @@ from lockstep.parallel.worker import Worker
 from lockstep.plan.layout import flat_offsets
 from lockstep.train.input.input_wait import InputBoundWarning
 
-# A global batch: where its samples are, and which of them it has, in order.
+# A global batch: the source of its samples, and their indices, in order.
 GlobalBatch = tuple[Source, torch.Tensor]
 
 # A batch in memory of its own, or on its way to an accelerator.
 _Laid = ArraySource | Staged
 
 _NUM_SLOTS = 2
-_SPARE = 4  # a slot is larger by a part in so many than the batch that it was made for
+_SPARE = 4  # a slot is larger by 1 / _SPARE than the batch it was made for
 
 
 class Halt(Exception):  # noqa: N818  # no error: all ranks leave their loop here, together
@@ -63,7 +63,7 @@ def _raise(error: Exception) -> None:
 
 
 class SharedStream:
-    """A stream, as all ranks of a team see it. What is sent to the helpers can only follow rank 0.
+    """A stream, as all ranks of a team see it. The helpers' copies can only follow rank 0.
 
     Args:
         reading: rank 0's; None on the others.
@@ -81,11 +81,11 @@ class SharedStream:
 
     @property
     def is_read_here(self) -> bool:
-        """Whether this process reads it."""
+        """True if this process reads it."""
         return self._reading is not None
 
     def peek(self, epoch: int = 0) -> ArraySource:
-        """The first batch of all, which is still to be read.
+        """The first batch of the stream, without using it.
 
         Raises:
             DataError: there is none, or it cannot be read.
@@ -96,13 +96,13 @@ class SharedStream:
 
     @property
     def used(self) -> list[int] | None:
-        """How many batches were used, and their checksum; None where these are not summed here."""
+        """The number of used batches, and their checksum; None if they are not summed here."""
         if self._reading is None or (total := self._reading.checksum(self._num_used)) is None:
             return None
         return [self._num_used, total]
 
     def skip(self, epoch: int, num_batches: int | None = None) -> None:
-        """Pass over batches of an epoch, or all, that were used before.
+        """Skip batches of an epoch, or all, that were used before.
 
         Raises:
             DataError: there are fewer, or they cannot be read.
@@ -113,7 +113,7 @@ class SharedStream:
             self._num_used += skipped.result()
 
     def keep(self) -> None:
-        """From now on, have batches once more after ``rewind``; before any is used."""
+        """Before any batch is used: keep batches from now on, for ``rewind`` to repeat."""
         if self._reading is not None:
             reading = self._reading
             self._reading = self._background.submit(lambda: ReplayableReading(reading)).result()
@@ -121,26 +121,26 @@ class SharedStream:
 
     @property
     def kept_bytes(self) -> int:
-        """Memory that batches take which are kept for that."""
+        """Memory of the batches kept for that."""
         return self._reading.kept_bytes if isinstance(self._reading, ReplayableReading) else 0
 
     def mark(self) -> None:
-        """Between two batches: keep those that come from now on."""
+        """Between two batches: keep those from now on."""
         if isinstance(self._reading, ReplayableReading):
             self._reading.mark()
             self._marked = self._num_used
 
     def rewind(self) -> None:
-        """Go back to where the mark is."""
+        """Go back to the mark."""
         if isinstance(self._reading, ReplayableReading):
             self._background.submit(self._reading.rewind).result()
             self._num_used = self._marked
 
     def check_used(self, before: list[int]) -> None:
-        """See that the batches passed over are those that were used before.
+        """Check that the skipped batches are those that were used before.
 
         Raises:
-            DataError: they are others.
+            DataError: they differ.
         """
         if self._reading is not None and self.used != before:
             raise self._reading.changed("other batches than then")
@@ -156,16 +156,16 @@ class SharedStream:
         training: bool = False,
         largest: int | None = None,
     ) -> Iterator[GlobalBatch]:
-        """The global batches of an epoch. Every rank must take as many.
+        """The global batches of an epoch. Every rank must take the same number.
 
         Args:
             worker: this rank's.
             control: this rank's.
             epoch: its number.
-            gives_up: whether the user has pressed Ctrl-C, asked where rank 0 waits for data.
-            fails: gets an error in reading; where it does not raise it, all ranks leave.
+            gives_up: True if the user has pressed Ctrl-C; called while rank 0 waits for data.
+            fails: gets an error in reading; if it does not raise it, all ranks leave.
             training: each batch is trained on, so that its step ends with a barrier.
-            largest: batches of more samples come in parts.
+            largest: the most samples; a larger batch comes in parts.
 
         Raises:
             Halt: on all ranks, when rank 0 has given up waiting, or could not read.
@@ -199,7 +199,7 @@ class SharedStream:
     ) -> Iterator[ArraySource]:
         reading = self._reading
         assert reading is not None
-        # In the thread: the epoch before may have been left while a batch was read ahead.
+        # In the thread: the last epoch may have ended while a batch was read ahead.
         self._background.submit(lambda: reading.begin_epoch(epoch))
         is_alone = control.num_ranks == 1
         slots: Sequence[_StreamSlot | _CopiedBatches] = (
@@ -242,13 +242,13 @@ class SharedStream:
         gives_up: Callable[[], bool],
         fails: Callable[[Exception], None],
     ) -> "_Laid | None":
-        """What the thread has read.
+        """The batch that the thread has read.
 
         Warns:
-            InputBoundWarning: it takes longer than another rank would be waited for.
+            InputBoundWarning: reading takes longer than the timeout for another rank.
 
         Raises:
-            Halt: on all ranks; the user wants out and need not wait, or reading has failed.
+            Halt: on all ranks; the user has pressed Ctrl-C, or reading has failed.
         """
         watch, is_told = Stopwatch(), False
 
@@ -281,9 +281,9 @@ class SharedStream:
 
 
 def sample_of(source: Source | SharedStream) -> Source | None:
-    """Samples to see what the data is like: all of it, or a stream's first batch.
+    """The data, to take samples from: all of it, or a stream's first batch.
 
-    None of a stream that another host reads.
+    None for a stream that another host reads.
     """
     if isinstance(source, SharedStream):
         return source.peek() if source.is_read_here else None
@@ -298,9 +298,9 @@ def all_batches(
     epoch: int = 0,
     gives_up: Callable[[], bool] = _never,
 ) -> Iterator[GlobalBatch]:
-    """The global batches of data that is gone through once, in its order."""
+    """The global batches of one pass over the data, in its order."""
     if isinstance(source, SharedStream):
-        # What stages send must find the room that there is, for batches as large as expected.
+        # Stages have room to send batches of the expected size, and not of more samples.
         largest = None if worker.plan.pipeline is None else batch_size
         yield from source.batches(worker, control, epoch, gives_up=gives_up, largest=largest)
         return
@@ -310,13 +310,13 @@ def all_batches(
 
 @dataclass(frozen=True, kw_only=True)
 class _BatchHeader:
-    """What rank 0 tells the others.
+    """What rank 0 sends the others.
 
     Attributes:
-        slot: where the next batch lies; None where there is no batch.
+        slot: the slot of the next batch; None if there is none.
         is_new: the slot's memory follows.
         tree: inputs, targets and weights, with a TensorSpec in the place of each tensor.
-        is_halt: all leave.
+        is_halt: all ranks leave.
     """
 
     slot: int | None = None
@@ -326,7 +326,7 @@ class _BatchHeader:
 
 
 class _StreamSlot:
-    """Shared memory that holds one batch after the other."""
+    """Shared memory for one batch at a time."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -335,14 +335,14 @@ class _StreamSlot:
         self._tree: Tree = None
 
     def begin_epoch(self) -> None:
-        """Whoever listens now may not have heard of this memory."""
+        """The ranks of this epoch may not have this memory: send it again."""
         self._is_known = False
 
     def put(self, batch: ArraySource) -> ArraySource:
-        """Copy a batch into the slot; what is returned lies there.
+        """Copy a batch into the slot; returns the copy.
 
         Raises:
-            DeviceError: the host has not that much memory to share.
+            DeviceError: the host lacks shared memory for it.
         """
         whole = (batch.inputs, batch.targets, batch.sample_weight)
         self._tree = map_tensors(lambda tensor: tensor_spec("", tensor), whole)
@@ -356,7 +356,7 @@ class _StreamSlot:
         return laid
 
     def tell(self, control: Control) -> None:
-        """Tell all ranks of the batch in the slot."""
+        """Send all ranks the batch in the slot."""
         is_new, self._is_known = not self._is_known, True
         control.broadcast(_BatchHeader(slot=self._number, is_new=is_new, tree=self._tree))
         if is_new:
@@ -365,7 +365,7 @@ class _StreamSlot:
         control.fill(self._region, _num_bytes(self._tree))
 
     def close(self) -> None:
-        """Give the memory up, once nobody uses it any more."""
+        """Release the memory; it is freed when no process uses it."""
         if self._region is not None:
             self._region.close()
         self._region = None
@@ -381,17 +381,17 @@ class _StreamSlot:
 
 
 class _CopiedBatches:
-    """Where rank 0 is alone: private copies, for what yields batches may use its memory again.
+    """Private copies for a rank 0 alone: an iterator may reuse the memory of its batches.
 
     Args:
-        device: an accelerator gets the next batch while it computes on the present one.
+        device: an accelerator gets the next batch while it computes on the current one.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def begin_epoch(self) -> None:
-        """Nobody listens."""
+        """Nothing to do: there are no other ranks."""
 
     def put(self, batch: ArraySource) -> ArraySource | Staged:
         """A copy of the batch."""
@@ -403,7 +403,7 @@ class _CopiedBatches:
         return Staging(self._device).stage(copied)
 
     def tell(self, control: Control) -> None:
-        """There is nobody to tell."""
+        """Nothing to do: there are no other ranks."""
 
 
 def _arrived(staged: Staged) -> ArraySource:
@@ -412,7 +412,7 @@ def _arrived(staged: Staged) -> ArraySource:
 
 
 def _follow(control: Control) -> Iterator[ArraySource]:
-    """The batches that rank 0 tells of."""
+    """The batches that rank 0 sends."""
     regions: dict[int, SharedRegion] = {}
     while True:
         news: _BatchHeader = control.broadcast(None)
@@ -433,11 +433,11 @@ def _specs_of(tree: Tree) -> list[TensorSpec]:
 
 
 def _num_bytes(tree: Tree) -> int:
-    """Room that a batch takes."""
+    """Bytes of a batch."""
     return flat_offsets([spec.extent for spec in _specs_of(tree)])[1]
 
 
 def _laid_out(tree: Tree, region: SharedRegion) -> ArraySource:
-    """A batch that lies in a region as the tree says."""
+    """A batch in a region, with the tree's layout."""
     views = iter(TensorStore(_specs_of(tree), region).views)
     return ArraySource(*map_leaves(TensorSpec, lambda spec: next(views), tree))

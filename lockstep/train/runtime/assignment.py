@@ -1,7 +1,7 @@
-"""Assignments: what a rank is given to do, and how it becomes a Worker.
+"""Assignments: the work of a rank, and the Worker made from it.
 
-The script's process makes one; helpers get a copy. On several hosts each makes its own, and they
-are compared (``train.multihost.hosts``).
+The script's process makes one; helpers get a copy. On several hosts each makes its own, and the
+hosts compare them (``train.multihost.hosts``).
 """
 
 from collections.abc import Callable, Iterator
@@ -38,14 +38,14 @@ from lockstep.train.optim.error_feedback import ErrorFeedback
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment(Workload):
-    """What every rank gets.
+    """The work of all ranks.
 
     Attributes:
-        task: what to do.
-        device: where rank 0's model is.
+        task: the task.
+        device: of rank 0's model.
         settings: torch's, as the script has set them.
-        blank: names of the parameters that have no values yet.
-        residuals: of this host, where something is compressed between hosts.
+        blank: names of the parameters without values.
+        residuals: of this host, if tensors are compressed between hosts.
     """
 
     task: Task
@@ -65,16 +65,16 @@ def make_worker(
     neighbours: Neighbours | None = None,
     meeting: Meeting | None = None,
 ) -> Worker:
-    """A rank's part of an assignment, ready to run.
+    """The Worker of a rank for an assignment.
 
     Args:
         assignment: the assignment.
-        spec: the layout of what ranks share, and
-        region: where it lies; None where one rank is alone.
+        spec: the layout of the memory that ranks share, and
+        region: that memory; None if there is one rank.
         rank: this rank.
         look_around: see ``Board``.
-        neighbours: what this rank has of other hosts, where there are several.
-        meeting: where ranks of process groups find each other, if there are any.
+        neighbours: this rank's connections to other hosts, if there are several.
+        meeting: the meeting point of ranks of process groups, if any.
     """
     plan, residuals = assignment.plan, assignment.residuals
     endpoint = Endpoint(
@@ -97,7 +97,7 @@ def make_worker(
 
 
 def run_task(assignment: Assignment, worker: Worker, control: Control, driver: TaskDriver) -> Any:
-    """Do a rank's part of the task; errors say in which layer, and what a full device held."""
+    """Do a rank's part of the task; errors name the layer, and what a full device held."""
     loss = assignment.loss and assignment.loss.loss
     layers = [one.name for one in assignment.plan.layers] if assignment.updater else []
     try:
@@ -109,7 +109,7 @@ def run_task(assignment: Assignment, worker: Worker, control: Control, driver: T
 
 
 def initialize_own(assignment: Assignment, worker: Worker) -> None:
-    """Each group's first rank gives its parameters their first values, if they have none."""
+    """On each group's first rank, initialize its parameters that have no values."""
     if assignment.blank:
         own = {
             name

@@ -1,4 +1,4 @@
-"""Packing: what the ranks of a call share, and what helpers are sent of it."""
+"""Serializes an assignment for the helpers, without the tensors that ranks share."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +13,10 @@ from lockstep.units import first_few
 
 
 def pack_assignment(assignment: Assignment, stores: Sequence[TensorStore]) -> SerializedObject:
-    """Pack an assignment, but for what lies in the stores.
+    """Serialize an assignment without what is in the stores.
 
     Raises:
-        ShippingError: a part of it cannot be sent; with the part's name.
+        ShippingError: a part of it, named in the message, cannot be sent.
     """
     parts: dict[str, Any] = {
         "the model": assignment.model,
@@ -35,7 +35,7 @@ def pack_assignment(assignment: Assignment, stores: Sequence[TensorStore]) -> Se
 
 
 def check_loss(assignment: Assignment) -> None:
-    """Refuse a loss that looks at parameters which its stage has not.
+    """Refuse a loss that uses parameters which its stage lacks.
 
     Raises:
         OptionError: with their names.
@@ -50,7 +50,7 @@ def check_loss(assignment: Assignment) -> None:
     named = list(assignment.model.named_parameters())
     try:
         numbers = parameters_in(assignment.loss.loss, [parameter for _, parameter in named])
-    except Exception:  # it cannot be sent: packing names what and why
+    except Exception:  # it cannot be sent: pack_assignment says what and why
         return
     strange = [named[number][0] for number in numbers if named[number][0] in elsewhere]
     if strange:
@@ -64,7 +64,7 @@ def check_loss(assignment: Assignment) -> None:
 
 
 def check_number(num_regions: int) -> None:
-    """As many regions as one message carries are enough for a hundred stages.
+    """Refuse more regions than one message carries; that is enough for a hundred stages.
 
     Raises:
         OptionError: there are more.

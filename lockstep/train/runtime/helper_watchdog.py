@@ -1,4 +1,4 @@
-"""What rank 0 looks after while it waits for helpers, and what it says of a call that failed."""
+"""Checks helpers while rank 0 waits for them, and describes what a failed call has left."""
 
 import weakref
 from collections.abc import Callable
@@ -9,13 +9,13 @@ from lockstep.launch.workers.team import Team
 from lockstep.train.fit.tasks import Task
 from lockstep.train.multihost.hosts import Hosts
 
-# A rank that waits for other hosts hears after this time of a failure on its own.
+# A rank that waits for other hosts learns of a failure on its own host after this time.
 _PATIENCE_SECONDS = 1.0
-# With other hosts, rank 0 waits so much longer than its helpers do.
+# With other hosts, rank 0 waits this much longer than its helpers.
 _HEAD_START_SECONDS = 5.0
 
 
-# Of ranks that train apart, for whoever goes on after an error.
+# Notes for users who continue after an error of ranks with local steps.
 STATE_OF_FIRST = (
     "The weights and the optimizer are those of the first replica. What the others have learned "
     "since the last average, if anything, is lost."
@@ -33,7 +33,7 @@ STATE_AS_SERVERS_HAD_IT = (
 
 
 class HelperWatchdog:
-    """What rank 0 looks after while it waits at the board."""
+    """Checks helpers and hosts while rank 0 waits at the board."""
 
     def __init__(self, team: Team, timeout_seconds: float, hosts: Hosts | None) -> None:
         self._team = team
@@ -42,20 +42,20 @@ class HelperWatchdog:
         self._board: Callable[[], StatusBoard | None] = lambda: None
 
     def watch(self, board: StatusBoard | None) -> None:
-        """Say where waiting takes place."""
+        """Set the board at which rank 0 waits."""
         if board is not None:
             # The board knows this object. A cycle would keep its memory until the collector runs.
             self._board = weakref.ref(board)
 
     def look_around(self, waited_seconds: float) -> None:
-        """Raise if waiting on is in vain."""
+        """Raise if there is no use in waiting."""
         self._team.look_around(partial(self._is_awaited, waited_seconds))
         self._team.check_answering(waited_seconds)
         if self._hosts is not None:
             self._hosts.look_around(waited_seconds)
             if self._hosts.control_group.awaited:
-                return  # time is up when they say so
-        # A helper that waits for another host says which one, so its time has to be up first.
+                return  # the hosts have a timeout of their own
+        # A helper that waits for another host names it, so it must time out first.
         margin = 0.0 if self._hosts is None else _HEAD_START_SECONDS
         if waited_seconds > self.timeout_seconds + margin:
             self._team.raise_timeout(waited_seconds)
@@ -66,13 +66,13 @@ class HelperWatchdog:
             return False
         if board.is_waiting:
             return board.is_awaited(rank)
-        # It waits for other hosts, and they may wait for any rank of this one. Not at once: rank 0
-        # may be about to fail of the same, by itself.
+        # Rank 0 waits for other hosts, which may wait for any rank of this one. Not at once: rank 0
+        # may be about to fail in the same way.
         return waited_seconds > _PATIENCE_SECONDS
 
 
 class Position:
-    """Where ranks are, for messages."""
+    """The steps of ranks, for messages."""
 
     def __init__(self, task: Task, board: StatusBoard | None) -> None:
         self._name = task.name
@@ -89,11 +89,11 @@ STATE_OF_AVERAGE = (
 
 
 def what_is_left(last: int, *, is_put_back: bool = False) -> str:
-    """For whoever goes on after an error: the step that has left the weights.
+    """A note for users who continue after an error: the step that made the weights.
 
     Args:
-        last: its number; -1 for none.
-        is_put_back: it is the step after which they were copied last.
+        last: the step's number; -1 for none.
+        is_put_back: the weights are the last copy, made after that step.
     """
     found = f"as step {last} has left them" if last >= 0 else "as fit has found them"
     later = " They were put back: what came later was lost in part." if is_put_back else ""
@@ -101,12 +101,12 @@ def what_is_left(last: int, *, is_put_back: bool = False) -> str:
 
 
 def what_is_lost(last: int | None, lost: list[str], *, has_older: bool) -> str:
-    """The same where not all is left, now that the helpers have ended.
+    """The same note if a part was lost with the helpers.
 
     Args:
-        last: the step that has left the weights; None where some slices are a step ahead.
+        last: the step that made the weights; None if some slices are a step ahead.
         lost: parameters whose slots are lost.
-        has_older: slots are updated in other memory, of which there are older ones here.
+        has_older: slots are updated in other memory; this process has older ones.
     """
     if last is None:
         return (

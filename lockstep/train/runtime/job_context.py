@@ -1,11 +1,11 @@
-"""The company in which a Trainer's calls are made: other hosts, or the process that leads this one.
+"""The other processes that take part in a Trainer's calls: other hosts, or this host's leader.
 
-Where a launcher has started the script several times, every process makes the same calls, and each
-call is one of them all. One host's script has the first word, as rank 0 is there: callbacks,
-progress, files and streams are its own, and the others are told what has come of them. A call that
-is made within another one (a callback's ``evaluate``) is that process's alone.
+If a launcher has started the script several times, every process makes the same calls, and all make
+each call together. Host 0's script leads, as it has rank 0: callbacks, progress, files and streams
+are there, and the others get the results. A call within another one (a callback's ``evaluate``) is
+made by that process alone.
 
-Without a launcher there is no company, and all that is here does nothing.
+Without a launcher there are no other processes, and this module does nothing.
 """
 
 import math
@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 
 
 class StrategyLike(Protocol):
-    """What training asks of a strategy."""
+    """The strategy, as training uses it."""
 
     timeout_seconds: float
     reach: Reach
@@ -47,16 +47,16 @@ class StrategyLike(Protocol):
 
 
 class JobContext:
-    """With whom calls are made.
+    """The processes that make calls together.
 
     Args:
-        strategy: which says how far they reach; None for one process.
+        strategy: says which processes take part; None for one process.
 
     Attributes:
-        follower: this process, if another one leads its host; found by the first call.
-        spans_hosts: the last call was made with other hosts.
-        meeting_seconds: the least to wait until all hosts have met.
-        patience_seconds: the most to wait for all, where enough to go on have met.
+        follower: this process, if another one leads its host; the first call sets it.
+        spans_hosts: True if the last call was made with other hosts.
+        meeting_seconds: the least to wait for all hosts.
+        patience_seconds: the most to wait for all hosts, once enough have met.
     """
 
     def __init__(self, strategy: StrategyLike | None) -> None:
@@ -68,23 +68,23 @@ class JobContext:
         self._hosts: Hosts | None = None  # of the call that is under way
         self._depth = 0  # calls within calls
         self._entering = threading.Lock()
-        self._call = ""  # the outermost, and its thread
+        self._call = ""  # the outermost call, and its thread
         self._thread = 0
         self._is_at_work = False
 
     @property
     def timeout_seconds(self) -> float:
-        """Longest wait for another process: the strategy's."""
+        """Longest wait for another process, by the strategy."""
         return DEFAULT_TIMEOUT_SECONDS if self._strategy is None else self._strategy.timeout_seconds
 
     @property
     def hosts(self) -> Hosts | None:
-        """Those that make the same call; None where this process makes it alone."""
+        """The hosts that make the same call; None if this process makes it alone."""
         return None if self.is_aside else self._hosts
 
     @property
     def cluster(self) -> Cluster | None:
-        """What they have; None is this host."""
+        """The devices of these hosts; None is this host."""
         return None if self.hosts is None else self.hosts.cluster
 
     @property
@@ -94,33 +94,33 @@ class JobContext:
 
     @property
     def num_hosts(self) -> int:
-        """How many there are."""
+        """The number of these hosts."""
         return 1 if self._hosts is None else self._hosts.control_group.num_hosts
 
     @property
     def is_aside(self) -> bool:
-        """Whether this is a call within another one, of which the other ranks know nothing."""
+        """True if this call is within another one, and the other ranks do not make it."""
         return self._is_at_work or (self._depth > 1 and self._hosts is not None)
 
     @property
     def is_chief(self) -> bool:
-        """Whether rank 0 is here, and with it callbacks, progress, files and streams."""
+        """True if this process has rank 0, and so callbacks, progress, files and streams."""
         return self.follower is None and (self.hosts is None or self.hosts.host == 0)
 
     @contextmanager
     def together(self, call: str) -> Iterator[Hosts | None]:
         """Within the block all hosts make the same call, in this thread.
 
-        Autograd is on, whatever the script has set around it: helpers know nothing of that.
+        Autograd is on, even if the script turned it off: helpers do not know that.
 
         Args:
             call: its name, which must be the same everywhere.
 
         Raises:
-            OptionError: the strategy has no use for the other processes that there are; another
-                thread is in a call.
+            OptionError: the strategy cannot use the other processes, or another thread is in a
+                call.
             HostError: a host does not come, makes another call, or fails.
-            ModelError: something cannot be changed, as it was made under inference_mode.
+            ModelError: a tensor made under inference_mode cannot be changed.
         """
         with self._entering:
             self.check_thread(call)
@@ -141,7 +141,7 @@ class JobContext:
         """Refuse a call while another thread is in one: both would write to the same weights.
 
         Raises:
-            OptionError: one is.
+            OptionError: another thread is in one.
         """
         if self._depth and self._thread != threading.get_ident():
             raise OptionError(
@@ -153,12 +153,12 @@ class JobContext:
 
     @property
     def reach(self) -> Reach:
-        """How far the strategy's Plans go."""
+        """The processes that the strategy's Plans use."""
         return "one process" if self._strategy is None else self._strategy.reach
 
     @property
     def is_nested(self) -> bool:
-        """Whether the call under way is made within another one, by a callback."""
+        """True if the current call is made within another one, by a callback."""
         return self._is_at_work or self._depth > 1
 
     @contextmanager
@@ -178,7 +178,7 @@ class JobContext:
 
     @contextmanager
     def at_work(self) -> Iterator[Hosts | None]:
-        """Within the block a task runs on all ranks, and other calls are made aside."""
+        """Within the block a task runs on all ranks, and other calls run on rank 0 alone."""
         hosts, was_at_work = self.hosts, self._is_at_work
         self._is_at_work = True
         try:
@@ -187,10 +187,10 @@ class JobContext:
             self._is_at_work = was_at_work
 
     def follow(self, model: nn.Module) -> Any:
-        """Serve the process that leads this host; returns what its call returns.
+        """Serve the process that leads this host; returns the result of its call.
 
         Args:
-            model: gets the weights that the leader's has then.
+            model: gets the weights of the leader's model.
         """
         assert self.follower is not None
         return self.follower.serve(model)
@@ -212,19 +212,19 @@ class JobContext:
             self.hosts.check_equal(facts)
 
     def share_values(self, model: nn.Module, updater: Updater | None = None) -> None:
-        """Have every host's model, and optimizer, be as those of host 0."""
+        """Give every host the model values, and optimizer state, of host 0."""
         if self.hosts is not None:
             self.hosts.share_values(model, updater)
 
     def agreed_plan(self, plan: Plan, maker: Maker) -> Plan:
-        """The Plan that all follow: host 0's, of equal makers."""
+        """The Plan of host 0, for all hosts; their makers must be equal."""
         if self.hosts is None:
             return plan
         self.hosts.check_equal({"the strategy": maker})
         return Plan.from_json(self.hosts.from_chief(plan.to_json()))
 
     def agreed_feed(self, feed: DataPipeline, name: str = "data") -> DataPipeline:
-        """Data that all hosts have alike, or that host 0 alone reads."""
+        """The data, which is the same on all hosts or read by host 0 alone."""
         if self.hosts is None:
             return feed
         check_same_data(self.hosts, feed.source, name)
@@ -236,10 +236,10 @@ class JobContext:
 
 @contextmanager
 def _telling_of_inference_tensors() -> Iterator[None]:
-    """What torch says of them is of little use: where they come from is far from where they fail.
+    """Replace torch's error, which does not say where such a tensor was made.
 
     Raises:
-        ModelError: there are some.
+        ModelError: the block has used an inference tensor.
     """
     try:
         yield

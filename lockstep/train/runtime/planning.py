@@ -1,10 +1,10 @@
-"""Plans that cut the model, and the model in the stages of such a Plan.
+"""Makes Plans that cut the model into stages, and the model's stages for such a Plan.
 
-Most Plans need to know the names of the layers only. A Plan with stages needs to know what flows
-between layers and what each one costs. So the model is traced on a sample of the data, and each
-layer is run and timed, before a process starts. What was measured is kept: as long as the model is
-the same, all calls of a Trainer cut it in the same places, and no parameter moves between them. So
-are traces, for as long as model and inputs are the same but for the values of tensors.
+Most Plans need only the names of the layers. A Plan with stages needs the tensors between layers
+and the cost of each layer. So the model is traced on a sample of the data, and each layer is run
+and timed, before a process starts. Measurements are kept: while the model is the same, all calls of
+a Trainer cut it in the same places, and no parameter moves between them. Traces are kept, too,
+while model and inputs are the same but for the values of tensors.
 """
 
 import hashlib
@@ -59,7 +59,7 @@ def _as_made(plan: Plan) -> Plan:
 
 
 def _silent(doing: str) -> None:
-    """Tell nobody."""
+    """Announce nothing."""
 
 
 class Planning:
@@ -67,7 +67,7 @@ class Planning:
 
     Args:
         model: the model, or one of its shape on the meta device.
-        dims: where the samples are in what it takes.
+        dims: the dims of the samples in its inputs.
     """
 
     def __init__(self, model: nn.Module, dims: BatchDims = SAMPLES_FIRST) -> None:
@@ -78,7 +78,7 @@ class Planning:
         self._sizes: dict[bytes, _Traced] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Elsewhere everything is traced and measured anew."""
+        """Another process traces and measures anew."""
         return vars(Planning(self._model, self._dims))
 
     def plan(
@@ -91,19 +91,19 @@ class Planning:
         settle: Callable[[Plan], Plan] = _as_made,
         announce: Callable[[str], None] = _silent,
     ) -> tuple[Plan, Partitions]:
-        """A Plan, and the model in its stages, in training and in evaluation.
+        """A Plan, and the model's stages in training and in evaluation.
 
         Args:
             maker: of the Plan.
             precision: of the Plan.
-            source: what the model is going to run on; None where another host reads it.
+            source: the data of the model; None if another host reads it.
             batch_size: of the global batch.
-            cluster: what there is; None is this host.
-            settle: has the last word on the Plan. What was measured differs from host to host.
-            announce: told what is being done where it may take long.
+            cluster: the hosts and devices; None is this host.
+            settle: makes the Plan the same on all hosts, whose measurements differ.
+            announce: called with the name of a step that may take long.
 
         Raises:
-            OptionError: there is no sample where one is needed.
+            OptionError: a sample is needed and there is none.
         """
         cluster = cluster or discover()
         size = maker.sample_size(cluster, batch_size)
@@ -133,7 +133,7 @@ class Planning:
     ) -> tuple[_Traced, LayerGraph]:
         """Traces and graph, for images with their channels last if the model takes them."""
         is_convolutional = any(isinstance(one, nn.Conv2d) for one in self._model.modules())
-        # float64 is for proofs, and keeps to what the reference does.
+        # float64 is for proofs, and does as the reference does.
         if is_convolutional and precision != "fp64" and not breaks_channels_last(self._model):
             images = map_tensors(channels_last, inputs)
             try:
@@ -148,7 +148,7 @@ class Planning:
 
     def _trace(self, inputs: Tree, precision: str, announce: Callable[[str], None]) -> _Traced:
         """Traces for training and evaluation, each with the sizes of its values."""
-        # The number of samples changes nothing but sizes, so a few are enough to trace with.
+        # The number of samples changes only sizes, so a few are enough for a trace.
         few = map_tensors(lambda tensor: tensor[:_TRACED_SAMPLES], inputs)
 
         def trace() -> tuple[Trace, Trace]:
@@ -165,7 +165,7 @@ class Planning:
         )
 
     def _kept(self, known: dict[bytes, _T], key: Any, make: Callable[[], _T]) -> _T:
-        """What was made for the same model and key, but for the values of tensors; else new."""
+        """The cached value for model and key, ignoring values of tensors; else a new one."""
         digest = self._digest(key)
         found = known.pop(digest, None)
         if found is None:
@@ -177,9 +177,9 @@ class Planning:
         return found
 
     def _digest(self, key: Any) -> bytes:
-        """Equal where nothing but values of tensors has changed; empty where nobody can tell.
+        """Equal if only values of tensors have changed; empty if that cannot be known.
 
-        A trace holds the functions that the model has called, so they are looked at, too.
+        A trace holds the functions that the model calls, so they are included.
         """
         shapes = map_tensors(
             lambda one: (tuple(one.shape), one.stride(), one.dtype, one.device.type), key
@@ -187,16 +187,16 @@ class Planning:
         try:
             described = describe((self._model, shapes), list(self._model.parameters()))
             described += str(functions_of(self._model)).encode()
-        except Exception:  # whatever pickling raises; what cannot be sent is an error later
+        except Exception:  # pickling may raise anything; sending raises it again
             return b""
         return hashlib.blake2b(described).digest()
 
     def _given(self, inputs: Tree) -> Tree:
-        """As the model takes them."""
+        """The inputs as the model takes them."""
         return self._dims.given_inputs(inputs)
 
     def _graph(self, traced: _Traced, inputs: Tree, announce: Callable[[str], None]) -> LayerGraph:
-        """With the costs that were measured before, while the layers are the same."""
+        """The layer graph; with the costs measured before if the layers are the same."""
         trace, sizes = traced[0]
         names = [layer.name for layer in trace.layers]
         known = self._measured
@@ -210,7 +210,7 @@ class Planning:
 
 
 def _place_of(model: nn.Module) -> torch.device:
-    """Where a model runs: an earlier call may have left it on a device; or it has no memory yet."""
+    """The device of a model: an earlier call may have left it on one; meta if it has no memory."""
     found = [one.device for one in (*model.parameters(), *model.buffers())]
     has_no_memory = any(one.type == "meta" for one in found)
     return torch.device("meta") if has_no_memory else next(iter(found), torch.device("cpu"))
@@ -218,7 +218,7 @@ def _place_of(model: nn.Module) -> torch.device:
 
 @contextmanager
 def _without_fused_attention() -> Iterator[None]:
-    """Torch's fused layers do not run under autocast where something watches their operations."""
+    """Turn off torch's fused layers, which fail under autocast when their operations are traced."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

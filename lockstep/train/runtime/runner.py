@@ -1,7 +1,7 @@
 """The runner: runs tasks of one model on all ranks, one after the other.
 
-What Trainers of every front end have in common: the model's Plan, the processes and the hosts it
-runs on, and how many steps it has made. What a call is given, and who updates weights, are theirs.
+What Trainers of every front end have in common: the model's Plan, the processes and hosts it runs
+on, and the number of steps made. Each front end adds the arguments of its calls and its updater.
 """
 
 import weakref
@@ -66,23 +66,23 @@ class Runner(ABC):
     Args:
         model: the model; it is trained in place.
         meta_model: the model, or one of its shape on the meta device.
-        job_context: with whom calls are made.
+        job_context: the processes that make calls together.
         strategy: where and how to train; None is one device.
-        update_config: what training does beside what the optimizer does.
+        update_config: what training does besides the optimizer.
         precision: see ``Trainer``.
         seed: of all random numbers in training.
-        dims: where the samples are in the data, and in what the model takes and returns.
+        dims: the dims of the samples in the data, and in the model's inputs and outputs.
 
     Attributes:
-        optimizer: what updates the model; None where it is not trained.
+        optimizer: updates the model; None if it is not trained.
         batch_size: of the last training; None before.
-        deterministic: only kernels are used that give the same bits in every run.
+        deterministic: use only kernels that give the same bits in every run.
     """
 
     deterministic = False
 
     _model_fingerprint: object = None
-    """What model, loss and metrics are in a call, to be compared by the next; None if unknown."""
+    """Of model, loss and metrics in a call, for the next call to compare; None if unknown."""
 
     def __init__(
         self,
@@ -114,12 +114,12 @@ class Runner(ABC):
     def _begin_session(self, job_context: JobContext) -> None:
         self._job_context = job_context
         self._calls = CallCache()
-        self._proven: object = None  # what the helpers have proved to compute as this process does
+        self._proven: object = None  # of the last rank consistency check that passed
         self._session = Session(self.timeout_seconds)
         self._finalizer = weakref.finalize(self, self._session.release)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a runner of another process needs."""
+        """The state that a runner in another process needs."""
         own = ("_job_context", "_session", "_calls", "_finalizer", "_proven")
         return {name: value for name, value in vars(self).items() if name not in own}
 
@@ -129,7 +129,7 @@ class Runner(ABC):
 
     @property
     def timeout_seconds(self) -> float:
-        """Longest wait for a helper: the strategy's."""
+        """Longest wait for a helper, by the strategy."""
         return self._job_context.timeout_seconds
 
     @property
@@ -137,7 +137,7 @@ class Runner(ABC):
         """The Plan of the last call, or the one a ``fit`` with the default batch would have.
 
         Raises:
-            OptionError: before the first call, where the Plan depends on what layers cost.
+            OptionError: before the first call, if the Plan depends on the cost of layers.
         """
         if self._plan is not None:
             return self._plan
@@ -159,7 +159,7 @@ class Runner(ABC):
     # --- state ---------------------------------------------------------------------------------
 
     def _state(self) -> TrainingState:
-        """What this run consists of now; no copy."""
+        """The current state of this run; no copy."""
         self._initialize()
         scale = self._update_config.rules.loss_scale
         return replace(
@@ -171,7 +171,7 @@ class Runner(ABC):
         )
 
     def _set_state(self, state: TrainingState) -> None:
-        """Go on from a state that fits; it stays as it is."""
+        """Continue from a state that fits; the state is not changed."""
         self._initialize()
         set_state(self.model, self._own_updater(), state)
         if state.loss_scale is not None:
@@ -183,18 +183,18 @@ class Runner(ABC):
         self._steps_trained = state.position["steps"]
 
     def _own_updater(self) -> Any:
-        """What knows the optimizer's state; None without an optimizer."""
+        """The updater with the optimizer's state; None without an optimizer."""
         return None if self.optimizer is None else self._make_updater()
 
     # --- with all processes --------------------------------------------------------------------
 
     def _call(self, name: str, make: Callable[[], _T]) -> _T:
-        """Make a call together with all processes that there are; its result, on all of them."""
+        """Make a call together with all processes; returns its result on all of them."""
         with self._job_context.together(name), accelerators.kept_device():
             return self._shared(make)
 
     def _shared(self, make: Callable[[], _T]) -> _T:
-        """What the processes that lead their hosts come to, on those that follow them, too."""
+        """The result of the process that leads a host, on those that follow it, too."""
         job_context = self._job_context
         if job_context.follower is not None:
             followed: _T = job_context.follow(self.model)
@@ -224,7 +224,7 @@ class Runner(ABC):
         driver: TaskDriver,
         batch_size: int,
     ) -> None:
-        """Run the task, and another one wherever a callback has changed what was sent."""
+        """Run the task; restart it when a callback has changed what the ranks were sent."""
         resume: Resume | None = task.start
         first_epoch, first_step = self._epochs_trained, self._steps_trained
         self._epochs_trained += task.start.epoch
@@ -239,11 +239,11 @@ class Runner(ABC):
                 resume = driver.resume_after(error)
                 if resume is None:
                     raise
-                if resume.served is not None:  # all but what was under way is in the weights
+                if resume.served is not None:  # the weights have all but the batches under way
                     self._steps_trained = resume.served.table.oldest
                 first_step, self._epochs_trained = self._steps_trained, first_epoch + resume.epoch
                 continue
-            if result.resume is None:  # else the optimizer has them, with the callback's changes
+            if result.resume is None:  # else it has them already, with the callback's changes
                 driver.take_slots(self._job_context.from_chief(result.slots))
             elif hosts is not None and before is not None:
                 hosts.share_changes(self.model, self._torch_optimizers, before)
@@ -288,9 +288,9 @@ class Runner(ABC):
     def _prepare_proof(
         self, assignment: Assignment, session: Session, driver: TaskDriver
     ) -> object:
-        """Have the ranks of a training prove that they compute the same, unless they have.
+        """Have the ranks of a training check that they compute the same, unless they have.
 
-        Returns what the proof is going to hold for; None where there is none.
+        Returns the key of that check, to compare in the next training; None without a check.
         """
         task, plan = assignment.task, assignment.plan
         in_stages = plan.pipeline is not None
@@ -300,7 +300,7 @@ class Runner(ABC):
             return None
         parts = (self.model, assignment.loss and assignment.loss.loss, assignment.functions)
         proof = session.num_ended, plan, proof_key(self._model_fingerprint, parts, self.model)
-        # Hosts remember each for itself, and all must agree.
+        # Each host remembers its own checks, and all must agree.
         task.proves = plan.num_hosts > 1 or self._proven != proof
         if task.proves:
             driver.samples = samples_of(sample_of(task.source), self.precision)
@@ -343,7 +343,7 @@ class Runner(ABC):
         plan: Plan,
         partitions: Partitions,
     ) -> Assignment:
-        """All that every rank needs for the task."""
+        """Everything that ranks need for the task."""
         check_backend(plan)
         device = place_model(self.model, self._torch_optimizers, plan)
         if updater is not None:
@@ -383,9 +383,9 @@ class Runner(ABC):
         return self._residuals
 
     def _initialize(self) -> None:
-        """Give the parameters of a model made by a function their first values, if they have none.
+        """Initialize the parameters of a model made by a function, if they have no values.
 
-        Where a Plan with stages comes first, its ranks do this, each for its own.
+        If a Plan with stages comes first, its ranks do this, each for its own part.
         """
         blank = blank_names(self.model)
         if blank:
@@ -393,7 +393,7 @@ class Runner(ABC):
             clear_meta(self.model)
 
     def _maker_for_one(self) -> Maker:
-        """Of Plans for one device: the one where the model is."""
+        """The maker of Plans for one device: the model's."""
         return SingleDevice(device=device_of(self.model), precision=self.precision)
 
     def _maker(self) -> Maker:
@@ -404,19 +404,19 @@ class Runner(ABC):
 
     @property
     def _preload(self) -> tuple[str, ...]:
-        """Modules that helpers are going to need, beside what all do."""
+        """Modules that these helpers need besides what all need."""
         return ()
 
     @abstractmethod
     def _make_updater(self) -> Any:
-        """What updates the weights on every rank."""
+        """The updater of the weights on every rank."""
 
     @property
     def _torch_optimizers(self) -> list[optim.Optimizer]:
-        """Those whose options and slots all hosts are to have alike."""
+        """The optimizers whose options and slots must be the same on all hosts."""
         return each_optimizer(self.optimizer)
 
 
 def _of_kernels() -> tuple[str, ...]:
-    """The module that torch imports for deterministic kernels: once, not in every helper."""
+    """The module that torch imports for deterministic kernels; preloaded, not in every helper."""
     return ("torch._inductor.config",) if torch.are_deterministic_algorithms_enabled() else ()

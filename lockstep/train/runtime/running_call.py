@@ -66,16 +66,16 @@ class RunningCall:
 
     @property
     def is_halted(self) -> bool:
-        """Whether the ranks were told to stop: for good, as far as their board is concerned."""
+        """True if the ranks were stopped; their board cannot be used again."""
         board = self.worker.board
         return board is not None and board.is_halted
 
     def states(self) -> list[RankState]:
-        """What the ranks of this host are at."""
+        """The states of the ranks of this host."""
         return states_of(self.team, self.worker.board, self.worker.rank)
 
     def look_at_ranks(self, error: BaseException, driver: TaskDriver) -> None:
-        """The call has failed, and the helpers still live: note in the error what they were at."""
+        """After a failure, while the helpers live: add to the error what the ranks were doing."""
         if self.assignment.plan.pipeline is not None:
             note_lone_sample(error)
         states = self.states()
@@ -84,12 +84,12 @@ class RunningCall:
         driver.note_failure(error, states, self.team)
 
     def hold(self, error: BaseException) -> None:
-        """A process is lost, and those that live are about to be ended: have no update cut off."""
+        """After the loss of a process: prevent that ending the others cuts off an update."""
         if isinstance(error, WorkerError) and error.is_loss:
             self.worker.hold_updates()
 
     def abandon(self, error: BaseException, driver: TaskDriver) -> None:
-        """The call has failed, and the helpers have ended: note in the error what is left."""
+        """After a failure, when the helpers have ended: add to the error what is left."""
         worker = self.worker
         worker.abandon()
         if worker.updater is None:

@@ -1,4 +1,4 @@
-"""A helper's side of a session: it opens what it is sent, and runs the task."""
+"""A helper's side of a session: it opens the message, and runs the task."""
 
 import os
 import pickle
@@ -39,13 +39,13 @@ from lockstep.train.runtime.stores import Access
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteHosts:
-    """What the ranks of a host are told of other hosts.
+    """What the ranks of a host are sent about other hosts.
 
     Attributes:
         host: this host.
         names: of the hosts of all ranks.
-        channels: the keys of each of this host's, by the ranks at this end and at the other and its
-            use; in the order in which their descriptors are sent.
+        channels: of this host: the keys of each, by the ranks at this end and the other and its
+            use; in the order of their descriptors.
         timeout_seconds: longest wait for another host.
     """
 
@@ -61,11 +61,11 @@ class RemoteHosts:
         mirrored: Sequence[torch.Tensor],
         crossing: Crossing | None = None,
     ) -> Neighbours:
-        """What one of the host's ranks has of other hosts.
+        """The connections of one of the host's ranks to other hosts.
 
         Args:
             rank: counted over all hosts.
-            channels: those of its channels, in their order.
+            channels: its channels, in their order.
             mirrored: see ``Neighbours``.
             crossing: see ``Neighbours``.
         """
@@ -86,22 +86,22 @@ class RemoteHosts:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskRequest:
-    """What helpers are called with, beside descriptors.
+    """The message that calls helpers, besides its descriptors.
 
-    These are, in this order: the exchange's region, the stores', the channels to other hosts, and
+    The descriptors, in order: the exchange's region, the stores', the channels to other hosts, and
     the serialized object's.
 
     Attributes:
         name: of the task.
         num_groups: of parameters.
         stores: of parameters, then of slots, residuals and options: the ranks of this host that
-            have it, its tensors, and how they have it.
-        stand_ins: stores that their ranks have in place of others, and the numbers of these.
+            have it, its tensors, and their access.
+        stand_ins: stores that some ranks have in place of others, and the numbers of the others.
         has_options: there is a store of options.
         spec: the layout of the exchange.
         payload: the serialized object with the assignment.
         abroad: the other hosts, if there are any.
-        meeting: where ranks of process groups find each other, if there are any.
+        meeting: the meeting point of ranks of process groups, if any.
         keeps: the call may be made again (``train.runtime.call_cache``).
         devices: of all ranks.
     """
@@ -131,7 +131,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     channels, packed = rest[:num_channels], rest[num_channels:]
     device = rank_device(call.devices, rank)
     accelerators.use(device)
-    # Of parameters and slots, what other ranks alone have stays there.
+    # Parameters and slots that only other ranks have stay there.
     opened = [
         open_store(own, number, rank=rank, ranks=ranks, access=access)
         for (ranks, own, access), number in zip(call.stores, stored, strict=True)
@@ -174,7 +174,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
 
 
 def serve_again(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
-    """A helper's part of a call whose like it has kept."""
+    """A helper's part of a call that it has cached."""
     news: CallUpdate = unpacked(body, descriptors)
     part: CachedCall = context.kept[news.name]
     part.hear(news)
@@ -186,7 +186,7 @@ def serve_again(context: HelperContext, body: bytes, descriptors: tuple[int, ...
 def _move_to_device(
     call: TaskRequest, opened: list[list[torch.Tensor]], rank: int, device: torch.device
 ) -> Mirrors:
-    """Have what this rank keeps on its device be there; what it is to show rank 0, and where."""
+    """Move what this rank keeps to its device; returns what it shows rank 0, and where."""
     mirrors: tuple[list[Mirror], list[Mirror]] = ([], [])
     for number, (ranks, _, access) in enumerate(call.stores):
         if access == "on its device" and rank in ranks:
@@ -214,7 +214,7 @@ def _open_channels(
     descriptors: Sequence[int],
     opened: Sequence[Sequence[torch.Tensor]],
 ) -> Neighbours | None:
-    """What this rank has of other hosts, if there are any."""
+    """This rank's connections to other hosts, if there are any."""
     if call.abroad is None:
         return None
     channels = channels_abroad(call.abroad, rank, descriptors)
@@ -222,7 +222,7 @@ def _open_channels(
 
 
 def channels_abroad(abroad: RemoteHosts, rank: int, descriptors: Sequence[int]) -> list[Channel]:
-    """A rank's channels; the other ranks' are closed here."""
+    """A rank's channels; closes those of other ranks."""
     channels = []
     for ((own, _, _), keys), number in zip(abroad.channels.items(), descriptors, strict=True):
         if own == rank:
@@ -240,9 +240,9 @@ def open_store(
     ranks: Sequence[int],
     access: Access,
 ) -> list[torch.Tensor]:
-    """The tensors of a store that another process has made; no memory where other ranks have them.
+    """The tensors of a store that another process has made; without memory if other ranks have it.
 
-    The first rank that has them takes the memory, unless rank 0 has done so already.
+    The first rank that has them allocates the memory, unless rank 0 has done so.
     """
     if rank not in ranks:
         os.close(descriptor)

@@ -1,8 +1,8 @@
 """A session: running one task on all ranks of a Plan.
 
 The script's process is rank 0 and computes; helpers are called with everything they need
-(``train.runtime.serving`` is their side). All that lasts (weights, optimizer, position) lies in the
-script's own objects. Ranks cache what does not change between repeated small calls
+(``train.runtime.serving`` is their side). The script's own objects hold all that lasts (weights,
+optimizer, position). Ranks cache what does not change between repeated small calls
 (``train.runtime.call_cache``).
 
 On several hosts the script's process of each leads that host's ranks, with a session of its own.
@@ -58,10 +58,10 @@ from lockstep.train.runtime.running_call import RunningCall
 from lockstep.train.runtime.serving import TaskRequest, serve, serve_again
 from lockstep.train.runtime.stores import Mapped, Stores, has_options, options_store
 
-# What every helper needs; the template imports it before any helper is born.
+# What every helper needs; the template imports it before it forks any helper.
 PRELOAD: tuple[str, ...] = ("lockstep.train.runtime.serving",)
 
-# Longest wait, after a call that has failed early, for followers that are still to come to it.
+# Longest wait, after a call that failed early, for followers that have not joined it.
 _DISMISSAL_SECONDS = 10.0
 
 
@@ -72,7 +72,7 @@ class Session:
         timeout_seconds: longest wait of rank 0 for its helpers.
 
     Attributes:
-        preload: modules that helpers should have imported, beside what all need.
+        preload: modules that helpers import early, besides what all need.
         stores: of the model.
         num_ended: teams that it has ended.
     """
@@ -85,8 +85,8 @@ class Session:
         self.stores = Stores()
         self._team: Team | None = None
         self._threads: int | None = None
-        self._is_attached = False  # the team is of processes that a launcher has started
-        self._has_met = False  # they have come to the call under way
+        self._is_attached = False  # a launcher has started the team's processes
+        self._has_met = False  # they have joined the current call
 
     def run(
         self,
@@ -96,20 +96,20 @@ class Session:
         calls: CallCache | None = None,
         fingerprint: object = None,
     ) -> Any:
-        """Do the task on all ranks; returns what this process's part returns.
+        """Run the task on all ranks; returns the result of this process's part.
 
         Args:
             assignment: the task, and all that it needs.
             driver: of this process.
-            hosts: where the Plan has several, each calls this with an assignment of its own.
-            calls: what is kept of earlier calls, and of this one.
-            fingerprint: see ``CallSignature``; None where nothing is to be kept.
+            hosts: if the Plan has several, each calls this with its own assignment.
+            calls: the cache of earlier calls, and of this one.
+            fingerprint: see ``CallSignature``; None to cache nothing.
 
         Raises:
             ShippingError: a part of the assignment cannot be sent to helpers.
             WorkerError: a helper died or hung.
-            HostError: another host failed, or is not what this one is.
-            BaseException: what a rank has raised, whichever it is.
+            HostError: another host failed, or differs from this one.
+            BaseException: raised by a rank.
         """
         with compute_settings(assignment.plan):
             if assignment.plan.num_ranks == 1:
@@ -128,19 +128,19 @@ class Session:
         call_conclude(self._team, result, model, self._timeout)
 
     def desert(self, hosts: Hosts, error: BaseException) -> None:
-        """After a call that has failed: end it for the processes that follow this one, too.
+        """After a call that has failed: end it for the processes that follow this one.
 
-        In it they would take the next call for this one.
+        They would take the next call for this one.
         """
         if not self._has_met:
             patience = min(_DISMISSAL_SECONDS, self._timeout)
-            with suppress(WorkerError):  # they have not come: it has failed there, too
+            with suppress(WorkerError):  # they have not joined: the call failed there, too
                 self._meet_followers(hosts, patience)
         self.close(error)
         self._has_met = False
 
     def _meet_followers(self, hosts: Hosts, timeout_seconds: float) -> None:
-        """Have the processes that follow this one in a call that needs no Plan."""
+        """Meet the processes that follow this one, in a call that needs no Plan."""
         helpers = range(hosts.place.num_processes - 1)
         self._team = hosts.attach_team(len(helpers), hosts.first_rank + 1, timeout_seconds)
         self._is_attached = self._has_met = True
@@ -166,8 +166,8 @@ class Session:
         calls: CallCache,
         fingerprint: object,
     ) -> Any:
-        """Do the task with this host's ranks, of which this process is the first."""
-        # Before any process starts: what cannot be sent, or finds no memory, shows here.
+        """Run the task with this host's ranks; this process is the first."""
+        # Before any process starts: raises if something cannot be sent or memory is lacking.
         here = assignment.plan.ranks_of_host(0 if hosts is None else hosts.host)
         if self._team is None and len(here) > 1 and not (hosts is not None and hosts.has_followers):
             expect_team(assignment.plan.threads_per_device, self._preload)
@@ -204,7 +204,7 @@ class Session:
         spec: ExchangeSpec,
         here: range,
     ) -> RunningCall:
-        """This process's part of a call, and all ranks that it leads."""
+        """This process's part of a call, with the ranks that it leads."""
         with self._ending_team():
             region = spec.create(here)
             team = self._take_team(assignment.plan, here, hosts, driver.announce)
@@ -241,7 +241,7 @@ class Session:
     def _ending_team(
         self, part: RunningCall | None = None, driver: TaskDriver | None = None
     ) -> Iterator[None]:
-        """A call that fails within the block ends the helpers, and says what it leaves."""
+        """If a call fails within the block, end the helpers and add what is left to the error."""
         try:
             yield
         except BaseException as trouble:
@@ -269,7 +269,7 @@ class Session:
             initialize_own(assignment, worker)
             clear_meta(assignment.model)
             limit = worker.passes.reading = ReadLimit(self._timeout, team.raise_slow_read)
-            # What lies in memory is read at once.
+            # Arrays in memory are read at once.
             may_hang = not all(isinstance(one, ArraySource) for one in assignment.task.sources())
             if isinstance(assignment.task, FitTask):
                 driver.begin_run(assignment.task.start, part.states)
@@ -284,7 +284,7 @@ class Session:
     def _take_team(
         self, plan: Plan, here: range, hosts: Hosts | None, announce: Callable[[str], None]
     ) -> Team:
-        """The other ranks of this host: the same as before, if they fit."""
+        """The other ranks of this host: the last team, if it fits."""
         num_helpers, first_rank = len(here) - 1, here.start + 1
         if self._team is not None and not (
             (self._team.num_helpers, self._team.first_rank) == (num_helpers, first_rank)
@@ -334,11 +334,11 @@ class Session:
         if connected is not None:
             descriptors += [end.fileno() for end in connected.channels.values()]
         check_number(len(descriptors) + len(serialized.descriptors))
-        # The call may hold classes of the script's own: those of a model's outputs.
+        # The call may hold the script's own classes, of a model's outputs.
         self._send(part, serve, dumps(call), (*descriptors, *serialized.descriptors))
 
     def _recall(self, part: RunningCall, assignment: Assignment) -> None:
-        """Send the helpers the changes of a call that they have cached."""
+        """Send the helpers the changes to a call that they have cached."""
         update = CallUpdate.of(assignment, part.assignment)
         with closing(pack(update)) as serialized:
             part.assignment.task.renew(update.changes)
@@ -360,7 +360,7 @@ class Session:
         )
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the helpers; those with a script of their own get the error."""
+        """End the helpers; those with their own script get the error."""
         team, self._team = self._team, None
         self.num_ended += team is not None
         if team is not None and error is not None and self._is_attached:
@@ -369,7 +369,7 @@ class Session:
             team.close()
 
     def release(self) -> None:
-        """Done for good: hand the helpers on, or end them."""
+        """Close this session: hand the helpers on, or end them."""
         team, self._team = self._team, None
         if team is not None and self._is_attached:
             team.close()
@@ -383,6 +383,6 @@ class Session:
 
 
 def _stop_on_interrupt(driver: TaskDriver, worker: Worker) -> None:
-    """Have all ranks stop together when the user wants rank 0 to."""
+    """On Ctrl-C, have all ranks stop together."""
     if worker.board is not None:
         worker.board.wants_halt = lambda: driver.is_interrupted

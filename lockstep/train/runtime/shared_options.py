@@ -1,11 +1,11 @@
-"""The numbers among an optimizer's options, in memory that all ranks see.
+"""The numbers among an optimizer's options, in memory that all ranks map.
 
-A schedule that moves at every step changes options that every rank needs for its next update.
+A schedule that steps at every update changes options that every rank needs for its next update.
 Sending them would make all ranks wait for rank 0 once more per step. So rank 0 writes them here
-between two steps, and the ranks read them where they update: the barriers that a step has anyway
-(all losses are in; all updates are done) are between the two.
+between two steps, and the ranks read them when they update: a step's two barriers (after all losses
+are in; after all updates are done) separate writing and reading.
 
-What is no number (a flag, a function) is not covered: no schedule changes it.
+Options that are not numbers (flags, functions) are not covered: no schedule changes them.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class SharedOptions:
 
     Args:
         groups: of an optimizer, with the same options on every rank.
-        tensor: as ``options_spec`` says; rank 0's and everybody else's is one memory.
+        tensor: with the layout of ``options_spec``, in memory that all ranks share.
     """
 
     def __init__(self, groups: Groups, tensor: torch.Tensor) -> None:
@@ -36,7 +36,7 @@ class SharedOptions:
         self.write(groups)
 
     def write(self, groups: Groups) -> None:
-        """On rank 0, between two steps: these are the options from now on."""
+        """On rank 0, between two steps: write these options."""
         self._tensor.numpy()[:] = [
             number
             for group, option, count in self._places
@@ -44,7 +44,7 @@ class SharedOptions:
         ]
 
     def read_into(self, groups: Groups) -> None:
-        """On any rank, before its update: take over what is other than before."""
+        """On any rank, before its update: read the options that have changed."""
         numbers = iter(self._tensor.tolist())
         for group, option, count in self._places:
             found = [next(numbers) for _ in range(1 if count is None else count)]
@@ -57,7 +57,7 @@ class SharedOptions:
 
 
 def options_spec(groups: Groups) -> TensorSpec:
-    """The tensor that holds the numbers."""
+    """The layout of the tensor that holds the numbers."""
     size = sum(1 if count is None else count for _, _, count in _places(groups))
     return TensorSpec("options of the optimizer", (size,), (1,), torch.float64)
 
@@ -76,7 +76,7 @@ def _places(groups: Groups) -> Iterator[_Place]:
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
-    return isinstance(value, Real) and not isinstance(value, bool)  # NumPy's are, too
+    return isinstance(value, Real) and not isinstance(value, bool)  # NumPy's numbers are, too
 
 
 def _numbers_in(value: Any, count: int | None) -> list[float]:

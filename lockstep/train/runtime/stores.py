@@ -1,4 +1,4 @@
-"""Stores: where a host's ranks have parameters, slots and options in common, from call to call."""
+"""Stores: memory in which a host's ranks share parameters, slots and options between calls."""
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -17,21 +17,21 @@ from lockstep.plan.devices import is_cpu
 from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.train.runtime.assignment import Assignment
 
-# How ranks have a store, but for the first of them, which has the store itself: they map it, too;
-# or take a copy; or map it and get pages of their own where they write; or copy it to their device.
+# How ranks other than the store's first, which has the store itself, access it: they map it, too;
+# or copy it; or map it and get their own pages when they write; or copy it to their device.
 Access = Literal["shared", "copied", "copied on write", "on its device"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mapped:
-    """A store, and who has it.
+    """A store, and the ranks that have it.
 
     Attributes:
-        ranks: those that do.
+        ranks: the ranks that have it.
         store: the store.
-        access: how.
-        in_place_of: the number of another store, in whose place these ranks have this one; None
-            for a store of its own.
+        access: how they access it.
+        in_place_of: the number of the store that this one replaces on its ranks; None for a store
+            of its own.
     """
 
     ranks: tuple[int, ...]
@@ -40,7 +40,7 @@ class Mapped:
     in_place_of: int | None = None
 
     def ranks_among(self, here: Collection[int]) -> tuple[int, ...]:
-        """Those of them that are on a host."""
+        """Its ranks on a host."""
         return tuple(rank for rank in self.ranks if rank in here)
 
 
@@ -57,12 +57,12 @@ class Stores:
         return bool(self._parameters)
 
     def adopt_all(self, assignment: Assignment, leader: int) -> list[Mapped]:
-        """The stores of parameters, then of slots, of what is left to be sent, and of options.
+        """The stores of parameters, then of slots, residuals and options.
 
-        Behind them are those that pipelines that train apart have in place of the first one's.
+        Behind them are the parameters of pipelines with local steps, other than the first's.
 
         Args:
-            assignment: what they are for.
+            assignment: the assignment that uses them.
             leader: this process's rank.
         """
         is_apart = isinstance(assignment.plan.update, AveragedUpdate)
@@ -74,7 +74,7 @@ class Stores:
             assignment, self._adopt(assignment, leader), "shared" if shares else "copied"
         )
         if assignment.updater is not None and not is_apart:
-            # A rank writes to the slots of its pieces only, so of the others it has no pages.
+            # A rank writes only to the slots of its pieces, so it has no pages of the others.
             slots = self._adopt_slots(assignment, leader)
             stores += _mapped(assignment, slots, "shared" if shares else "copied on write")
         stores += self._adopt_residuals(assignment)
@@ -86,9 +86,9 @@ class Stores:
         return stores
 
     def _adopt_on_device(self, assignment: Assignment, leader: int) -> list[Mapped]:
-        """What the leader has stays on its device, the rest is placed in host memory.
+        """Leave what the leader has on its device, and place the rest in host memory.
 
-        Values on the device are published for those who are to have them, too.
+        Values on the device are published for other ranks that need them.
         """
         is_here = [leader in group.ranks for group in assignment.groups]
         members = _members(assignment.model, assignment.groups)
@@ -110,7 +110,7 @@ class Stores:
         return mapped + options_store(assignment)
 
     def _adopt(self, assignment: Assignment, leader: int) -> Sequence[ParameterStore]:
-        """Have the parameters of each group lie in a store of theirs."""
+        """Place the parameters of each group in a store."""
         model, groups = assignment.model, assignment.groups
         members = _members(model, groups)
         if not (
@@ -156,7 +156,7 @@ class Stores:
         return self._slots
 
     def _adopt_residuals(self, assignment: Assignment) -> list[Mapped]:
-        """Have what is left of compressed tensors lie in a store, if there is any."""
+        """Place the residuals of compressed tensors in a store, if there are any."""
         if assignment.residuals is None or not assignment.residuals.tensors:
             return []
         self._residuals = assignment.residuals.stored(self._residuals)
@@ -169,14 +169,14 @@ class Stores:
             store.readopt([(spec.name, parameters[spec.name]) for spec in store.specs])
 
     def release_pages(self) -> None:
-        """Keep no page here of what other ranks alone have."""
+        """Release this process's pages of what only other ranks have."""
         for store in (*self._parameters, *self._slots):
             if store.is_elsewhere:
                 store.region.release_pages()
 
 
 def _slots(assignment: Assignment) -> tuple[list[list[SlotKey]], list[tuple[TensorSpec, ...]]]:
-    """The optimizer's slots, group by group, and how they lie in memory."""
+    """The optimizer's slots by group, and their layout in memory."""
     assert assignment.updater is not None
     parameters = dict(assignment.model.named_parameters())
     all_keys = assignment.updater.slot_keys()
@@ -198,18 +198,18 @@ def _store_slots(assignment: Assignment, stores: Sequence[TensorStore]) -> None:
 
 
 def _is_reserved(assignment: Assignment, group: ParameterGroup, leader: int) -> bool:
-    """Whether the leader takes the memory of a group: where there is something to move in."""
+    """True if the leader allocates a group's memory: if it has values to place there."""
     return not assignment.blank or leader in group.ranks
 
 
 def has_options(assignment: Assignment) -> bool:
-    """Whether options of the optimizer may change at every step."""
+    """True if options of the optimizer may change at every step."""
     updater = assignment.updater
     return updater is not None and updater.options_spec() is not None
 
 
 def options_store(assignment: Assignment) -> list[Mapped]:
-    """A store for options of the optimizer that may change at every step, if they may."""
+    """A store for the optimizer's options, if they may change at every step."""
     updater = assignment.updater
     spec = None if updater is None else updater.options_spec()
     if updater is None or spec is None:
@@ -227,9 +227,9 @@ def _mapped(assignment: Assignment, stores: Sequence[TensorStore], access: Acces
 
 
 def _of_pipelines(assignment: Assignment, stores: list[Mapped], here: range) -> list[Mapped]:
-    """Stores of pipelines that train apart: of parameters each has its own, which its ranks share.
+    """Stores of pipelines with local steps: each has its own parameters, which its ranks share.
 
-    The host's first has the model's.
+    The host's first pipeline has the model's.
     """
     size = assignment.plan.ranks_per_replica
     count, first = len(assignment.groups), range(here.start, here.start + size)
