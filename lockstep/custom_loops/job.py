@@ -200,9 +200,9 @@ class Job:
         if not self.leads:
             return self._take(lambda hosts: self.rank)[1]
         plan = self.plan()
-        connected = HostChannels.of(self._others, plan, groups, self.timeout_seconds, keeps=False)
+        connected = HostChannels.of(self._others, plan, groups, self.timeout_seconds, reuses=False)
         meeting_point = meeting_point_of(plan, connected, self.timeout_seconds)
-        abroad = None if connected is None else connected.abroad
+        abroad = None if connected is None else connected.remote_hosts
         channels = [] if connected is None else [*connected.channels.values()]
         handed = _Handed(
             hosts=self.hosts,
@@ -220,7 +220,7 @@ class Job:
                     own.append(end)
                 else:
                     end.close()  # the replica has it
-            neighbours = connected.abroad.neighbours(self.rank, own, ())
+            neighbours = connected.remote_hosts.neighbours(self.rank, own, ())
         return Shared(
             region=regions[0] if regions else None,
             stores=(),
@@ -309,7 +309,7 @@ class Job:
     def bring(self, region: SharedRegion) -> None:
         """On leaders: have a region hold what that of the first host holds."""
         if self._others is not None and len(self.hosts) > 1:
-            self._others.bring(region, 0, is_here=self.is_first_host)
+            self._others.broadcast_region(region, 0, is_current=self.is_first_host)
 
     # --- what replicas tell each other -----------------------------------------------------------
 

@@ -45,7 +45,9 @@ def test_a_host_that_is_stuck_is_not_waited_for_longer_than_allowed(
     plan: Any = SimpleNamespace(hosts=(1, 1), host_of=lambda rank: rank)
     waits: dict[str, Callable[[], Any]] = {
         "a large message": lambda: stuck.from_chief(bytes(1 << 26)),
-        "values to bring": lambda: stuck.bring(SharedRegion.create(1 << 12), 1, is_here=True),
+        "values to bring": lambda: stuck.broadcast_region(
+            SharedRegion.create(1 << 12), 1, is_current=True
+        ),
         "channels": lambda: stuck.open_channels(plan, [(0, 1, "sums")], 0.5),
     }
     with pytest.raises(HostError, match="Host 1 "):

@@ -219,10 +219,10 @@ def make(**options: Any) -> lockstep.Trainer:
     [
         ({"train_step": "gan"}, "must be a function of model and batch"),
         ({"train_step": {"generator": generate}}, "must have the same names"),
-        ({"optimizer": torch.optim.SGD}, "Several optimizers go with as many functions"),
-        ({"train_step": generate}, "Several optimizers go with as many functions"),
-        ({"average": lockstep.EMA()}, "would be of none of them"),
-        ({"precision": "bf16"}, "would be of none of them"),
+        ({"optimizer": torch.optim.SGD}, "Several optimizers need as many functions"),
+        ({"train_step": generate}, "Several optimizers need as many functions"),
+        ({"average": lockstep.EMA()}, "it needs one optimizer"),
+        ({"precision": "bf16"}, "it needs one optimizer"),
         ({"compile": True}, "no one model to compile"),
         (
             {

@@ -203,7 +203,9 @@ def residuals_of(number: int) -> ErrorFeedback:
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 3, 4])
 def test_what_is_left_is_sent_by_another_number_of_hosts(num_hosts: int) -> None:
-    told = {key: one for host in range(3) for key, one in residuals_of(host + 1).told(host).items()}
+    told = {
+        key: one for host in range(3) for key, one in residuals_of(host + 1).state(host).items()
+    }
     total = torch.zeros(40, 30)
     for host in range(num_hosts):
         found = ErrorFeedback()
@@ -223,7 +225,7 @@ def test_a_host_that_is_new_has_warmed_up_as_long_as_all_others() -> None:
     found.tensors["weight: count"] += 3
     for host in (0, 1):
         again = ErrorFeedback()
-        again.load(found.told(0), host, 2)
+        again.load(found.state(0), host, 2)
         again.fit(specs)
         count = again.by_parameter()["weight"].count
         assert count is not None

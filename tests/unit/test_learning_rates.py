@@ -191,11 +191,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a plateau per step": (
         lambda: lockstep.Schedule(PLATEAU, every="step"),
-        "ReduceLROnPlateau looks at an epoch's logs.*every='step'",
+        "ReduceLROnPlateau monitors an epoch's logs.*every='step'",
     ),
     "something to monitor for nobody": (
         lambda: lockstep.Schedule(STEP, monitor="loss"),
-        "`monitor` is for a scheduler that looks at a metric.*StepLR",
+        "`monitor` is for a scheduler that monitors a metric.*StepLR",
     ),
 }
 

@@ -308,7 +308,7 @@ class PersistentRunner(Runner):
 
     def _residuals_of_all(self) -> dict[str, Any]:
         """What all hosts keep of compressed tensors; within a ``fit`` as far as it is told."""
-        own = self._residuals.told(self._job_context.host)
+        own = self._residuals.state(self._job_context.host)
         if self._first_epoch is not None:
             told = None if self._place is None else self._place["residuals"]
             return own if told is None else told

@@ -1,12 +1,12 @@
-"""What hosts compare before they work together, as texts by name.
+"""The facts that hosts compare before they train together, as texts by name.
 
-Each host runs the user's script for itself. Where the scripts have come to different models, losses
-or options, training would go on and be wrong without a word. So what decides the result is put into
-words and compared; a name that differs is in the error.
+Each host runs the user's script. If the scripts make different models, losses or options, training
+would silently give wrong weights. So all that decides the result is described and compared; the
+error names what differs.
 
-Functions and classes are known by their names (``train.resume.stable_descriptions``). What the
-user's own classes hold is theirs: it may well differ from host to host, as the number of the host
-does. Of data see ``train.input.same_data``.
+Functions and classes are compared by name (``train.resume.stable_descriptions``). Attributes of the
+user's own classes are not compared: they may differ between hosts, as the number of the host does.
+Data are compared in ``train.input.same_data``.
 """
 
 import msgspec
@@ -18,7 +18,7 @@ from lockstep.train.runtime.assignment import Assignment
 
 
 def assignment_facts(assignment: Assignment) -> Facts:
-    """All that must be alike of an assignment, but for values."""
+    """All of an assignment that must be equal on all hosts, but for values."""
     loss, updater = assignment.loss, assignment.updater
     metrics = getattr(assignment.task, "metrics", None)
     return {

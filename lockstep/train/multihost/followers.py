@@ -1,7 +1,7 @@
-"""Processes that a launcher has started beside the one that leads their host.
+"""Followers: processes that a launcher has started beside the one that leads their host.
 
-Each runs the user's script, too. Where the leader trains, they serve it, within their own call of
-``fit``; when the leader's call ends, it tells them what has come of it, and theirs ends as well.
+Each runs the user's script, too. While the leader trains, they serve it within their own call of
+``fit``. When the leader's call ends, it sends them its result, and their call returns it.
 """
 
 import os
@@ -26,12 +26,12 @@ _CONCLUSION = b"conclusion"
 
 
 def host_key() -> bytes | None:
-    """What the processes of a host know each other by, if the job has a secret.
+    """The key with which the processes of a host authenticate each other, if the job has a secret.
 
     Raises:
-        HostError: the secret that is given cannot be used.
+        HostError: the given secret cannot be used.
     """
-    if not has_secret(os.environ):  # on one host there need not be one
+    if not has_secret(os.environ):  # a job on one host needs none
         return None
     return find_secret(os.environ).key(b"processes of a host")
 
@@ -40,7 +40,7 @@ class Follower:
     """This process, which follows its host's leader.
 
     Args:
-        place: this process's.
+        place: of this process.
         timeout_seconds: longest wait for the leader.
     """
 
@@ -50,39 +50,39 @@ class Follower:
         self._attachment: Attachment | None = None
 
     def serve(self, model: nn.Module) -> Any:
-        """Serve the leader until its call ends; returns what that returns.
+        """Serve the leader until its call ends; returns the result of that call.
 
         Args:
-            model: gets the weights that the leader's has then.
+            model: gets the leader's weights at the end.
 
         Raises:
-            WorkerError: the leader has ended, or given up.
-            BaseException: what has ended the leader's call, where it could say so.
+            WorkerError: the leader has exited, or given up.
+            BaseException: the error that has ended the leader's call, if it could send it.
         """
         if self._attachment is None or not self._attachment.is_open:
             self._attachment = attach(self._place, host_key(), timeout_seconds=self._timeout)
         with held_interrupts() as interrupt:
-            interrupt.hold()  # the leader has been told, too, and ends with the step under way
+            interrupt.hold()  # the leader gets Ctrl-C, too, and ends after the present step
             try:
-                while not (said := self._attachment.serve_call()).startswith(_CONCLUSION):
+                while not (reply := self._attachment.serve_call()).startswith(_CONCLUSION):
                     pass
-            except WorkerError as trouble:
-                error = as_raised(trouble)
-                if error is trouble:
+            except WorkerError as lost:
+                error = as_raised(lost)
+                if error is lost:
                     raise
                 raise error from error.__cause__
-        result, values = _kept.pop(said)
+        result, values = _conclusions.pop(reply)
         set_values(model, values)
         return result
 
     def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         if self._attachment is not None:
             self._attachment.close()
 
 
 def call_conclude(team: Team, result: Any, model: nn.Module, timeout_seconds: float) -> None:
-    """On the leader: let the followers' calls end with this result, and with these weights."""
+    """On the leader: end the followers' calls with this result and these weights."""
     serialized = pack((result, values_of(model)))
     team.call(
         conclude,
@@ -96,11 +96,11 @@ def call_conclude(team: Team, result: Any, model: nn.Module, timeout_seconds: fl
 
 
 def conclude(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
-    """On a follower: keep what has come of the leader's call; returns what finds it."""
-    said = _CONCLUSION + pickle.dumps(len(_kept))
-    _kept[said] = unpacked(body, descriptors)
-    return said
+    """On a follower: store the result of the leader's call; returns its key in ``_conclusions``."""
+    key = _CONCLUSION + pickle.dumps(len(_conclusions))
+    _conclusions[key] = unpacked(body, descriptors)
+    return key
 
 
-# From ``conclude`` to ``Follower.serve``, between which only bytes go.
-_kept: dict[bytes, Any] = {}
+# Passes results from ``conclude`` to ``Follower.serve``: helpers' functions return bytes only.
+_conclusions: dict[bytes, Any] = {}

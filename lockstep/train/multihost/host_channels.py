@@ -1,4 +1,4 @@
-"""Connected hosts: the channels of a call to other hosts, and what goes over them at its end."""
+"""The channels of a call to other hosts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from lockstep.train.runtime.assignment import Assignment
 from lockstep.train.runtime.serving import RemoteHosts
 from lockstep.train.runtime.stores import Mapped
 
-# Where ranks of one host reach each other.
+# The address at which ranks of one host reach each other.
 _LOOPBACK = "127.0.0.1"
 
 
@@ -30,12 +30,12 @@ class HostChannels:
 
     Attributes:
         hosts: all hosts.
-        abroad: what this host's ranks are told of them.
+        remote_hosts: the description of the other hosts that this host's ranks get.
         channels: this host's channels, by the ranks at this end and at the other, and by their use.
     """
 
     hosts: Hosts
-    abroad: RemoteHosts
+    remote_hosts: RemoteHosts
     channels: Mapping[ChannelKey, Channel]
 
     @classmethod
@@ -46,42 +46,42 @@ class HostChannels:
         groups: Sequence[ParameterGroup],
         timeout_seconds: float,
         *,
-        keeps: bool = True,
+        reuses: bool = True,
     ) -> "HostChannels | None":
-        """Have the channels that a Plan needs, if it has several hosts.
+        """Open the channels that a Plan needs, if it has several hosts.
 
         Args:
-            hosts: all hosts; None where there is one.
+            hosts: all hosts; None for a job of one.
             plan: the Plan.
             groups: the parameters, by the ranks that have them.
             timeout_seconds: longest wait for another host.
-            keeps: use those of the last time, which has ended; else the channels are the caller's.
+            reuses: reuse the channels of the last call; else the caller owns the channels.
         """
         if hosts is None or plan.num_hosts == 1:
             return None
-        opened = hosts.open_channels if keeps else hosts.new_channels
+        opened = hosts.open_channels if reuses else hosts.new_channels
         channels = opened(plan, sorted(channel_keys(plan, groups)), timeout_seconds)
         names = {rank: hosts.names[plan.host_of(rank)] for rank in range(plan.num_ranks)}
-        abroad = RemoteHosts(
+        remote_hosts = RemoteHosts(
             host=hosts.host,
             names=names,
             channels={key: channel.keys for key, channel in channels.items()},
             timeout_seconds=timeout_seconds,
         )
-        return cls(hosts=hosts, abroad=abroad, channels=channels)
+        return cls(hosts=hosts, remote_hosts=remote_hosts, channels=channels)
 
     def neighbours(
         self, rank: int, mirrored: Sequence[torch.Tensor], look_around: Callable[[float], None]
     ) -> Neighbours:
-        """What a rank of this process has of other hosts; for the arguments see those."""
+        """The neighbours on other hosts of a rank of this process; see ``RemoteHosts``."""
         own = [end for (low, _, _), end in self.channels.items() if low == rank]
-        return self.abroad.neighbours(rank, own, mirrored, self.hosts.crossing(look_around))
+        return self.remote_hosts.neighbours(rank, own, mirrored, self.hosts.crossing(look_around))
 
 
 def meeting_point_of(
     plan: Plan, connected: HostChannels | None, timeout_seconds: float
 ) -> MeetingPoint | None:
-    """Where this host's ranks of a Plan's process groups find each other, if it has any."""
+    """The store at which ranks of a Plan's process groups meet; None if it has no such groups."""
     return meeting_point_for(
         plan,
         host=0 if connected is None else connected.hosts.host,
@@ -91,10 +91,12 @@ def meeting_point_of(
 
 
 def bring_groups(connected: HostChannels, assignment: Assignment, stores: Sequence[Mapped]) -> None:
-    """Have every host know the parameters and slots that it has no rank for."""
+    """Copy parameters and slots to the hosts that have no rank for them."""
     plan = assignment.plan
     for mapped in stores:
         having = {plan.host_of(rank) for rank in mapped.ranks}
         if len(having) < plan.num_hosts:
-            is_here = connected.hosts.host in having
-            connected.hosts.bring(mapped.store.region, min(having), is_here=is_here)
+            is_current = connected.hosts.host in having
+            connected.hosts.broadcast_region(
+                mapped.store.region, min(having), is_current=is_current
+            )

@@ -1,8 +1,8 @@
-"""The other hosts, as this process sees them.
+"""Communication between the hosts of a job, and the checks that they agree.
 
 The same script runs on every host, so each has a model, an optimizer and a Trainer of its own.
-Before the hosts work together they make sure that these are alike: what the script has decided must
-be equal, or the difference is named; values (weights, slots, options) are those of host 0.
+Before they train together, hosts check that what the script has decided is equal, and name the
+difference; values (weights, slots, options) are those of host 0.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,17 +39,17 @@ from lockstep.units import format_seconds
 
 LookAround = Callable[[float], None]
 
-_PART_BYTES = 1 << 24
+_CHUNK_BYTES = 1 << 24
 _EXPLANATION_SECONDS = 1.0
 _HEAD_START_SECONDS = 1.0
 _PAUSE_SECONDS = 0.02
 
 
 class Hosts:
-    """All hosts of the job, from one of which this process speaks.
+    """All hosts of the job; this process leads one of them.
 
     Args:
-        place: this process's.
+        place: of this process.
         control_group: the hosts' leaders.
 
     Attributes:
@@ -63,7 +63,7 @@ class Hosts:
         self.place = place
         self.control_group = control_group
         self._channels: dict[ChannelKey, Channel] = {}
-        self._connected: object = None  # for which Plan
+        self._channels_key: object = None  # the hosts and pairs of ranks that they connect
         hosts = [decode_untrusted(str(info.about["host"]), Host) for info in control_group.infos]
         self.cluster = Cluster(hosts=tuple(hosts))
 
@@ -74,31 +74,31 @@ class Hosts:
 
     @property
     def names(self) -> list[str]:
-        """Of all hosts, for messages."""
+        """The names of all hosts, for messages."""
         return [self.control_group.name_of(host) for host in range(self.control_group.num_hosts)]
 
     def look_around(self, waited_seconds: float) -> None:
-        """See whether waiting on is in vain.
+        """Check while waiting that the other hosts can still answer.
 
         Raises:
-            HostError: another host has failed, is gone, or does not come to where this one waits.
+            HostError: another host has failed, is lost, or does not reach the same call in time.
         """
         self.control_group.look_around()
-        # Host 0 knows whom all wait for, so it has the first word.
+        # Host 0 knows for which host all wait, so it times out first.
         patience = self.timeout_seconds + (_HEAD_START_SECONDS if self.host else 0.0)
         if waited_seconds > patience and self.control_group.awaited:
             names = " and ".join(self.names[host] for host in self.control_group.awaited)
             raise HostError.of_loss(
-                f"{names} must come to the same call, and the same step, within "
+                f"{names} must reach the same call, and the same step, within "
                 f"{format_seconds(self.timeout_seconds)}.",
                 received=f"nothing for {format_seconds(waited_seconds)}",
-                fix="See whether its script calls fit, evaluate and predict as often as the "
-                "others do, hangs, or is cut off.",
+                fix="Check that its script calls fit, evaluate and predict as often as the others "
+                "do, does not hang, and has network.",
             )
 
     @property
     def address(self) -> str:
-        """Of this host, where the others reach it."""
+        """The address of this host at which the others reach it."""
         return self.control_group.interface[1]
 
     def from_chief(self, obj: Any) -> Any:
@@ -109,8 +109,8 @@ class Hosts:
 
     def from_host(self, host: int, obj: Any) -> Any:
         """One host's object, on every host."""
-        told = self._exchanged(encode(obj) if self.host == host else b"")[host]
-        return obj if self.host == host else decode(told)
+        payload = self._exchanged(encode(obj) if self.host == host else b"")[host]
+        return obj if self.host == host else decode(payload)
 
     def from_all(self, obj: Any) -> list[Any]:
         """Every host's object by host, on every host."""
@@ -118,26 +118,26 @@ class Hosts:
 
     @property
     def is_one_process(self) -> bool:
-        """Whether one host is there, with helpers of its own: as without a launcher."""
+        """True if the job is one host whose ranks are its own helpers, as without a launcher."""
         return self.control_group.num_hosts == 1 and not self.has_followers
 
     @property
     def first_rank(self) -> int:
-        """Of this host, where the launcher has started a process for each of its devices."""
+        """The first rank of this host if the launcher has started a process for each device."""
         before = self.cluster.hosts[: self.host]
         return sum((host.num_given or 0) + host.num_servers or 1 for host in before)
 
     @property
     def has_followers(self) -> bool:
-        """Whether the launcher has started a process for each of this host's devices."""
+        """True if the launcher has started a process for each of this host's devices."""
         return self.place.num_processes > 1
 
     def attach_team(self, num_helpers: int, first_rank: int, timeout_seconds: float) -> Team:
         """The other processes of this host, as helpers.
 
         Raises:
-            OptionError: the Plan has another number of devices here.
-            WorkerError: they do not come.
+            OptionError: the Plan has another number of devices on this host.
+            WorkerError: they do not connect.
         """
         if num_helpers != self.place.num_processes - 1:
             raise OptionError(
@@ -155,23 +155,23 @@ class Hosts:
         )
 
     def crossing(self, look_around: LookAround) -> "LeaderCrossing":
-        """The control group, as a board uses it."""
+        """The control group, in the form that a status board uses."""
         return LeaderCrossing(self.control_group, look_around)
 
     def open_channels(
         self, plan: Plan, keys: Iterable[ChannelKey], timeout_seconds: float
     ) -> dict[ChannelKey, Channel]:
-        """This host's channels between pairs of ranks; they stay open for the next time.
+        """This host's channels between pairs of ranks; they stay open for the next call.
 
         Returns:
-            Channels by the ranks at this end and at the other, and by their use; with new keys
-            each time, since the records of the last time were counted where that rank is.
+            Channels by the ranks at this end and at the other, and by their use. Each call gets new
+            encryption keys: the record counters of the last call are in the ranks' processes.
         """
         ordered = sorted(keys)
-        if (plan.hosts, ordered) != self._connected:
+        if (plan.hosts, ordered) != self._channels_key:
             self._close_channels()
             self._channels = self.new_channels(plan, ordered, timeout_seconds)
-            self._connected = plan.hosts, ordered
+            self._channels_key = plan.hosts, ordered
         else:
             self._channels = {key: channel.renewed() for key, channel in self._channels.items()}
         return self._channels
@@ -179,7 +179,7 @@ class Hosts:
     def new_channels(
         self, plan: Plan, keys: Sequence[ChannelKey], timeout_seconds: float
     ) -> dict[ChannelKey, Channel]:
-        """Channels that nobody else has: they belong to the caller."""
+        """New channels, which the caller owns."""
         by_hosts: dict[tuple[int, int], list[ChannelKey]] = {}
         for key in keys:
             by_hosts.setdefault((plan.host_of(key[0]), plan.host_of(key[1])), []).append(key)
@@ -196,18 +196,18 @@ class Hosts:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Where the block fails on one host, it fails on all, and each says why.
+        """If the block fails on one host, it fails on all, with the reason.
 
         Raises:
-            HostError: another host is cut off or has failed, whichever rank here learned it first.
-            Exception: of a type that all have, as another host has raised it.
+            HostError: another host is cut off or has failed.
+            Exception: of a type that all hosts have, as another host has raised it.
         """
         try:
             yield
         except BaseException as error:
             found = self._explained(error) if isinstance(error, HostError) else error
             with noting_on(found), suppress(OSError, HostError):  # the others may be gone
-                self.control_group.fail(_said(found), found)
+                self.control_group.fail(_message_for_others(found), found)
             with noting_on(found):
                 self.close()
             if found is not error:
@@ -218,10 +218,10 @@ class Hosts:
                 raise
             raise raised from raised.__cause__
 
-    def _explained(self, news: HostError) -> HostError:
-        """A connection that ends says little: another host may be about to say more."""
+    def _explained(self, lost: HostError) -> HostError:
+        """The reason that another host sends within a second, or the error at hand."""
         if self.control_group.has_reported:
-            return news
+            return lost
         watch = Stopwatch()
         try:
             while watch.tick() < _EXPLANATION_SECONDS:
@@ -229,10 +229,10 @@ class Hosts:
                 sleep(_PAUSE_SECONDS)
         except HostError as reason:
             return reason
-        return news
+        return lost
 
     def close(self) -> None:
-        """Part from the other hosts; the next call meets them anew."""
+        """Disconnect from the other hosts; the next call connects anew."""
         self._close_channels()
         self.control_group.close()
         self.is_open = False
@@ -240,19 +240,19 @@ class Hosts:
     def _close_channels(self) -> None:
         while self._channels:
             self._channels.popitem()[1].close()
-        self._connected = None
+        self._channels_key = None
 
-    # --- being alike -----------------------------------------------------------------------------
+    # --- agreement -----------------------------------------------------------------------------
 
     def check_equal(self, facts: Mapping[str, object]) -> None:
-        """Every host must have the same facts, or all raise what differs first.
+        """Check that all hosts have the same facts.
 
         Raises:
-            HostError: with the fact's name and what both hosts have.
+            HostError: on all hosts, with the first fact that differs and two hosts' values.
         """
-        told = self.from_all(_as_text(facts))
-        for name in dict.fromkeys(name for one in told for name in one):
-            values = [one.get(name, "missing") for one in told]
+        by_host = self.from_all({name: str(value) for name, value in facts.items()})
+        for name in dict.fromkeys(name for one in by_host for name in one):
+            values = [one.get(name, "missing") for one in by_host]
             other = next((host for host, value in enumerate(values) if value != values[0]), None)
             if other is not None:
                 error = HostError(
@@ -261,7 +261,7 @@ class Hosts:
                     f"{self.names[other]}",
                     fix="Start the same script with the same arguments everywhere.",
                 )
-                self.control_group.fail(str(error), error)  # all find it: nobody waits for reasons
+                self.control_group.fail(str(error), error)  # all raise it: none waits for a reason
                 raise error
 
     def wait(self) -> None:
@@ -269,14 +269,14 @@ class Hosts:
         self._exchanged(b"")
 
     def agree_on_task(self, task: FitTask, facts: Mapping[str, object]) -> FitTask:
-        """The task, with what callbacks ask for, which are those of host 0.
+        """The task with the requests of callbacks, which run on host 0.
 
         Args:
             task: this host's.
-            facts: what else must be equal.
+            facts: other facts that must be equal.
 
         Raises:
-            HostError: something else differs.
+            HostError: another field of the task, or a fact, differs.
         """
         fixed = ("epochs", "batch_size", "shuffle", "seed", "first_epoch", "first_step")
         others = ("steps_per_epoch", "counts_skipped", "loss_parts", "turns")
@@ -291,33 +291,33 @@ class Hosts:
             traced=None if traced is None else range(*traced),
         )
 
-    def bring(self, region: SharedRegion, owner: int, *, is_here: bool) -> None:
-        """Have the regions of all hosts hold what that of host ``owner`` holds.
+    def broadcast_region(self, region: SharedRegion, owner: int, *, is_current: bool) -> None:
+        """Copy a region from one host to all.
 
         Args:
             region: this host's.
-            owner: whose values count.
-            is_here: this host has the same values already.
+            owner: the host that has the values.
+            is_current: this host has the same values already.
         """
-        for start in range(0, region.num_bytes, _PART_BYTES):
-            stop = min(start + _PART_BYTES, region.num_bytes)
+        for start in range(0, region.num_bytes, _CHUNK_BYTES):
+            stop = min(start + _CHUNK_BYTES, region.num_bytes)
             own = bytes(region.memory[start:stop]) if self.host == owner else b""
-            told = self._exchanged(own)[owner]
-            if not is_here:
-                region.memory[start:stop] = told
+            chunk = self._exchanged(own)[owner]
+            if not is_current:
+                region.memory[start:stop] = chunk
 
     def share_values(self, model: nn.Module, updater: Updater | None) -> None:
-        """Have every host's model and optimizer be as those of host 0."""
-        own = state_of(model, updater)
-        mine = own.digests()
-        told = self.from_all(mine)
-        for part in mine:
-            if any(one[part] != told[0][part] for one in told):
-                own = replace(own, **{part: self._told_part(getattr(own, part))})
-        if self.host != 0 and told[0] != mine:
-            set_state(model, updater, own)
+        """Set every host's model and optimizer to the values of host 0."""
+        state = state_of(model, updater)
+        own = state.digests()
+        by_host = self.from_all(own)
+        for part in own:
+            if any(one[part] != by_host[0][part] for one in by_host):
+                state = replace(state, **{part: self._part_from_chief(getattr(state, part))})
+        if self.host != 0 and by_host[0] != own:
+            set_state(model, updater, state)
 
-    def _told_part(self, part: Tree) -> Tree:
+    def _part_from_chief(self, part: Tree) -> Tree:
         """Host 0's part of a state, sent one tensor at a time."""
         tensors, values = flattened(part)
         names = self.from_chief((list(tensors), values))
@@ -326,10 +326,10 @@ class Hosts:
     def share_changes(
         self, model: nn.Module, optimizers: Sequence[optim.Optimizer], before: ModelLayout
     ) -> None:
-        """Have all be as callbacks have made those of host 0, but for values.
+        """Repeat on all hosts the changes that callbacks have made on host 0, but for values.
 
         Raises:
-            OptionError: on host 0, something that cannot be told.
+            OptionError: on host 0, a change cannot be sent.
         """
         leads = self.host == 0
         changes = self.from_chief(before.changes(ModelLayout(model, optimizers)) if leads else None)
@@ -356,13 +356,9 @@ class LeaderCrossing:
         return self._control_group.broadcast(payload, self._look_around)
 
 
-def _said(error: BaseException) -> str:
-    """An error for the other hosts; what was learned of one of them says what it is by itself."""
+def _message_for_others(error: BaseException) -> str:
+    """An error's message for the other hosts; a HostError's needs no summary."""
     if isinstance(error, HostError):
         return str(error)
     rank = next((one for one in causes_of(error) if isinstance(one, WorkerError)), None)
     return summary_of(error) if rank is None else str(rank)
-
-
-def _as_text(facts: Mapping[str, object]) -> dict[str, str]:
-    return {name: str(value) for name, value in facts.items()}

@@ -1,7 +1,7 @@
-"""What a host keeps of compressed tensors from step to step, and from call to call.
+"""Error feedback: what each host has not sent yet of compressed tensors, kept across calls.
 
-It is a part of a training's state: without it, what goes on from a checkpoint would be another
-training. Each host has its own (``TrainingState.residuals``, by the number of the host).
+It is a part of a training's state: a run that resumes without it gives other weights. Each host has
+its own (``TrainingState.residuals``, by the number of the host).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,20 +22,20 @@ _ERROR, _BASIS, _COUNT = ": error", ": basis", ": count"
 
 
 class ErrorFeedback:
-    """Those of one host.
+    """The residuals of one host.
 
     Attributes:
-        tensors: by the name of the parameter, and what it is of it.
+        tensors: by the parameter's name and a suffix: error, basis or count.
     """
 
     def __init__(self) -> None:
         self.tensors: Tensors = {}
 
     def fit(self, compressed: Sequence[tuple[TensorSpec, Compression]]) -> None:
-        """Have what these tensors need, and nothing else; what is there and fits stays."""
+        """Allocate what these tensors need, and drop the rest; what fits keeps its values."""
         new: Tensors = {}
         for spec, compression in compressed:
-            # What bfloat16 has no digits for would be lost for good.
+            # In bfloat16, errors below its precision would be lost for good.
             error = torch.zeros(spec.shape, dtype=torch.promote_types(spec.dtype, torch.float32))
             new[spec.name + _ERROR] = error
             basis = first_basis(compression, error)
@@ -49,7 +49,7 @@ class ErrorFeedback:
         }
 
     def stored(self, store: TensorStore | None) -> TensorStore:
-        """Have them lie where all ranks of this host see them: in a store, if it fits this one."""
+        """Move them to memory that all ranks of the host map: this store if it fits."""
         specs = tuple(tensor_spec(name, one) for name, one in self.tensors.items())
         if store is None or store.specs != specs:
             store = TensorStore.create(specs)
@@ -71,32 +71,32 @@ class ErrorFeedback:
             if (name := key.removesuffix(_ERROR)) != key
         }
 
-    def told(self, host: int) -> dict[str, Tensors]:
-        """Those of this host, as a part of a state."""
+    def state(self, host: int) -> dict[str, Tensors]:
+        """The residuals of this host, as a part of a state."""
         return {str(host): self.tensors} if self.tensors else {}
 
-    def load(self, told: Mapping[str, Tensors], host: int, num_hosts: int) -> None:
-        """Take up what those of all hosts were.
+    def load(self, state: Mapping[str, Tensors], host: int, num_hosts: int) -> None:
+        """Load this host's residuals.
 
         Args:
-            told: by the number of the host.
+            state: those of all hosts, by the number of the host.
             host: the number of this one.
-            num_hosts: that there are now. What was left on others is the first host's to send.
+            num_hosts: of the job now. Host 0 sends the residuals of hosts that are no longer there.
         """
-        own = {name: one.clone() for name, one in told.get(str(host), {}).items()}
-        gone = [one for key, one in told.items() if int(key) >= num_hosts]
-        for tensors in gone if host == 0 else ():
+        own = {name: one.clone() for name, one in state.get(str(host), {}).items()}
+        removed = [one for key, one in state.items() if int(key) >= num_hosts]
+        for tensors in removed if host == 0 else ():
             for name, one in tensors.items():
                 if name.endswith(_ERROR) and name in own:
                     own[name] += one
-        for name, one in told.get("0", {}).items():
-            if not name.endswith(_ERROR):  # the same on all hosts, and so on those that are new
+        for name, one in state.get("0", {}).items():
+            if not name.endswith(_ERROR):  # equal on all hosts, so new hosts take those of host 0
                 own.setdefault(name, one.clone())
         self.tensors = own
 
 
 def residuals_of_all(worker: Worker, control: Control) -> dict[str, Tensors] | None:
-    """What all hosts have now, as a part of a state, on rank 0; all ranks call it."""
+    """The residuals of all hosts, as a part of a state, on rank 0; all ranks call it."""
     plan, rank = worker.plan, worker.rank
     host = plan.host_of(rank)
     leads = rank == plan.ranks_of_host(host).start
@@ -108,7 +108,7 @@ def residuals_of_all(worker: Worker, control: Control) -> dict[str, Tensors] | N
 
 
 def _named(residuals: Mapping[str, Residual]) -> Tensors:
-    """What ``ErrorFeedback.by_parameter`` was given."""
+    """The inverse of ``ErrorFeedback.by_parameter``."""
     parts = {
         name: {_ERROR: one.error, _BASIS: one.basis, _COUNT: one.count}
         for name, one in residuals.items()

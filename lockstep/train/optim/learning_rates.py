@@ -1,10 +1,10 @@
 """Learning-rate schedules: torch's schedulers, stepped where a plain loop would step them.
 
-A scheduler is rank 0's affair: it holds the user's own optimizer and changes its options. How these
-reach the other ranks is not its business: per epoch they go with what callbacks have changed
-(``train.callbacks.rank_sync``), per step through memory (``train.runtime.shared_options``).
+A scheduler runs on rank 0 only: it holds the user's own optimizer and changes its options. These
+reach the other ranks with the changes of callbacks (``train.callbacks.rank_sync``) if it steps per
+epoch, and through shared memory (``train.runtime.shared_options``) if it steps per update.
 
-``every="step"`` counts updates: a batch of total weight 0 makes none, and moves no schedule.
+``every="step"`` counts updates: a batch of total weight 0 makes none, and advances no schedule.
 """
 
 import inspect
@@ -24,18 +24,18 @@ _BY_STEP = (OneCycleLR, CyclicLR)
 
 @dataclass(frozen=True)
 class Schedule:
-    """When a torch scheduler steps, and what it looks at.
+    """When a torch scheduler steps, and which metric it monitors.
 
     Args:
         make: a scheduler's class or a function, called with the optimizer, or a scheduler over the
             Trainer's own optimizer.
-        every: ``"step"`` for after every update, ``"epoch"`` for after every epoch. None is what
-            the scheduler is made for: steps for ``OneCycleLR`` and ``CyclicLR``, else epochs.
-        monitor: of ``ReduceLROnPlateau``, the name in the logs of what it looks at; None is
-            ``"val_loss"`` where there is validation data, else ``"loss"``.
+        every: ``"step"`` for after every update, ``"epoch"`` for after every epoch. None is the
+            usual choice for the scheduler: steps for ``OneCycleLR`` and ``CyclicLR``, else epochs.
+        monitor: for ``ReduceLROnPlateau``, the name of its metric in the logs; None is
+            ``"val_loss"`` with validation data, else ``"loss"``.
 
     Raises:
-        OptionError: a part cannot be what it is.
+        OptionError: an argument is invalid.
     """
 
     make: Any
@@ -73,65 +73,65 @@ class RunningSchedule:
     Attributes:
         scheduler: torch's; ``state_dict()`` and ``load_state_dict()`` are its own.
         every: when it steps, ``"step"`` or ``"epoch"``.
-        asked_monitor: the name that it was given of what it looks at; None for the default.
-        looks: it looks at a metric.
+        given_monitor: the metric's name that the user gave; None for the default.
+        has_metric: True if its step takes a metric.
 
     Args:
-        schedule: what to run.
-        optimizer: what it changes.
+        schedule: the user's.
+        optimizer: whose rates it changes.
 
     Raises:
-        OptionError: no scheduler over this optimizer can be made of it.
+        OptionError: it makes no scheduler over this optimizer.
     """
 
     def __init__(self, schedule: Schedule, optimizer: Optimizer) -> None:
         self.scheduler = _make_scheduler(schedule.make, optimizer)
         self.every = schedule.every or ("step" if isinstance(self.scheduler, _BY_STEP) else "epoch")
         self._optimizer = optimizer
-        self.asked_monitor = schedule.monitor
+        self.given_monitor = schedule.monitor
         self._monitor: str | None = None
-        self.looks = "metrics" in inspect.signature(self.scheduler.step).parameters
+        self.has_metric = "metrics" in inspect.signature(self.scheduler.step).parameters
         self._rates = self._present_rates()
         self._differ = len(set(self._rates)) > 1 or _has_several_lambdas(self.scheduler)
         self._check_monitor()
 
     def state_dict(self) -> dict[str, Any]:
-        """What it must know to go on."""
+        """What it needs to resume."""
         own = {"rates": list(self._rates), "differ": self._differ}
         return {"scheduler": self.scheduler.state_dict(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` has given; the optimizer has its options already."""
+        """Resume from a ``state_dict()``; the optimizer has its options already."""
         self.scheduler.load_state_dict(state["scheduler"])
         self._rates, self._differ = list(state["rates"]), state["differ"]
 
-    def replay(self, start: dict[str, Any], num_moves: int) -> None:
-        """Be where a schedule is that began with ``start``, and has moved so many times since.
+    def replay(self, start: dict[str, Any], num_steps: int) -> None:
+        """Restore a state, and step from there.
 
         Args:
-            start: from ``state_dict``; the optimizer has the options of then.
-            num_moves: how often.
+            start: a ``state_dict()``; the optimizer has the options of that time.
+            num_steps: of the scheduler since.
         """
         self.load_state_dict(start)
-        vars(self._optimizer)["_opt_called"] = True  # torch's schedulers ask
-        for _ in range(num_moves):
+        vars(self._optimizer)["_opt_called"] = True  # torch's schedulers check it
+        for _ in range(num_steps):
             self._advance()
         self._rates = self._present_rates()
 
     def begin(self, names: Collection[str], num_steps: int | None) -> None:
-        """Before a ``fit``: what is known to fail fails here.
+        """Check the schedule before a ``fit``.
 
         Args:
             names: of the logs of an epoch.
-            num_steps: that it is going to make; None if nobody knows.
+            num_steps: that the ``fit`` will make; None if unknown.
 
         Raises:
-            OptionError: there is no such log, or no so many steps are left.
+            OptionError: the monitored log is missing, or the scheduler has too few steps left.
         """
         self._rates = self._present_rates()
-        if self.looks:
+        if self.has_metric:
             default = "val_loss" if "val_loss" in names else "loss"
-            self._monitor = self.asked_monitor or default
+            self._monitor = self.given_monitor or default
             if self._monitor not in names:
                 raise _unknown_monitor(self._monitor, names)
         total = getattr(self.scheduler, "total_steps", None)
@@ -146,16 +146,16 @@ class RunningSchedule:
                 )
 
     def end_step(self, *, is_update: bool) -> None:
-        """After a step of the optimizer, or a batch of which there was none to make."""
+        """After a batch; ``is_update`` is False if it made no step of the optimizer."""
         if not is_update:
             return
-        vars(self._optimizer)["_opt_called"] = True  # by whichever rank: torch's schedulers ask
+        vars(self._optimizer)["_opt_called"] = True  # torch's schedulers check it
         if self.every == "step":
             self._rates = self._present_rates()
             self._advance()
 
     def end_epoch(self, logs: dict[str, Any]) -> dict[str, float]:
-        """After an epoch; returns the rates of its last update, by their names in the logs."""
+        """Step after an epoch; returns the rates of its last update, by their names in the logs."""
         if self.every == "epoch":
             self._rates = self._present_rates()
             self._advance(*([logs[self._monitor]] if self._monitor else []))
@@ -174,30 +174,30 @@ class RunningSchedule:
             raise OptionError(
                 f"The {type(self.scheduler).__name__} cannot step.",
                 received=f"{type(error).__name__}: {error}",
-                fix="The weights are those after the last step. Look at what it is made with.",
+                fix="The weights are those after the last step. Check its arguments.",
             ) from error
 
     def _check_monitor(self) -> None:
         kind = type(self.scheduler).__name__
-        if self.looks and self.every == "step":
+        if self.has_metric and self.every == "step":
             raise OptionError(
-                f"{kind} looks at an epoch's logs.",
+                f"{kind} monitors an epoch's logs.",
                 received="every='step'",
                 fix="Use every='epoch'.",
             )
-        if self.asked_monitor is not None and not self.looks:
+        if self.given_monitor is not None and not self.has_metric:
             raise OptionError(
-                "`monitor` is for a scheduler that looks at a metric, as ReduceLROnPlateau.",
-                received=f"monitor={self.asked_monitor!r} for a {kind}",
+                "`monitor` is for a scheduler that monitors a metric, as ReduceLROnPlateau.",
+                received=f"monitor={self.given_monitor!r} for a {kind}",
                 fix="Leave it out.",
             )
 
 
 def make_schedule(schedule: Any, optimizer: Optimizer | None) -> RunningSchedule:
-    """What the Trainer was given as a schedule, over its optimizer.
+    """The Trainer's ``schedule`` argument as a schedule over its optimizer.
 
     Raises:
-        OptionError: it cannot be.
+        OptionError: there is no optimizer, or the schedule does not fit it.
     """
     if optimizer is None:
         raise OptionError(
@@ -243,7 +243,7 @@ def _checked(scheduler: object, optimizer: Optimizer) -> LRScheduler:
 
 
 def _has_several_lambdas(scheduler: LRScheduler) -> bool:
-    """A function for each group: their rates will differ where they do not yet."""
+    """True if each group has a function of its own, so that their rates will differ."""
     return len({id(function) for function in getattr(scheduler, "lr_lambdas", ())}) > 1
 
 

@@ -1,4 +1,4 @@
-"""The user's optimizer before training: made where a maker is given, and checked."""
+"""Makes the user's optimizer, if given as a class or function, and checks it before training."""
 
 import inspect
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ def _check_parameters(optimizer: optim.Optimizer, model: nn.Module) -> None:
     if strange:
         raise OptionError(
             "The optimizer must hold the model's own parameters.",
-            received=f"{strange} tensors that are none of them",
+            received=f"{strange} tensors that are not the model's",
             fix="Make it from model.parameters() of the model given to the Trainer.",
         )
 
@@ -86,34 +86,33 @@ def _widen_slots(optimizer: optim.Optimizer) -> None:
 
 
 def check_divisible(model: nn.Module, optimizer: object, plan: Plan, *, is_known: bool) -> None:
-    """Refuse what cannot be divided as the Plan says.
+    """Check that a model and an optimizer can be divided as the Plan says.
 
     Raises:
-        ModelError: hooks that would see a share's gradients.
-        OptionError: an optimizer that stages, or hosts, cannot step for themselves.
+        ModelError: hooks would see a share's gradients.
+        OptionError: stages, or hosts, cannot step this optimizer separately.
     """
     if plan.num_shares > 1:
         check_hooks(model)
     if plan.pipeline is not None and not is_known:
         raise OptionError(
-            "The stages of a pipeline each step their own parameters, which is known to be "
-            "right only for optimizers of PyTorch or Keras that look at one parameter at a "
-            "time.",
+            "In a pipeline each stage steps its own parameters, which is known to be exact only "
+            "for optimizers of PyTorch or Keras that treat each parameter separately.",
             received=type(optimizer).__name__,
             fix="Use one of torch.optim, or of keras.optimizers without global_clipnorm, or a "
             "data parallel strategy.",
         )
     if plan.compression is not None and not is_known:
         raise OptionError(
-            "Where gradients are compressed every host updates all weights, which is known to give "
-            "the same bits only with optimizers of PyTorch or Keras.",
+            "With compressed gradients every host updates all weights, which is known to give the "
+            "same bits only with optimizers of PyTorch or Keras.",
             received=type(optimizer).__name__,
             fix="Use one of torch.optim, or leave `compression` out.",
         )
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Refuse gradient hooks on parameters where gradients come in shares.
+    """Check that no parameter has gradient hooks, which would see the gradients of shares.
 
     Raises:
         ModelError: with the parameters' names.
@@ -133,7 +132,7 @@ def check_hooks(model: nn.Module) -> None:
 
 @contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Have torch's optimizers not import torch.compile's machinery as they are made: a second."""
+    """Keep torch's optimizers from importing torch.compile, which takes a second."""
     wrapped = optim.Optimizer.add_param_group
     optim.Optimizer.add_param_group = inspect.unwrap(wrapped)  # type: ignore[method-assign]
     try:

@@ -1,7 +1,7 @@
 """The state of torch optimizers: slots and options by the names of parameters, taken and set.
 
-An optimizer whose class has a ``state_dict()`` of its own (one that wraps another, say) is asked
-for that instead. Of others, attributes beside slots and options are not covered, as in torch.
+If an optimizer's class overrides ``state_dict()`` (a wrapper, say), the state is what that returns.
+Of others, attributes beside slots and options are not covered, as in torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from lockstep.train.checkpointing.training_state import TrainingState, copied, c
 
 Parameters = Mapping[str, torch.Tensor]
 
-# What torch's optimizers have in host memory. NAdam asks for the last as a number at every step.
+# Slots that torch's optimizers keep in host memory; NAdam reads the last as a number at each step.
 _COUNTS = ("step", "mu_product")
 
 
@@ -30,14 +30,14 @@ def option_values(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def optimizer_parts(optimizer: optim.Optimizer, parameters: Parameters) -> dict[str, Tree]:
-    """The parts of a TrainingState that an optimizer knows.
+    """An optimizer's parts of a TrainingState.
 
     Args:
         optimizer: the optimizer.
-        parameters: the model's that it has, by name.
+        parameters: its parameters, by name in the model.
 
     Raises:
-        CheckpointError: it has others, too, which have no name.
+        CheckpointError: it has parameters that are not the model's, so they have no name.
     """
     if type(optimizer).state_dict is not optim.Optimizer.state_dict:
         return {"own": {"": optimizer.state_dict()}}
@@ -46,7 +46,7 @@ def optimizer_parts(optimizer: optim.Optimizer, parameters: Parameters) -> dict[
     if strange := sum(id(one) not in names for one in every):
         raise CheckpointError(
             "The state of a training has the optimizer's parameters by their names in the model.",
-            received=f"an optimizer with {strange} that the model has not, or no more",
+            received=f"an optimizer with {strange} that are not, or no longer, in the model",
             fix="Make an optimizer of the model's parameters.",
         )
     state: dict[Any, Any] = optimizer.state  # some have values of their own there
@@ -62,7 +62,7 @@ def optimizer_parts(optimizer: optim.Optimizer, parameters: Parameters) -> dict[
 
 
 def set_optimizer(optimizer: optim.Optimizer, parameters: Parameters, state: TrainingState) -> None:
-    """Have an optimizer know what a state says of these parameters."""
+    """Set an optimizer's slots and options of these parameters to those of a state."""
     if state.own:
         optimizer.load_state_dict(copied(state.own[""]))
         return
@@ -76,14 +76,14 @@ def set_optimizer(optimizer: optim.Optimizer, parameters: Parameters, state: Tra
             slot: _value(one, present.get(slot), parameters.get(name))
             for slot, one in slots.items()
         }
-    if not any(one.is_meta for one in parameters.values()):  # such have no place yet
+    if not any(one.is_meta for one in parameters.values()):  # these have no memory yet
         place_slots(optimizer)
 
 
 def place_slots(optimizer: optim.Optimizer) -> None:
-    """Have slots be where their parameters are, as ``load_state_dict`` does.
+    """Move slots to the devices of their parameters, as ``load_state_dict`` does.
 
-    Counts stay in host memory, where torch makes them, unless steps take them from the device.
+    Counts stay in host memory, where torch makes them, unless steps read them on the device.
     """
     for group in optimizer.param_groups:
         stay = () if group.get("fused") or group.get("capturable") else _COUNTS

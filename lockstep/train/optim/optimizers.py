@@ -1,4 +1,4 @@
-"""Several optimizers of one model, by name, in the order in which they take turns."""
+"""Several optimizers of one model, by name, in the order in which they step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,10 +21,9 @@ class Optimizers(dict[str, optim.Optimizer]):
 def make_optimizers(
     optimizer: Any, model: nn.Module, train_step: object
 ) -> optim.Optimizer | Optimizers | None:
-    """What the Trainer was given as its optimizer, made.
+    """The optimizer, or optimizers, of the Trainer's ``optimizer`` argument.
 
-    Of several, one that is given as a class or function gets the parameters of the submodule of its
-    name.
+    Of several, one given as a class or function gets the parameters of the submodule of its name.
 
     Args:
         optimizer: see ``make_optimizer``; or a dict of these, a name for each function of
@@ -46,7 +45,7 @@ def make_optimizers(
 
 
 def each_optimizer(optimizer: optim.Optimizer | Optimizers | None) -> list[optim.Optimizer]:
-    """The optimizers that there are."""
+    """The optimizers as a list: none, one or several."""
     if optimizer is None:
         return []
     return list(optimizer.values()) if isinstance(optimizer, Optimizers) else [optimizer]
@@ -70,8 +69,8 @@ def _make_one(name: str, optimizer: Any, model: nn.Module) -> optim.Optimizer:
     part = dict(model.named_modules()).get(name)
     if part is None:
         raise OptionError(
-            "Of several optimizers, one that is a class or function gets the parameters of the "
-            "submodule of its name.",
+            "With several optimizers, a class or function gets the parameters of the submodule "
+            "of its name.",
             received=f"optimizer {name!r}, and no submodule {name!r}",
             fix="Pass an optimizer over the parameters, or name it after a submodule.",
         )
@@ -84,8 +83,8 @@ def _check_names(optimizer: object, train_step: object) -> None:
     for name, value in (("optimizer", optimizer), ("train_step", train_step)):
         if not isinstance(value, Mapping) or not value:
             problems.add(
-                "Several optimizers go with as many functions of train_step, by name.",
-                received=f"{name}={value!r}" if value is None else f"{name} is no dict of them",
+                "Several optimizers need as many functions in train_step, by name.",
+                received=f"{name}={value!r}" if value is None else f"{name} is not such a dict",
                 fix='Pass optimizer={"a": ..., "b": ...} and train_step={"a": ..., "b": ...}.',
             )
     problems.raise_if_any(OptionError)
@@ -108,7 +107,7 @@ def _check_disjoint(made: Optimizers, model: nn.Module) -> None:
     if shared:
         parameter, names = next(iter(sorted(shared.items())))
         raise OptionError(
-            "Every parameter must have one optimizer.",
+            "Every parameter must have one optimizer only.",
             received=f"{parameter!r} has {' and '.join(names)}",
             fix="Divide the parameters among the optimizers.",
         )

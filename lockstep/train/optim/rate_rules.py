@@ -1,13 +1,12 @@
-"""Learning rates for another batch size than they were chosen for.
+"""Scales learning rates to another batch size than they were chosen for.
 
-A batch k times as large is a step k times as rare: its gradient is less noisy, so the step can be
+With batches k times as large, steps are k times as few and gradients less noisy, so steps can be
 longer. Linear in k is the rule for SGD (Goyal et al. 2017, "Accurate, Large Minibatch SGD"), the
 square root for Adam and its like (Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive
-Gradient Algorithms"). Neither holds for ever, so nothing is scaled that was not asked for.
+Gradient Algorithms"). Neither holds without limit, so rates are scaled only on request.
 
-By how much a rate has been scaled is kept beside it, in the optimizer's parameter group. So it is
-not scaled twice for one size, is scaled from what it was meant for when the size changes, and keeps
-that through ``optimizer.state_dict()``.
+The optimizer's parameter group keeps the factor. So a rate is not scaled twice for one size, is
+scaled from its original value when the size changes, and ``optimizer.state_dict()`` has the factor.
 """
 
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ class RateRule:
         reference_batch_size: the batch that the rates were chosen for.
 
     Raises:
-        OptionError: one of them cannot be.
+        OptionError: one of them is invalid.
     """
 
     name: str
@@ -50,15 +49,15 @@ class RateRule:
         problems.raise_if_any(OptionError)
 
     def factor(self, batch_size: int) -> float:
-        """By how much rates for the reference are to be multiplied."""
+        """The factor for rates that were chosen for the reference batch size."""
         return float((batch_size / self.reference_batch_size) ** _EXPONENTS[self.name])
 
     def apply(self, optimizer: optim.Optimizer, batch_size: int) -> str:
-        """Scale every group's rate, unless it has been for this size; returns what was done."""
+        """Scale every group's rate, unless it is scaled for this size; returns a line to show."""
         factor = self.factor(batch_size)
         changed = [group for group in optimizer.param_groups if group.get(_FACTOR, 1.0) != factor]
         for group in changed:
-            for rate in ("lr", "initial_lr"):  # schedulers begin with the second
+            for rate in ("lr", "initial_lr"):  # schedulers start from the second
                 if rate in group:
                     group[rate] = group[rate] * (factor / group.get(_FACTOR, 1.0))
             group[_FACTOR] = factor
@@ -73,7 +72,7 @@ class RateRule:
 
 
 def rule_of(name: str | None, reference_batch_size: int) -> RateRule | None:
-    """The rule that ``fit`` was asked for; the reference is checked also where there is none.
+    """The rule of ``fit``'s arguments; the reference is checked also without a rule.
 
     Raises:
         OptionError: see ``RateRule``.
@@ -83,8 +82,8 @@ def rule_of(name: str | None, reference_batch_size: int) -> RateRule | None:
     )
     if name is None and reference_batch_size != DEFAULT_BATCH_SIZE:
         raise OptionError(
-            "`reference_batch_size` says for which batch size a rate was chosen, for a rule to "
-            "scale it.",
+            "`reference_batch_size` is for a learning rate rule: the batch size that the rate was "
+            "chosen for.",
             received=f"reference_batch_size={reference_batch_size} without a rule",
             fix='Pass learning_rate_rule="linear" or "sqrt", or leave it out.',
         )

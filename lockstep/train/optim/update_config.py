@@ -1,7 +1,6 @@
-"""UpdateConfig: what a training does with gradients and weights beside what its optimizer does.
+"""UpdateConfig: the Trainer's options for gradients and weights beside its optimizer.
 
-The Trainer's options, checked, and made into the parts of a session: how gradients are treated, who
-updates, whose functions take turns.
+It checks them, and makes the session's parts of them: gradient rules, updaters, step functions.
 """
 
 from collections.abc import Mapping
@@ -40,11 +39,11 @@ class UpdateConfig:
 
     Attributes:
         rules: for gradients.
-        averages: of the weights; None where they are not averaged.
+        averages: of the weights; None without.
         train_step: the user's own, a function or several by name.
 
     Raises:
-        OptionError: an option cannot be what it is, or goes with another.
+        OptionError: an option is invalid, or cannot be combined with another.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class UpdateConfig:
         self._velocities: dict[str, torch.Tensor] = {}
 
     def __repr__(self) -> str:
-        """All that has an influence on the time and memory of a step."""
+        """All that affects the time and memory of a step."""
         rules = self.rules
         steps = self.train_step if isinstance(self.train_step, Mapping) else {"": self.train_step}
         names = [getattr(step, "__qualname__", type(step).__name__) for step in steps.values()]
@@ -101,20 +100,20 @@ class UpdateConfig:
         }
 
     def maker(self, maker: Maker) -> Maker:
-        """The strategy's maker, as this configuration needs it."""
+        """The strategy's maker, with accumulation if configured."""
         return maker if self._accumulate == 1 else Accumulating(maker=maker, parts=self._accumulate)
 
     def plan(self, plan: Plan) -> Plan:
-        """A Plan, as this configuration needs it.
+        """A Plan, with a compiled model if configured.
 
         Raises:
-            OptionError: it cannot be had.
+            OptionError: the model of a pipeline would have to be compiled.
         """
         return _compiled(plan) if self._compile else plan
 
     @property
     def turns(self) -> LossParts:
-        """The losses of several functions, as they are named in logs."""
+        """The names of the losses of several functions, for logs."""
         if not isinstance(self.train_step, Mapping):
             return ONE_LOSS
         names = tuple(map(str, self.train_step))
@@ -126,7 +125,7 @@ class UpdateConfig:
         """The user's own training steps, each with the parameters of its optimizer.
 
         Raises:
-            OptionError: the Plan has no place for them.
+            OptionError: the Plan is a pipeline.
         """
         if self.train_step is None:
             return ()
@@ -146,16 +145,16 @@ class UpdateConfig:
         changes_by_step: bool,
         has_outer: bool = False,
     ) -> AnyUpdater:
-        """Who updates.
+        """The updater that steps the user's optimizer.
 
         Args:
             optimizer: the user's.
             model: whose parameters it has.
-            changes_by_step: a schedule moves its options at every step.
-            has_outer: replicas' averages are stepped on, too.
+            changes_by_step: a schedule changes its options at every step.
+            has_outer: an outer optimizer steps on the replicas' averages.
 
         Raises:
-            OptionError: the optimizer cannot be used like this.
+            OptionError: ``precision="bf16"`` with an optimizer that is not torch's own.
         """
         parameters = dict(model.named_parameters())
         if isinstance(optimizer, Optimizers):
@@ -179,10 +178,10 @@ class UpdateConfig:
 def _check_gradient_options(
     clip_norm: object, clip_value: object, accumulate: object, on_nonfinite: object
 ) -> None:
-    """What happens to gradients, all problems at once.
+    """Check the options for gradients.
 
     Raises:
-        OptionError: an argument cannot be what it is.
+        OptionError: with all that is invalid.
     """
     problems = Problems()
     for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
@@ -190,7 +189,7 @@ def _check_gradient_options(
             check_positive(name, value, problems, fix="Leave it out to clip nothing.")
     if clip_norm is not None and clip_value is not None:
         problems.add(
-            "Gradients are clipped by norm or by value.",
+            "Gradients are clipped by norm or by value, not both.",
             received=f"clip_norm={clip_norm!r} and clip_value={clip_value!r}",
             fix="Give one of them.",
         )
@@ -202,10 +201,10 @@ def _check_gradient_options(
 
 
 def _check_additions(average: object, compile: object) -> None:
-    """Refuse what is no way to average, or no choice.
+    """Check ``average`` and ``compile``.
 
     Raises:
-        OptionError: it is none.
+        OptionError: one is invalid.
     """
     problems = Problems()
     check_flag("compile", compile, problems, fix="Leave it out to run the model as it is.")
@@ -221,10 +220,10 @@ def _check_additions(average: object, compile: object) -> None:
 def _check_train_step(
     train_step: object, schedule: object, average: object, precision: str, compile: bool
 ) -> None:
-    """Training steps of the user's own, and what does not go with them.
+    """Check the user's own training steps, and the options that they exclude.
 
     Raises:
-        OptionError: they are no functions, or something does not.
+        OptionError: they are not functions, or an excluded option is given.
     """
     if train_step is None:
         return
@@ -244,43 +243,43 @@ def _check_train_step(
     }
     for name in [name for name, is_given in unfit.items() if is_given]:
         problems.add(
-            "With several optimizers this option would be of none of them.",
+            "With several optimizers this option cannot be used: it needs one optimizer.",
             received=name,
             fix="Leave it out; a callback may change learning rates of trainer.optimizer[name].",
         )
     if compile:
         problems.add(
-            "A train_step calls what it likes: there is no one model to compile.",
+            "A train_step may call several models, so Lockstep cannot tell which to compile.",
             received="compile=True",
-            fix="Compile what it calls, within it.",
+            fix="Call torch.compile within train_step.",
         )
     problems.raise_if_any(OptionError)
 
 
 def _check_steps_fit(plan: Plan) -> None:
-    """Refuse the user's own training steps where no rank has the whole model.
+    """Refuse the user's own training steps in a pipeline.
 
     Raises:
-        OptionError: it is in stages.
+        OptionError: the Plan is one.
     """
     if plan.pipeline is not None:
         raise OptionError(
-            "A train_step needs the whole model, and in a pipeline each rank has a part.",
+            "A train_step needs the whole model, and in a pipeline each rank has a part of it.",
             received="train_step with a pipeline",
             fix="Use a data parallel strategy.",
         )
 
 
 def _compiled(plan: Plan) -> Plan:
-    """The Plan with a model that is _compiled.
+    """The Plan with a compiled model.
 
     Raises:
-        OptionError: it is in stages.
+        OptionError: the Plan is a pipeline.
     """
     if plan.pipeline is not None:
         raise OptionError(
-            "The stages of a pipeline run a model's layers one by one: there is no whole to "
-            "compile.",
+            "A pipeline's stages run the model's layers one by one, so the model cannot be "
+            "compiled as a whole.",
             received="compile=True with a pipeline",
             fix="Leave it out, or use a data parallel strategy.",
         )

@@ -1,4 +1,4 @@
-"""Several optimizers, each with parameters of its own, of which one steps at a time."""
+"""Several optimizers with separate parameters, which step one at a time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -82,7 +82,7 @@ class UpdaterSet(Updater):
         for name, updater in zip(self._names, self._updaters, strict=True):
             parts = updater.state()
             for parameter, slots in parts.get("optimizer", {}).items():
-                prefix = "" if parameter else f"{name}/"  # what no parameter has is its own
+                prefix = "" if parameter else f"{name}/"  # slots of the optimizer itself
                 optimizer.setdefault(parameter, {}).update(
                     {f"{prefix}{slot}": value for slot, value in slots.items()}
                 )
@@ -122,6 +122,6 @@ class UpdaterSet(Updater):
     def _divided(
         self, items: Sequence[Any], name_of: Callable[[Any], str]
     ) -> Iterator[tuple[Any, list[Any]]]:
-        """Each updater with what is its own; what belongs to none is trained by none."""
+        """Each updater with its items; those of untrained parameters are left out."""
         for updater in self._updaters:
             yield updater, [item for item in items if self._of.get(name_of(item)) is updater]

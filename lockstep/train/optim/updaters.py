@@ -1,13 +1,13 @@
-"""torch optimizers as updaters: stepping on pieces, with slots by parameter name.
+"""torch optimizers as updaters: they step on pieces, with slots by parameter name.
 
 A rank's optimizer is a clone of the user's whose parameter groups hold the rank's pieces instead of
-whole parameters. Options and slots are the same objects' worth either way, so a state made by one
-number of ranks is right for any other.
+whole parameters. Options and slots do not depend on the division, so a state made by one number of
+ranks fits any other.
 
 How small the pieces may be depends on the optimizer. torch's own are known: most treat every
-element by itself, some a parameter as a whole. Of any other nothing is known: it may clip by the
+element separately, some a parameter as a whole. Any other optimizer is unknown: it may clip by the
 norm of all gradients, wrap another optimizer, or count its steps. So rank 0 alone steps it, the
-user's own object on the user's own Parameters, and that is exact whatever it does.
+user's own object on the user's own Parameters, which is always exact.
 """
 
 import functools
@@ -37,7 +37,7 @@ from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.optim.optimizer_state import optimizer_parts, option_values, set_optimizer
 from lockstep.train.runtime.shared_options import SharedOptions, options_spec
 
-# Treat every element by itself. Exact types: a subclass may do anything.
+# Treat every element separately. Exact types: a subclass may do anything.
 ELEMENTWISE = frozenset(
     {
         optim.SGD,
@@ -54,10 +54,10 @@ ELEMENTWISE = frozenset(
     }
 )
 
-# Have a form for sparse gradients, without momentum and decay; the last has no other.
+# Accept sparse gradients, if without momentum and decay; the last accepts no others.
 LAZY = frozenset({optim.SGD, optim.Adagrad, optim.SparseAdam})
 
-# Treat every parameter by itself.
+# Treat every parameter separately.
 PARAMETERWISE = frozenset({optim.Adafactor, optim.Muon})
 
 
@@ -79,19 +79,19 @@ class TorchUpdater(Updater):
     ) -> None:
         self.optimizer = self.owner = optimizer
         self.parameters = parameters
-        self.is_known = _is_known(optimizer)  # hooks do not travel, so rank 0 says it for all
+        self.is_known = _is_known(optimizer)  # hooks are not sent, so rank 0 decides for all
         self.is_elementwise = self.is_known and type(optimizer) in ELEMENTWISE | LAZY
         self._changes_by_step = changes_by_step
         self._shared_options: SharedOptions | None = None
         self._active = optimizer
         self._pieces: list[BoundPiece] = []
         self._store: dict[str, dict[str, torch.Tensor]] = {}  # by parameter and slot
-        self._newborn: list[BoundPiece] = []  # pieces without slots until now
+        self._unstored: list[BoundPiece] = []  # pieces whose slots are not all in the store
         self._trained: set[str] = set()  # since it was bound, on any rank
 
     @property
     def takes_sparse(self) -> bool:  # type: ignore[override]  # of others it is fixed
-        """Whether it has a lazy form, which touches no row but those of the gradient."""
+        """True if it has a lazy form, which updates only the rows of a sparse gradient."""
         groups = self.optimizer.param_groups
         return type(self.optimizer) in LAZY and not any(
             group.get("momentum") or group.get("weight_decay") for group in groups
@@ -100,12 +100,12 @@ class TorchUpdater(Updater):
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
         self._pieces = list(pieces)
         self._trained = {name for name, one in self.parameters.items() if one.requires_grad}
-        # A rank that updates nothing has pieces of none, and still takes part with a clone.
+        # A rank without pieces takes part with a clone, too.
         same = bool(pieces) and all(piece.tensor is self.parameters[piece.name] for piece in pieces)
         self._active = self.optimizer if same or not self.is_known else self._clone()
-        self._newborn = []
+        self._unstored = []
         if self._active is not self.optimizer:
-            self._newborn = [bound for bound in pieces if self._has_homeless(bound)]
+            self._unstored = [bound for bound in pieces if self._has_unstored_slots(bound)]
 
     def slot_keys(self) -> list[SlotKey]:
         if not self.is_elementwise:
@@ -120,7 +120,7 @@ class TorchUpdater(Updater):
         ]
 
     def _stored_slots(self, bound: BoundPiece) -> dict[str, torch.Tensor]:
-        """A piece of the slots that the user's optimizer has in the store."""
+        """This piece of the slots that the user's optimizer has in the store."""
         whole = self.optimizer.state[self.parameters[bound.name]]
         kept = self._store.get(bound.name, {})
         return {
@@ -130,7 +130,7 @@ class TorchUpdater(Updater):
         }
 
     def _slots_of(self, group: dict[str, Any]) -> list[str]:
-        """The slots of a parameter's size that a step with these options makes: by making one."""
+        """The slots of a parameter's size that a step with these options makes, by making one."""
         return [
             slot
             for slot, value in self._dummy_state(group).items()
@@ -144,7 +144,7 @@ class TorchUpdater(Updater):
         if type(self.optimizer) is optim.SparseAdam:
             dummy.grad = dummy.grad.to_sparse()
         options = map_tensors(torch.Tensor.cpu, option_values(group))
-        # It lies in host memory, where some ways to step cannot be used.
+        # The dummy is in host memory, where some implementations of the step do not run.
         ways = {way: False for way in ("capturable", "fused", "foreach") if way in options}
         groups = [{**options, **ways, "params": [dummy]}]
         contents = {"state": defaultdict(dict), "param_groups": groups}
@@ -167,7 +167,7 @@ class TorchUpdater(Updater):
             slots = self.optimizer.state.get(self.parameters[key.parameter], {})
             value = slots.get(key.slot)
             if value is not stored and getattr(value, "shape", None) == stored.shape:
-                # All are copied before any moves: some may be views of the same memory.
+                # Clone all before any is moved: some may be views of the same memory.
                 moved.append((slots, key.slot, stored, value.clone()))
         for slots, slot, stored, value in moved:
             slots[slot] = stored.copy_(value)
@@ -195,7 +195,7 @@ class TorchUpdater(Updater):
         self._shared_options = SharedOptions(self.optimizer.param_groups, tensor)
 
     def publish_options(self) -> None:
-        """On rank 0, between two steps: all ranks step with the optimizer's present options."""
+        """On rank 0, between two steps: write the optimizer's options for all ranks."""
         if self._shared_options is not None:
             self._shared_options.write(self.optimizer.param_groups)
 
@@ -203,27 +203,27 @@ class TorchUpdater(Updater):
         if self._active is not self.optimizer:
             if self._shared_options is not None:
                 self._shared_options.read_into(self._active.param_groups)
-            with temporary_memory() if self._newborn else nullcontext():
+            with temporary_memory() if self._unstored else nullcontext():
                 _step_plainly(self._active)
-                self._store_newborn()
-            vars(self.optimizer)["_opt_called"] = True  # a scheduler asks whether it has stepped
+                self._store_new_slots()
+            vars(self.optimizer)["_opt_called"] = True  # torch's schedulers check it
         elif self._pieces:
             self._step_itself()
 
-    def _store_newborn(self) -> None:
-        """The optimizer makes slots at a piece's first step: move them to the store."""
-        for bound in self._newborn:
+    def _store_new_slots(self) -> None:
+        """Move slots to the store that the optimizer has made at a piece's first step."""
+        for bound in self._unstored:
             slots = self._active.state.get(bound.tensor, {})
             for slot, place in self._places_of(bound).items():
-                if isinstance(slots.get(slot), torch.Tensor) and not _is_same(slots[slot], place):
+                if isinstance(slots.get(slot), torch.Tensor) and not _is_placed(slots[slot], place):
                     slots[slot] = place.copy_(slots[slot])
-        self._newborn = [bound for bound in self._newborn if self._has_homeless(bound)]
+        self._unstored = [bound for bound in self._unstored if self._has_unstored_slots(bound)]
 
-    def _has_homeless(self, bound: BoundPiece) -> bool:
-        """Whether the store has a place for a slot that the piece has not, or not there."""
+    def _has_unstored_slots(self, bound: BoundPiece) -> bool:
+        """True if a slot of the piece that belongs in the store is missing or lies elsewhere."""
         slots = self._active.state.get(bound.tensor, {})
         return any(
-            not isinstance(slots.get(slot), torch.Tensor) or not _is_same(slots[slot], place)
+            not isinstance(slots.get(slot), torch.Tensor) or not _is_placed(slots[slot], place)
             for slot, place in self._places_of(bound).items()
         )
 
@@ -239,7 +239,7 @@ class TorchUpdater(Updater):
         whole = [(self.parameters[bound.name], bound.tensor) for bound in self._pieces]
         for parameter, tensor in whole:
             parameter.grad = tensor.grad
-        if self.is_known and _is_bare(self.optimizer):
+        if self.is_known and _has_plain_step(self.optimizer):
             _step_plainly(self.optimizer)
         else:
             self.optimizer.step()
@@ -259,14 +259,16 @@ class TorchUpdater(Updater):
     def _piece_slots(self, bound: BoundPiece, slots: Slots, with_stored: bool) -> PieceSlots:
         places = {} if with_stored else self._places_of(bound)
         stored = tuple(
-            slot for slot, place in places.items() if slot in slots and _is_same(slots[slot], place)
+            slot
+            for slot, place in places.items()
+            if slot in slots and _is_placed(slots[slot], place)
         )
         return PieceSlots(
             name=bound.name,
             start=bound.piece.start,
             stop=bound.piece.stop,
             slots={
-                slot: _flat(value, bound, self.parameters[bound.name])
+                slot: _flattened_slot(value, bound, self.parameters[bound.name])
                 for slot, value in slots.items()
                 if slot not in stored
             },
@@ -275,21 +277,21 @@ class TorchUpdater(Updater):
 
     @property
     def takes_notes(self) -> bool:  # type: ignore[override]  # as above
-        """Whether only counts and the like are not in the store."""
+        """True if all slots but counts are in the store."""
         return self.is_elementwise
 
     def take_notes(self, notes: Sequence[PieceSlots]) -> None:
         known = {(part.name, part.start): part.slots for part in notes}
         for bound in self._pieces:
             slots = known.get((bound.name, bound.piece.start))
-            if slots is None:  # it has not been stepped on yet, though other pieces have
+            if slots is None:  # not stepped yet, though other pieces are
                 self._active.state.pop(bound.tensor, None)
             else:
                 self._active.state[bound.tensor].update(slots)
-        self._newborn = [bound for bound in self._pieces if self._has_homeless(bound)]
+        self._unstored = [bound for bound in self._pieces if self._has_unstored_slots(bound)]
 
     def take_slots(self, pieces: Sequence[PieceSlots]) -> None:
-        """Give the user's optimizer the slots of whole parameters, put together from all ranks'."""
+        """Give the user's optimizer the slots of whole parameters, assembled from all ranks'."""
         if self._active is self.optimizer:
             return
         parameters, state = self.parameters, self.optimizer.state
@@ -311,31 +313,31 @@ class TorchUpdater(Updater):
     def recover(self) -> list[str]:
         if self._active is self.optimizer:
             return []
-        own = {part.name: part for part in self.slots() if self._is_known_whole(part)}
+        own = {part.name: part for part in self.slots() if self._is_complete(part)}
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         lost = []
         for group in self.optimizer.param_groups:
-            members = [  # what was frozen has never been stepped on
+            members = [  # frozen parameters have no slots
                 names[id(one)] for one in group["params"] if names.get(id(one)) in self._trained
             ]
             known = [own[name] for name in members if name in own]
             keeps_slots = not self.is_elementwise or bool(self._dummy_state(group))
             for name in members:
-                part = own.get(name) or _of_the_others(name, known)
-                if part is not None and self._is_touched(part):
+                part = own.get(name) or _slots_like_others(name, known)
+                if part is not None and self._was_stepped(part):
                     self.take_slots([part])
                 elif part is None and keeps_slots:
                     self.optimizer.state.pop(self.parameters[name], None)
                     lost.append(name)
         return lost
 
-    def _is_known_whole(self, part: PieceSlots) -> bool:
-        """Whether what is not in the store is here: counts, or slots of the whole parameter."""
+    def _is_complete(self, part: PieceSlots) -> bool:
+        """True if this rank has all slots outside the store: counts, or the whole parameter's."""
         is_whole = part.stop - part.start == self.parameters[part.name].numel()
         return is_whole or not _has_arrays(part)
 
-    def _is_touched(self, part: PieceSlots) -> bool:
-        """Whether a parameter has been stepped on, by whichever rank."""
+    def _was_stepped(self, part: PieceSlots) -> bool:
+        """True if any rank has stepped the parameter."""
         stored = [self._store[part.name][slot] for slot in part.stored]
         return not stored or any(bool(slot.any()) for slot in stored)
 
@@ -351,10 +353,10 @@ def _has_arrays(part: PieceSlots) -> bool:
     return any(isinstance(value, torch.Tensor) and value.dim() for value in part.slots.values())
 
 
-def _of_the_others(name: str, known: Sequence[PieceSlots]) -> PieceSlots | None:
-    """The slots of a parameter that other ranks own: its counts are those of all known ones.
+def _slots_like_others(name: str, known: Sequence[PieceSlots]) -> PieceSlots | None:
+    """The slots of a parameter that other ranks own, with the counts of the known parameters.
 
-    None if these differ (parameters that were not used in every step), or there are none.
+    None if these differ (parameters that were not used in every step), or none is known.
     """
     if not known or any(_has_arrays(part) for part in known):
         return None
@@ -365,28 +367,28 @@ def _of_the_others(name: str, known: Sequence[PieceSlots]) -> PieceSlots | None:
     return PieceSlots(name=name, start=0, stop=0, slots=first.slots, stored=first.stored)
 
 
-def _flat(value: Any, bound: BoundPiece, parameter: torch.Tensor) -> Any:
-    """A slot of a part of an embedding's rows as one of any other piece."""
+def _flattened_slot(value: Any, bound: BoundPiece, parameter: torch.Tensor) -> Any:
+    """A slot, flattened if the piece is a part of an embedding's rows."""
     is_cut = bound.tensor.numel() != parameter.numel()
     is_slot = isinstance(value, torch.Tensor) and value.shape == bound.tensor.shape
     return value.view(-1) if is_cut and is_slot else value
 
 
-def _is_same(value: Any, place: torch.Tensor) -> bool:
-    """Whether a slot lies in its place."""
+def _is_placed(value: Any, place: torch.Tensor) -> bool:
+    """True if a slot lies in its place in the store."""
     return isinstance(value, torch.Tensor) and value.data_ptr() == place.data_ptr()
 
 
 def _step_plainly(optimizer: optim.Optimizer) -> None:
-    """The step of one of torch's own optimizers that has no hooks, without what torch wraps it in.
+    """Step one of torch's own optimizers without hooks, without torch's wrappers.
 
-    The wrappers run hooks, and import torch.compile's machinery at the first step: a second.
+    The wrappers run hooks, and import torch.compile at the first step, which takes a second.
     """
     step = _plain_step(type(optimizer))  # type: ignore[arg-type]  # a class is hashable
     checks = torch.sparse.check_sparse_tensor_invariants
     with (
         torch.set_grad_enabled(optimizer.defaults.get("differentiable", False)),
-        # As it is, but said: else the steps that make sparse tensors warn that nobody has.
+        # The present setting, but explicit: torch warns at sparse tensors if none was chosen.
         checks(checks.is_enabled()) if type(optimizer) in LAZY else nullcontext(),  # type: ignore[no-untyped-call]
     ):
         step(optimizer)
@@ -397,8 +399,8 @@ def _plain_step(kind: Any) -> Any:
     return inspect.unwrap(kind.step)
 
 
-def _is_bare(optimizer: optim.Optimizer) -> bool:
-    """Whether what is around its ``step`` is all torch's, and does nothing."""
+def _has_plain_step(optimizer: optim.Optimizer) -> bool:
+    """True if the wrappers of its ``step`` are torch's and run no hooks."""
     outermost: Any = type(optimizer).step
     return (
         outermost.__globals__["__name__"].startswith("torch.")
@@ -409,7 +411,7 @@ def _is_bare(optimizer: optim.Optimizer) -> bool:
 
 
 def _is_known(optimizer: optim.Optimizer) -> bool:
-    """Whether its class alone says what a step does: no hooks, no ``step`` of its own."""
+    """True if its class determines its step: no hooks, no ``step`` on the instance."""
     step = vars(optimizer).get("step")
     return (
         type(optimizer) in ELEMENTWISE | PARAMETERWISE | LAZY
@@ -437,7 +439,7 @@ def _cut_slots(slots: Slots, parameter: torch.Tensor, bound: BoundPiece) -> Slot
 
 
 def _cut_slot(value: torch.Tensor, parameter: torch.Tensor, bound: BoundPiece) -> torch.Tensor:
-    """A slot lies in memory as its parameter does, so the same elements are cut from both."""
+    """Cut the piece's elements from a slot, after giving it the parameter's memory layout."""
     aligned = torch.empty_strided(
         parameter.shape, parameter.stride(), dtype=value.dtype, device=bound.tensor.device
     )

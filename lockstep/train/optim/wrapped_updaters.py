@@ -1,25 +1,25 @@
-"""Updaters around another: they keep a tensor beside every parameter, and act around each step.
+"""Updaters that wrap another: they keep a tensor beside every parameter, and act around each step.
 
-What they keep is cut as the parameters are: each rank has its pieces of it, in memory that all
-ranks map, and nothing is sent. Rank 0's dict of whole tensors outlives the ranks.
+These tensors are divided as the parameters are: each rank has its pieces, in memory that all ranks
+map, and nothing is sent. Rank 0's dict of whole tensors outlives the ranks.
 
-**Velocities** of an outer optimizer, which steps on the average of replicas, are kept here beside
-the weights, for what a run's state is made of; who averages moves them
-(``parallel.local_sgd.averaging``). All replicas have the same.
+**Velocities** of an outer optimizer, which steps on the average of replicas, are kept here as a
+part of the training's state; averaging changes them (``parallel.local_sgd.averaging``). All
+replicas have the same.
 
-**Master weights**: a model that is in bfloat16 throughout, updated in float32.
+**Master weights**: float32 copies for a model that is in bfloat16 throughout.
 
 An update is often smaller than half the distance between two bfloat16 numbers, and would be lost.
 So the optimizer steps a float32 copy of every weight, and the weight is that copy, rounded
-(Micikevicius et al. 2018, Mixed Precision Training, section 3.1). Each rank has the copies of what
-it updates.
+(Micikevicius et al. 2018, Mixed Precision Training, section 3.1). Each rank has the copies of the
+weights that it updates.
 
-A weight that is no longer its copy, rounded, was set by somebody: then the copy is set to it.
+If a weight differs from its rounded copy, the script has set it: then the copy is set to it.
 
-**Averages**: a second set of weights that follows the trained ones smoothly.
+**Averages**: a second set of weights, an exponential moving average of the trained ones.
 
-Each rank averages the pieces that it updates, right after their update, so averaging costs every
-rank its part and no communication.
+Each rank averages the pieces that it updates, right after their update, which needs no
+communication.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,22 +40,22 @@ from lockstep.train.optim.updaters import TorchUpdater
 
 @dataclass(frozen=True)
 class Companion:
-    """A piece of a parameter, and the same piece of what is kept beside it."""
+    """A piece of a parameter, and the same piece of the tensor beside it."""
 
     bound: BoundPiece
     kept: torch.Tensor
 
 
 class WrappedUpdater(Updater):
-    """Does what the inner one does.
+    """Delegates to the inner updater.
 
     Args:
-        inner: the updater around which it is.
+        inner: the updater that it wraps.
         kept: whole tensors by parameter name; filled here.
-        dtype: of what is kept; None for the parameter's.
+        dtype: of these tensors; None for the parameter's.
     """
 
-    slot: ClassVar[str]  # what its tensors are called beside the optimizer's own slots
+    slot: ClassVar[str]  # the name of its tensors beside the optimizer's own slots
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class WrappedUpdater(Updater):
         self.inner.load_state(state)
 
     def _keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """From now on keep tensors with these values."""
+        """Replace the kept tensors by some with these values."""
         before = dict(self.kept)
         self.kept.clear()
         for name, value in tensors.items():
@@ -160,7 +160,7 @@ class WrappedUpdater(Updater):
 
 
 class OuterUpdater(WrappedUpdater):
-    """Keeps a velocity for every weight that is stepped."""
+    """Keeps a velocity for every trained weight."""
 
     slot = "velocity"
 
@@ -171,7 +171,7 @@ class OuterUpdater(WrappedUpdater):
         return self.inner.slot_keys()
 
     def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
-        """The inner's, and velocities: rank 0 has not those of all stages."""
+        """The inner updater's, and velocities: rank 0 does not have those of all stages."""
         own = () if with_stored else {one.bound.name for one in self._companions}
         return [
             *super().slots(with_stored=with_stored),
@@ -236,7 +236,7 @@ class MasterUpdater(WrappedUpdater):
 
     def load_state(self, state: TrainingState) -> None:
         super().load_state(state)
-        # Of a state from before the first step the copies are the weights.
+        # In a state from before the first step the copies are the weights.
         fresh = [name for name in self.kept if name not in state.masters]
         weights = {name: self.parameters[name].detach().float() for name in fresh}
         self._keep({**weights, **state.masters})
@@ -245,15 +245,15 @@ class MasterUpdater(WrappedUpdater):
 def with_masters(
     updater: TorchUpdater | WrappedUpdater, kept: dict[str, torch.Tensor]
 ) -> MasterUpdater:
-    """An updater with master weights around it.
+    """An updater wrapped with master weights.
 
     Raises:
-        OptionError: an optimizer of which nobody knows how to give it other parameters.
+        OptionError: the optimizer is not torch's own, so it cannot step copies.
     """
     if not updater.is_known:
         raise OptionError(
-            'precision="bf16" steps float32 copies of the weights, which takes an optimizer of '
-            "torch's own.",
+            'precision="bf16" steps float32 copies of the weights, which needs one of torch\'s own '
+            "optimizers.",
             received=type(updater.optimizer).__name__,
             fix='Use one of torch.optim without hooks, or precision="bf16-mixed".',
         )
@@ -291,11 +291,11 @@ class Averages:
     """The averages of a model's weights.
 
     Attributes:
-        ema: how they are formed.
+        ema: the decay.
         by_name: whole tensors, of the trainable parameters.
-        num_updates: that they have seen.
-        begun: the names of those that there are.
-        is_applied: the model has the averaged weights now.
+        num_updates: averaged so far.
+        begun: the names of the parameters that have an average.
+        is_applied: True while the model has the averaged weights.
     """
 
     ema: EMA
@@ -313,7 +313,7 @@ class Averages:
         """
         if not self.num_updates:
             raise OptionError(
-                "Averages are of weights after updates.",
+                "Weights are averaged after updates, so there are no averages before the first.",
                 received="no update yet",
                 fix="Call fit first.",
             )
@@ -321,17 +321,17 @@ class Averages:
             name: parameter for name, parameter in model.named_parameters() if name in self.begun
         }
         trained = {name: parameter.detach().clone() for name, parameter in weights.items()}
-        _set(weights, self.by_name)
+        _set_weights(weights, self.by_name)
         self.is_applied = True
         try:
             yield
         finally:
             self.is_applied = False
-            _set(weights, trained)
+            _set_weights(weights, trained)
 
 
 @torch.no_grad()
-def _set(weights: dict[str, nn.Parameter], values: dict[str, torch.Tensor]) -> None:
+def _set_weights(weights: dict[str, nn.Parameter], values: dict[str, torch.Tensor]) -> None:
     for name, weight in weights.items():
         weight.copy_(values[name])
 
@@ -374,7 +374,7 @@ class AveragingUpdater(WrappedUpdater):
     def count_steps(self, number: int) -> None:
         self._averages.num_updates += number
         if number:
-            self._averages.begun |= self._trainable  # other ranks have begun theirs
+            self._averages.begun |= self._trainable  # other ranks have averaged theirs, too
 
     def state(self) -> dict[str, Any]:
         averages = self._averages

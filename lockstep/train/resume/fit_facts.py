@@ -86,7 +86,7 @@ def schedule_facts(schedule: RunningSchedule | None) -> Facts:
     return {
         "schedule": type(schedule.scheduler).__name__,
         "schedule.every": schedule.every,
-        "schedule.monitor": schedule.asked_monitor,
+        "schedule.monitor": schedule.given_monitor,
         **_settings_of(schedule.scheduler, "schedule"),
     }
 

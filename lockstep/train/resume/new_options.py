@@ -46,9 +46,9 @@ def set_new_options(
     """
     names = {one.name for one in taken}
     if schedule is not None and begun is not None and decides_rates(taken):
-        if not schedule.looks:
-            num_moves = _num_moves(schedule, begun, found, names)
-            _replay(optimizer, schedule, begun, num_moves, asked, names)
+        if not schedule.has_metric:
+            num_steps = _num_steps(schedule, begun, found, names)
+            _replay(optimizer, schedule, begun, num_steps, asked, names)
             return
         schedule.load_state_dict(_with_settings(found.state.schedule, begun, names))
     is_dropped = schedule is None and "schedule" in names
@@ -63,7 +63,7 @@ def _replay(
     optimizer: Any,
     schedule: RunningSchedule,
     begun: dict[str, Any],
-    num_moves: int,
+    num_steps: int,
     asked: Mapping[str, Any],
     names: Collection[str],
 ) -> None:
@@ -73,7 +73,7 @@ def _replay(
         for option in option_values(group):
             if f"{name}.{option}" in asked:
                 _set(group, option, asked[f"{name}.{option}"])
-    schedule.replay(copied(begun), num_moves)
+    schedule.replay(copied(begun), num_steps)
     for (name, group), before in zip(groups, trained, strict=True):
         for option, value in before.items():
             fact = f"{name}.{option}"
@@ -82,7 +82,7 @@ def _replay(
                 _set(group, option, value)
 
 
-def _num_moves(
+def _num_steps(
     schedule: RunningSchedule, begun: dict[str, Any], found: Found, names: Collection[str]
 ) -> int:
     """How often a schedule has moved since the ``fit`` began."""

@@ -167,7 +167,7 @@ class Runner(ABC):
             loss_scale=None if scale is None else dict(vars(scale)),
             random={"seed": self.seed},
             position={"epochs": self._epochs_trained, "steps": self._steps_trained},
-            residuals=self._residuals.told(self._job_context.host),
+            residuals=self._residuals.state(self._job_context.host),
         )
 
     def _set_state(self, state: TrainingState) -> None:
