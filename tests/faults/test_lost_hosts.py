@@ -16,7 +16,7 @@ import pytest
 
 from lockstep.checkpoint.reading import read_newest
 from lockstep.errors import OptionError
-from lockstep.train.fault_tolerance.lost_hosts import check_restarts_on
+from lockstep.train.fault_tolerance.lost_hosts import check_host_restarts
 from tests.faults import host_copies
 from tests.faults.host_copies import TORN
 from tests.faults.host_starts import expected, how_to_start
@@ -159,8 +159,8 @@ def test_restarts_after_which_nobody_could_go_on_are_refused(
     hosts: Any = SimpleNamespace(
         has_followers=launcher == "torchrun", place=place, is_one_process=False
     )
-    check_restarts_on(hosts, 0, has_checkpoint=has_checkpoint, reach="all hosts")
+    check_host_restarts(hosts, 0, has_checkpoint=has_checkpoint, reach="all hosts")
     with pytest.raises(OptionError, match="need a checkpoint, and one process"):
-        check_restarts_on(hosts, 1, has_checkpoint=has_checkpoint, reach="all hosts")
+        check_host_restarts(hosts, 1, has_checkpoint=has_checkpoint, reach="all hosts")
     hosts.is_one_process = True
-    check_restarts_on(hosts, 1, has_checkpoint=has_checkpoint, reach="all hosts")
+    check_host_restarts(hosts, 1, has_checkpoint=has_checkpoint, reach="all hosts")

@@ -285,7 +285,7 @@ def test_the_notice(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     trainer.fit((X, Y), batch_size=BATCH, epochs=2, restarts=3)
     shown = capsys.readouterr().out
     assert "killed by SIGKILL" in shown
-    assert "Restart 1 of 3: going on from the beginning, to the same result." in shown
+    assert "Restart 1 of 3: resuming from the beginning, to the same result." in shown
 
 
 class _Thaws(lockstep.Callback):

@@ -184,7 +184,7 @@ def test_what_was_outlived(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert status == 0
     assert "Survived: dead. Rank 1 (process" in said
     assert "was at step 2 (forward); rank 0 waited for it." in said
-    assert "Restart 1 of 1: going on from " in said
+    assert "Restart 1 of 1: resuming " in said
 
 
 def test_bad_records_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,7 +262,7 @@ def test_a_record_that_can_never_be_written_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    expected = "The record of a run is kept in a folder.*where .*/file is a file"
+    expected = "The record of a run needs a folder.*where .*/file is a file"
     with pytest.raises(OptionError, match=expected):
         fit(make_trainer(1), record=tmp_path / name)
     monkeypatch.setenv("LOCKSTEP_RECORD", str(tmp_path / name))

@@ -26,7 +26,7 @@ from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.checkpointing.state_transfer import StateReceiver, StateSender, received
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.fault_tolerance import overhead_budget
-from lockstep.train.fault_tolerance.lost_hosts import going_on, newest_of_all
+from lockstep.train.fault_tolerance.lost_hosts import newest_of_all, resumed_from_newest
 from lockstep.train.fault_tolerance.overhead_budget import OverheadBudget
 from lockstep.train.multihost.discovery import local_host_info
 from lockstep.train.multihost.hosts import Hosts
@@ -153,7 +153,7 @@ def test_all_go_on_from_the_newest_that_anybody_has(case: str, hosts: list[Hosts
 def test_a_host_that_goes_on_where_nobody_has_anything_says_so() -> None:
     memory = MemoryCheckpoints()
     assert newest_of_all(None, None, memory, FOLDER) is None
-    memory.goes_on = True
+    memory.is_restart = True
     with pytest.raises(CheckpointError, match="none in run on host 0, and no copy"):
         newest_of_all(None, None, memory, FOLDER)
 
@@ -163,7 +163,7 @@ def test_hosts_that_were_asked_for_other_restarts_say_so(tmp_path: Path) -> None
         keeper = CheckpointWriter(
             Checkpoint(tmp_path), Termination(), MemoryCheckpoints(), 1, print
         )
-        with going_on(keeper, own, own.host, is_chief=own.host == 0):
+        with resumed_from_newest(keeper, own, own.host, is_chief=own.host == 0):
             raise AssertionError("went on")
 
     where = address()

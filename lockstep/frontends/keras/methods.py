@@ -34,7 +34,7 @@ from lockstep.plan.spec import Plan
 from lockstep.tracebacks import public_methods
 from lockstep.train.callbacks.driver import Logs
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
-from lockstep.train.fault_tolerance.lost_hosts import outlast
+from lockstep.train.fault_tolerance.lost_hosts import fit_with_restarts
 from lockstep.train.history import History
 from lockstep.train.input.data_adapter import DataPipeline
 from lockstep.train.runtime.job_context import StrategyLike
@@ -153,13 +153,13 @@ class Methods:
         beginning = FitSnapshot(self._model, self.trainer, callbacks)
 
         def fit(memory: MemoryCheckpoints) -> None:
-            if memory.goes_on:
+            if memory.is_restart:
                 beginning.restore(self.trainer)
             with self._setup.joint_call("fit") as feeds:
                 feed, validation = adapt_all(feeds)
                 self._fit(feed, validation, options, callbacks, verbose, memory)
 
-        outlast(fit, options.restarts, self._job_context, verbose=verbose)
+        fit_with_restarts(fit, options.restarts, self._job_context, verbose=verbose)
         return getattr(self._model, "history", None)
 
     def _fit(

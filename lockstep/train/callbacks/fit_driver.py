@@ -111,7 +111,7 @@ class FitDriver(RestartingDriver):
             self._display.begin_epoch(epoch)
 
     def rejoin_epoch(self, epoch: int) -> None:
-        if self._display is not None and not self._journal.is_read:
+        if self._display is not None and not self._journal.is_replaying:
             self._display.begin_epoch(epoch)
 
     def begin_step(self, index: int) -> None:

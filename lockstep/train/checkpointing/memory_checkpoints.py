@@ -29,13 +29,13 @@ class MemoryCheckpoints:
     """What this process has of one ``fit`` in memory, whatever becomes of other hosts.
 
     Attributes:
-        goes_on: the ``fit`` was begun before by this process, which has lost another host.
+        is_restart: this process had begun the ``fit`` before, and has lost another host.
         facts: what the script has asked of the ``fit``, as it was when that was begun first; None
             until then.
     """
 
     def __init__(self) -> None:
-        self.goes_on = False
+        self.is_restart = False
         self.facts: Any = None
         self._tree: dict[str, Tree] | None = None
         self._is_ours = False  # nobody else refers to its tensors

@@ -1,15 +1,15 @@
-"""Backups: from time to time a copy of a whole training in this process's memory, to return to.
+"""Backups: periodic copies of a whole training in this process's memory, to restore after a fault.
 
 A process that is killed while it updates its slice leaves weights of which some slices are a step
-ahead. Then, and where what a dead process alone knew is lost, the training is put back to its last
-backup. With ``fit(restarts=N)`` it goes on from there: steps that were made before are made again,
-on the same batches, with the same random numbers. Callbacks are not called for them again; what
-they have decided then is kept in a journal, and decided again.
+ahead. Then, and if a lost process alone had a part of the state, the training is restored from its
+last backup. With ``fit(restarts=N)`` it resumes from there: it repeats the steps since, on the same
+batches, with the same random numbers. Callbacks are not called for them again; a journal has their
+decisions, which are repeated.
 
-The first process of a host has all of it mapped, or gets it as for a checkpoint, and copies alone:
-between two steps nothing changes until it comes to the next update. So a backup needs no protocol:
-while it is written the training itself is whole. If this process is killed the backup goes with it,
-but so do all others; that is what checkpoints on a disk are for
+The first process of a host maps the whole training, or gathers it as for a checkpoint, and copies
+it alone: between two steps nothing changes until this process reaches the next update. So a backup
+needs no protocol: while it is written the training itself is consistent. If this process is killed,
+the backup is lost, and all other processes end, too: that is what checkpoints on a disk are for
 (``train.checkpointing.checkpoints``).
 """
 
@@ -31,20 +31,20 @@ from lockstep.units import format_bytes
 
 _T = TypeVar("_T")
 
-# Part of the free memory that they may take where nobody has asked for restarts.
-_UNASKED_PART = 0.5
-# Batches of a stream that are kept to be used again, before they are worth a backup.
-_MOST_KEPT_BYTES = 1 << 28
-# Restarts from one place that nobody counts: more, and processes die of what they do there.
-_MOST_FREE = 100
+# Part of the free memory that backups may take if the user did not ask for restarts.
+_OPTIONAL_MEMORY_PART = 0.5
+# Batches of a stream to keep for repetition before the next backup is taken.
+_MAX_KEPT_BYTES = 1 << 28
+# Free restarts from one place: if there are more, what is done there kills processes.
+_MAX_FREE = 100
 
 
 @dataclass
 class Journal:
-    """What callbacks were asked since the last backup, and have answered.
+    """The answers of callbacks since the last backup, to repeat them after a restart.
 
     Attributes:
-        is_kept: answers are kept; else everybody is asked each time.
+        is_kept: True to keep answers; else callbacks are asked each time.
     """
 
     is_kept: bool
@@ -52,27 +52,27 @@ class Journal:
     _next: int = 0
 
     @property
-    def is_read(self) -> bool:
-        """Whether what comes next was there before."""
+    def is_replaying(self) -> bool:
+        """True if the next answer is a repetition."""
         return self._next < len(self._answers)
 
     def once(self, ask: Callable[[], _T]) -> _T:
-        """Ask, or what was answered here before."""
+        """The answer given here before, or else that of ``ask``."""
         if not self.is_kept:
             return ask()
-        if not self.is_read:
+        if not self.is_replaying:
             self._answers.append(ask())
         self._next += 1
         answer: _T = self._answers[self._next - 1]
         return answer
 
-    def begin_anew(self) -> None:
-        """From here on, which is where a backup is taken."""
+    def clear(self) -> None:
+        """Drop all answers: a backup is taken here."""
         self._answers.clear()
         self._next = 0
 
     def rewind(self) -> None:
-        """Everything will be asked again, from where the backup was taken."""
+        """Repeat the answers from the backup on."""
         self._next = 0
 
 
@@ -81,8 +81,8 @@ class Backup:
     """A training at one moment.
 
     Attributes:
-        state: all but what callbacks keep.
-        resume: where to go on.
+        state: all but the callbacks' states.
+        resume: where to resume.
     """
 
     state: TrainingState
@@ -95,19 +95,19 @@ class Backup:
 
 
 class Backups:
-    """Takes and has the backup of one ``fit``.
+    """Takes and keeps the backup of one ``fit``.
 
     Args:
-        state: tells what the training consists of now.
-        put_back: has the training be so.
+        state: returns the training's present state.
+        put_back: sets the training to a state.
         release_pages: called after a copy, which has touched memory of other ranks.
-        streams: that it reads.
-        restarts: how often to go on after the loss of a process.
-        is_asked: there must be backups; None where there must if there may be restarts.
+        streams: that the training reads.
+        restarts: allowed after the loss of a process.
+        is_required: there must be backups; None for True if restarts are allowed.
 
     Attributes:
-        journal: of callbacks, since the last one.
-        restarts_left: of these.
+        journal: of callbacks, since the last backup.
+        restarts_left: of those allowed.
     """
 
     def __init__(
@@ -118,62 +118,62 @@ class Backups:
         streams: Sequence[SharedStream],
         restarts: int,
         *,
-        is_asked: bool | None = None,
+        is_required: bool | None = None,
     ) -> None:
         self._state = state
         self._put_back = put_back
         self._release_pages = release_pages
         self._streams = streams
         self._last: Backup | None = None
-        self._before: TrainingState | None = None  # whose memory the next one takes
-        self._waits = False  # for the end of a step to take the first
-        self._pace = OverheadBudget()
+        self._reusable: TrainingState | None = None  # the next backup is written to its memory
+        self._is_waiting = False  # for the end of a step, to take the first
+        self._budget = OverheadBudget()
         self.restarts = self.restarts_left = restarts
-        self.is_asked = restarts > 0 if is_asked is None else is_asked
-        self._last_place: object = None  # of restarts that nobody counts
-        self._num_free = 0  # of those from there
-        self.journal = Journal(is_kept=self.is_asked)
-        if self.is_asked:
+        self.is_required = restarts > 0 if is_required is None else is_required
+        self._last_free_place: object = None  # of a free restart
+        self._num_free = 0  # free restarts from there
+        self.journal = Journal(is_kept=self.is_required)
+        if self.is_required:
             for stream in streams:
                 stream.keep()
 
     @property
     def is_due(self) -> bool:
-        """Whether to take another."""
-        if self._last is None or self.journal.is_read:
-            return self._waits
+        """True if it is time for another backup."""
+        if self._last is None or self.journal.is_replaying:
+            return self._is_waiting
         kept_bytes = sum(stream.kept_bytes for stream in self._streams)
-        return self._pace.is_due or kept_bytes > _MOST_KEPT_BYTES
+        return self._budget.is_due or kept_bytes > _MAX_KEPT_BYTES
 
     def wait(self) -> None:
-        """Take the first one after a step, when ranks have taken the memory that they need."""
-        self._waits = True
+        """Take the first backup after a step, when ranks have allocated the memory they need."""
+        self._is_waiting = True
 
     def take(self, resume: Resume | None = None) -> None:
         """Copy the training as it is now.
 
         Args:
-            resume: where to go on; None for where the training says that it stands.
+            resume: where to resume; None for the training's present position.
 
         Raises:
-            CheckpointError, DeviceError: something cannot be copied, or there is no memory for it,
-                and restarts were asked for.
+            CheckpointError, DeviceError: a part of the state cannot be copied, or does not fit into
+                memory, and backups are required.
         """
         began = time.monotonic()
         self._last = None
-        self._waits = False
+        self._is_waiting = False
         try:
             now = self._state()
         except CheckpointError:
-            if self.is_asked:
+            if self.is_required:
                 raise
-            return  # an error will say what is lost
-        if not self._finds_room(now):
-            self._before = None
+            return  # the error of a fault will say what is lost
+        if not self._has_memory_for(now):
+            self._reusable = None
             return
         with torch.no_grad():
-            state = now.copied(None if self._before is None else self._before.parts())
-        self._before = state
+            state = now.copied(None if self._reusable is None else self._reusable.parts())
+        self._reusable = state
         self._release_pages()
         if resume is None:
             place = state.position["fit"]
@@ -185,54 +185,55 @@ class Backups:
                 replicas=place["replicas"],
             )
         self._last = Backup(state=state, resume=resume)
-        self.journal.begin_anew()
+        self.journal.clear()
         for stream in self._streams:
             stream.mark()
-        self._pace.note(began)
+        self._budget.note(began)
 
-    def _finds_room(self, state: TrainingState) -> bool:
-        needed = _num_bytes(state) - (0 if self._before is None else _num_bytes(self._before))
+    def _has_memory_for(self, state: TrainingState) -> bool:
+        needed = _num_bytes(state) - (0 if self._reusable is None else _num_bytes(self._reusable))
         free = free_memory() if needed > 0 else None
-        if free is None or needed <= free.num_bytes * (1 if self.is_asked else _UNASKED_PART):
+        part = 1 if self.is_required else _OPTIONAL_MEMORY_PART
+        if free is None or needed <= free.num_bytes * part:
             return True
-        if self.is_asked:
+        if self.is_required:
             raise DeviceError(
-                f"With restarts={self.restarts} a copy of the training takes "
-                f"{format_bytes(needed)} of memory.",
+                f"restarts={self.restarts} needs {format_bytes(needed)} of memory for a copy of "
+                "the training.",
                 received=free,
-                fix="Free memory or raise the limit by as much, or pass restarts=0.",
+                fix="Free so much memory, raise the limit, or pass restarts=0.",
             )
         return False
 
     def put_back(self) -> Backup | None:
-        """Have the training be as it was; None where there is no backup."""
+        """Restore the training from the backup; None if there is none."""
         if self._last is not None:
             self._put_back(self._last.state)
         return self._last
 
     @property
     def last_step(self) -> int | None:
-        """That of the last one; None without one."""
+        """The last step in the backup; None without one."""
         return None if self._last is None else self._last.last_step
 
     def spend(self, place: object, *, is_free: bool) -> bool:
-        """Use up a restart, or none where what was lost is there twice; False if none is left.
+        """Use up a restart; False if none is left.
 
         Args:
-            place: from which to go on.
-            is_free: it is there twice.
+            place: where training will resume.
+            is_free: the lost process had a replica, so the restart does not count.
         """
         if is_free:
-            self._num_free = self._num_free + 1 if place == self._last_place else 1
-            self._last_place = place
-            return self._num_free <= _MOST_FREE
+            self._num_free = self._num_free + 1 if place == self._last_free_place else 1
+            self._last_free_place = place
+            return self._num_free <= _MAX_FREE
         if not self.restarts_left:
             return False
         self.restarts_left -= 1
         return True
 
     def restart(self) -> Backup | None:
-        """Put everything back, to go on from there; None where that cannot be."""
+        """Restore everything, to resume from the backup; None if there is none."""
         if self.put_back() is None:
             return None
         self.journal.rewind()
@@ -241,7 +242,7 @@ class Backups:
         return self._last
 
     def drop(self) -> None:
-        """The last one is of no more use, since more has changed than it knows of."""
+        """Forget the backup: the training has changed in a way that it cannot restore."""
         self._last = None
 
 

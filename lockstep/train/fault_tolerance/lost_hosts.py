@@ -1,14 +1,13 @@
-"""Lost hosts: a ``fit`` that has lost another host, or a process of it, goes on with all hosts.
+"""Lost hosts: a ``fit`` that has lost another host, or a process of it, restarts with all hosts.
 
-What is left of the job meets anew, where it has met at first. A host that is started again, by
-whoever looks after it, comes there by its script's own ``fit``; then all go on from the newest
-checkpoint, on host 0's disk or in the memory of a host that is left
-(``train.checkpointing.memory_checkpoints``), as if all had been started again, but for the
-processes that are there. Connections are new, so a host that was given up, and wakes, can tell
-nobody anything: it has lost the others, and comes to the meeting as well.
+The remaining hosts rendezvous again, at the same address. A host that its supervisor has started
+again joins them by its script's own ``fit``. Then all resume from the newest checkpoint, on host
+0's disk or in the memory of a remaining host (``train.checkpointing.memory_checkpoints``), as if
+all had been started again, but in the processes that still run. Connections are new, so a host that
+was given up and wakes cannot disturb the others: it finds its connections closed, and joins, too.
 
-Where the job may go on with fewer hosts (``lockstep run --min-hosts``), those that have come do so
-after a while, as if the job had been started on them alone.
+If the job may run on fewer hosts (``lockstep run --min-hosts``), those that have joined start after
+a while, as if the job had been started on them alone.
 """
 
 import math
@@ -29,30 +28,30 @@ from lockstep.train.multihost.hosts import Hosts
 from lockstep.train.resume.fit_record import Found
 from lockstep.train.runtime.job_context import JobContext
 
-# The least to wait for hosts that are being started: short time-outs are for those that run, and
-# who gives up sooner than another host can start would never meet it.
+# Shortest wait for hosts that are being started. Short timeouts are for hosts that run: one that
+# gives up before another can start would never meet it.
 _MEETING_SECONDS = 120.0
 
 _T = TypeVar("_T")
 
 
-def outlast(
+def fit_with_restarts(
     fit: Callable[[MemoryCheckpoints], _T],
     restarts: int,
     job_context: JobContext,
     *,
     verbose: object,
 ) -> tuple[_T, list[str]]:
-    """Fit, and once more where a host was lost; what comes of it, and what was lost.
+    """Fit, and again after each loss of a host; returns the result, and a line for each loss.
 
     Args:
-        fit: meets the hosts; has what this process keeps of it in memory.
-        restarts: how often at the most.
+        fit: connects to the hosts and trains, given the checkpoints in this process's memory.
+        restarts: at most so many.
         job_context: of the calls.
         verbose: 0 is silent.
 
     Raises:
-        HostError, WorkerError: what was lost where no restart is left.
+        HostError, WorkerError: the loss, if no restart is left.
     """
     job_context.meeting_seconds = _MEETING_SECONDS if restarts else 0.0
     job_context.patience_seconds = math.inf
@@ -67,37 +66,37 @@ def outlast(
                 raise
             lost.append(f"{error}".partition("\n")[0])
             LOGGER.warning("%s Restart %d of %d", lost[-1], len(lost), restarts)
-            memory.goes_on = True
+            memory.is_restart = True
             job_context.patience_seconds = _MEETING_SECONDS
             OutputConsole(quiet=not verbose).print(
-                f"{lost[-1]} Restart {len(lost)} of {restarts}: waiting for all hosts, to go "
-                "on from the newest checkpoint to the same result.",
+                f"{lost[-1]} Restart {len(lost)} of {restarts}: waiting for all hosts, to resume "
+                "from the newest checkpoint, to the same result.",
                 highlight=False,
                 soft_wrap=True,
             )
 
 
-def check_restarts_on(
+def check_host_restarts(
     hosts: Hosts | None, restarts: int, *, has_checkpoint: bool, reach: Reach
 ) -> None:
-    """Refuse restarts where several scripts train and nobody could go on.
+    """Refuse restarts in jobs of several scripts that could not resume.
 
     Raises:
-        OptionError: this is so.
+        OptionError: they are asked for.
     """
     if hosts is None or hosts.is_one_process:
         return
     if restarts and reach == "roles" and hosts.place.num_hosts > 1:
         raise OptionError(
-            "Workers and parameter servers are restarted on one host only.",
+            "Workers and parameter servers can be restarted on one host only.",
             received=f"restarts={restarts} with {hosts.place.num_hosts} hosts",
-            fix="Leave `restarts` out, and start the scripts again: a checkpoint is gone on from.",
+            fix="Leave `restarts` out, and start the scripts again: they resume from a checkpoint.",
         )
     if restarts and (hosts.has_followers or not has_checkpoint):
         raise OptionError(
             "Restarts on several hosts need a checkpoint, and one process on each host.",
-            received=f"restarts={restarts} {'with' if has_checkpoint else 'without'} one, "
-            f"{hosts.place.num_processes} on a host by {hosts.place.launcher}",
+            received=f"restarts={restarts} {'with' if has_checkpoint else 'without'} a checkpoint, "
+            f"{hosts.place.num_processes} processes on a host by {hosts.place.launcher}",
             fix="Pass checkpoint=, or to Keras a lockstep.keras.Checkpoint. Where a launcher "
             "starts a process for each device, have it start the script again instead: "
             "torchrun --max-restarts, for example.",
@@ -105,34 +104,34 @@ def check_restarts_on(
 
 
 @contextmanager
-def going_on(
-    keeper: CheckpointWriter, hosts: Hosts | None, restarts: int, *, is_chief: bool
+def resumed_from_newest(
+    writer: CheckpointWriter, hosts: Hosts | None, restarts: int, *, is_chief: bool
 ) -> Iterator[None]:
-    """Within the block a ``fit`` is kept that goes on from the newest checkpoint of all.
+    """Around a ``fit`` with checkpoints: find the newest of all hosts, and share copies in memory.
 
     Args:
-        keeper: gets that one, as ``found``.
+        writer: gets that checkpoint, as ``found``.
         hosts: all of them, which call this; None for one alone.
-        restarts: how often to go on after a loss.
+        restarts: allowed after a loss.
         is_chief: this process writes.
 
     Raises:
-        CheckpointError: what is there is not whole; see ``newest_of_all``.
-        HostError: another host was asked for another number of restarts.
+        CheckpointError: no checkpoint is complete; see ``newest_of_all``.
+        HostError: another host has another number of restarts.
     """
-    if hosts is not None:  # with some they share copies, which takes all of them
+    if hosts is not None:  # copies in memory need all hosts
         hosts.check_equal({"`restarts`": restarts})
     with ExitStack() as stack:
-        on_disk = stack.enter_context(keeper.opened()) if is_chief else None
-        tree = newest_of_all(hosts, on_disk, keeper.memory, keeper.directory)
+        on_disk = stack.enter_context(writer.opened()) if is_chief else None
+        tree = newest_of_all(hosts, on_disk, writer.memory, writer.directory)
         if tree is not None:
             is_on_disk = tree is on_disk
-            keeper.found = replace(
+            writer.found = replace(
                 Found.of(tree),
                 is_written=is_on_disk or not is_chief,
-                name=keeper.place if is_on_disk else "the newest copy of the training",
+                name=writer.place if is_on_disk else "the newest copy of the training",
             )
-        stack.enter_context(keeper.memory.shared(hosts if restarts else None, tree))
+        stack.enter_context(writer.memory.shared(hosts if restarts else None, tree))
         del on_disk, tree  # each may be as large as the training
         yield
 
@@ -140,38 +139,39 @@ def going_on(
 def newest_of_all(
     hosts: Hosts | None, on_disk: dict[str, Tree] | None, memory: MemoryCheckpoints, folder: Folder
 ) -> dict[str, Tree] | None:
-    """The newest checkpoint that any host has, on every host; None if there is none.
+    """The newest checkpoint of any host, on every host; None if there is none.
 
     Args:
         hosts: all of them, which call this; None for one alone.
-        on_disk: what host 0 has found there.
-        memory: what this process has.
-        folder: where host 0 has looked.
+        on_disk: the newest in host 0's folder.
+        memory: of this process.
+        folder: of host 0, for messages.
 
     Raises:
-        CheckpointError: this host goes on after a loss, and nobody has any; what is there is none.
+        CheckpointError: this host restarts after a loss, and no host has a checkpoint; or one is
+            invalid.
     """
     own = [one for one in (on_disk, memory.newest()) if one is not None]
-    newest = max(own, key=_place, default=None)
+    newest = max(own, key=_progress, default=None)
     if hosts is not None:
-        places = hosts.from_all(None if newest is None else _place(newest))
-        first = max(range(len(places)), key=lambda host: places[host] or ())
+        progress = hosts.from_all(None if newest is None else _progress(newest))
+        first = max(range(len(progress)), key=lambda host: progress[host] or ())
         newest = hosts.from_host(first, newest)
-    if newest is None and memory.goes_on:
+    if newest is None and memory.is_restart:
         raise CheckpointError(
-            "Hosts that go on after a loss need a checkpoint that host 0 has written, or a copy in "
-            "the memory of host 0 or 1.",
+            "Hosts that restart after a loss need a checkpoint that host 0 has written, or a copy "
+            "in the memory of host 0 or 1.",
             received=f"none in {folder} on host 0, and no copy",
             fix="Start host 0 where it was before, or give it a folder that all hosts share.",
         )
     return newest
 
 
-def _place(checkpoint: dict[str, Tree]) -> tuple[int, bool, int, int]:
-    """How far the training has come in a checkpoint; what has come further is greater.
+def _progress(checkpoint: dict[str, Tree]) -> tuple[int, bool, int, int]:
+    """The training's progress in a checkpoint, in an order that compares.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: the checkpoint is invalid.
     """
     found = Found.of(checkpoint)
     position = found.state.position

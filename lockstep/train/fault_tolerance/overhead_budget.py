@@ -1,14 +1,14 @@
-"""When to take the next copy or checkpoint, so that they use a small part of the time."""
+"""Limits the time that copies of the training take to a small part of the whole."""
 
 import time
 
-# Part of the time of training that it may take, and the least from one time to the next.
+# Part of the training's time that they may take, and the shortest interval.
 PART = 0.02
 LEAST_SECONDS = 1.0
 
 
 class OverheadBudget:
-    """Of one thing that is done again and again. The first time it is due at once."""
+    """Decides when a repeated task is due. The first time is at once."""
 
     def __init__(self) -> None:
         self._cost_seconds = 0.0
@@ -16,15 +16,15 @@ class OverheadBudget:
 
     @property
     def is_due(self) -> bool:
-        """Whether to do it again."""
+        """True if it is time to do it again."""
         passed = time.monotonic() - self._ended
         return passed >= max(LEAST_SECONDS, self._cost_seconds / PART)
 
     def note(self, began: float) -> None:
-        """It was done.
+        """Note that it was done.
 
         Args:
-            began: when it was begun, by ``time.monotonic()``.
+            began: when it began, by ``time.monotonic()``.
         """
         self._ended = time.monotonic()
         self._cost_seconds = self._ended - began

@@ -1,7 +1,7 @@
-"""What every rank was at when a training failed, who waited for whom, and the kind of the fault.
+"""What ranks were doing when a training failed, which rank each waited for, and the fault's kind.
 
-A process that is killed can say nothing. But where it was lies in memory that all ranks of the host
-share, and those that live can be asked for their stacks.
+A killed process cannot report. But its last position is in memory that all ranks of the host share,
+and living ranks can be asked for their stacks.
 """
 
 import errno
@@ -21,13 +21,13 @@ from lockstep.launch.health.failure import causes_of, message_of
 from lockstep.launch.workers.team import Team
 from lockstep.units import first_few
 
-# What may have gone wrong. Those of ranks and hosts that are lost come with the errors that say so.
+# Kinds of faults. Errors of lost ranks and hosts have their kind as an attribute.
 DEAD, HUNG, OUT_OF_MEMORY, NETWORK_CUT = "dead", "hung", "out of memory", "network cut"
 DISK_FULL, DATA_EXHAUSTED, BAD_RECORD = "disk full", "data exhausted", "bad record"
 NOT_FINITE, INTERRUPTED, TOLD_TO_END, FAILED = "not finite", "interrupted", "told to end", "failed"
 
-# What a rank comes to by itself.
-_BY_ITSELF = (FAILED, OUT_OF_MEMORY, DISK_FULL, BAD_RECORD)
+# Faults of this process's own rank, if an error names no other.
+_LOCAL = (FAILED, OUT_OF_MEMORY, DISK_FULL, BAD_RECORD)
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>.+)')
 _PACKAGE = str(Path(__file__).parents[2])
@@ -36,16 +36,16 @@ _OF_PYTHON = str(Path(re.__file__).parent.parent)
 
 
 class RankState(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What one rank was at.
+    """The position of one rank.
 
     Attributes:
         rank: its number.
-        pid: of its process; 0 where that is unknown.
+        pid: of its process; 0 if unknown.
         step: the step that it was in; -1 before the first.
         phase: of the step: "reading", "forward", "backward", "exchange", "update" or "sync".
         awaits: the rank that it waited for; None for none.
-        waited_seconds: so long it has waited for others since training began.
-        line: the last line of code that is known of it.
+        waited_seconds: its total wait for others since training began.
+        line: the last known line of code.
     """
 
     rank: int
@@ -62,12 +62,12 @@ class RankState(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def states_of(team: Team | None, board: StatusBoard | None, first_rank: int) -> list[RankState]:
-    """Of the ranks of this host.
+    """The states of this host's ranks.
 
     Args:
-        team: of its helpers; None where this process is alone.
-        board: where they meet.
-        first_rank: this process's.
+        team: its helpers; None without.
+        board: on which ranks publish their positions.
+        first_rank: the rank of this process.
     """
     if board is None or team is None:
         return [RankState(rank=first_rank, pid=os.getpid())]
@@ -86,15 +86,15 @@ def states_of(team: Team | None, board: StatusBoard | None, first_rank: int) -> 
 
 
 def culprit(states: Sequence[RankState], error: BaseException) -> int | None:
-    """The rank at fault: the one that an error names, or that all wait for in the end.
+    """The rank at fault: the one that an error names, or that all others wait for in the end.
 
-    Or this process's, where it was by itself; None where it was no rank.
+    Or this process's, for a fault of its own; None if no rank is at fault.
     """
     rank, kind = rank_of(error), kind_of(error)
     if rank is not None:
         return rank
     if kind != HUNG:
-        return states[0].rank if kind in _BY_ITSELF else None
+        return states[0].rank if kind in _LOCAL else None
     awaits = {state.rank: state.awaits for state in states}
     last = states[0].rank
     for _ in states:
@@ -104,8 +104,8 @@ def culprit(states: Sequence[RankState], error: BaseException) -> int | None:
 
 
 def add_lines(states: Sequence[RankState], error: BaseException, team: Team | None) -> None:
-    """Note the last line of code of each rank, as far as anybody can tell."""
-    lost = rank_of(error)  # who hangs still lives, and is asked
+    """Note the last line of code of each rank, if known."""
+    lost = rank_of(error)  # a rank that hangs still answers
     stacks = {} if team is None else team.stacks()
     own = "".join([*traceback.format_stack(), *traceback.format_tb(error.__traceback__)])
     for state in states:
@@ -113,17 +113,17 @@ def add_lines(states: Sequence[RankState], error: BaseException, team: Team | No
             state.line = last_line(stacks[state.rank], is_newest_first=True)
         elif state.rank in stacks:
             is_crash = "--- last output" in str(error)
-            state.line = last_line(_told_by(error), is_newest_first=is_crash)
+            state.line = last_line(_text_of(error), is_newest_first=is_crash)
         else:
             state.line = last_line(own)
 
 
 def last_line(text: str, *, is_newest_first: bool = False) -> str:
-    """Where a stack or traceback ends: in the user's own code, if it comes from there.
+    """The innermost frame of a stack or traceback that is in the user's code, or else any.
 
     Args:
         text: of the stack; empty text or one without frames gives "".
-        is_newest_first: as ``faulthandler`` writes it, of several threads.
+        is_newest_first: in the order of ``faulthandler``, with several threads.
     """
     if is_newest_first:
         _, _, current = text.rpartition("Current thread")
@@ -139,13 +139,13 @@ def _is_of_libraries(file: str) -> bool:
     return any(part in file for part in _LIBRARIES) or file.startswith((_OF_PYTHON, "<string>"))
 
 
-def _told_by(error: BaseException) -> str:
-    """What another rank has told, with its traceback."""
+def _text_of(error: BaseException) -> str:
+    """The messages of an error of another rank, with its traceback."""
     return "\n".join([*map(message_of, causes_of(error)), *getattr(error, "__notes__", ())])
 
 
 def rank_of(error: BaseException) -> int | None:
-    """The rank that has failed, if an error says so; None where it is this process."""
+    """The failed rank, if an error names it; None for this process."""
     for one in causes_of(error):
         if isinstance(one, WorkerError | BadRecordError) and one.rank is not None:
             return one.rank
@@ -153,7 +153,7 @@ def rank_of(error: BaseException) -> int | None:
 
 
 def kind_of(error: BaseException) -> str:
-    """What has gone wrong, in a word or two."""
+    """The kind of a fault, in a word or two."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, SystemExit):
@@ -180,12 +180,12 @@ def _kind_of_one(error: BaseException) -> str:
     return NOT_FINITE if isinstance(error, NonFiniteError) else ""
 
 
-def said_of(states: Sequence[RankState], error: BaseException) -> str:
-    """A sentence for the error: what the rank that is lost was at, and who waited for it."""
+def fault_summary(states: Sequence[RankState], error: BaseException) -> str:
+    """A sentence for the error: the position of the lost rank, and the ranks that waited for it."""
     lost = culprit(states, error)
     state = next((one for one in states if one.rank == lost), None)
     if state is None or state.step < 0:
         return ""
     waiting = [one.rank for one in states if one.awaits == lost]
-    waits = f"waited for by rank {first_few(waiting)}" if waiting else "nobody waited for it yet"
+    waits = f"waited for by rank {first_few(waiting)}" if waiting else "no rank waited for it yet"
     return f"Rank {lost} was at {state}, {waits}."

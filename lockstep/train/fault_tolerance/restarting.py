@@ -1,4 +1,4 @@
-"""What drivers of a training have in common: Ctrl-C, backups to return to, and a record."""
+"""Base classes of training drivers: Ctrl-C, backups, restarts after lost ranks, and a record."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,27 +23,27 @@ from lockstep.train.history import History
 
 
 class FollowerDriver(TaskDriver):
-    """Of a host that host 0 leads: callbacks and progress are there.
+    """The driver of a host other than host 0, which has the callbacks and shows progress.
 
     Args:
-        interrupt: what has become of Ctrl-C here, which ends the training on all hosts.
-        keeper: writes checkpoints, one after Ctrl-C, too; None without.
+        interrupt: the state of Ctrl-C here, which ends the training on all hosts.
+        writer: writes checkpoints, one after Ctrl-C, too; None without.
     """
 
     updater: Any = None
 
-    def __init__(self, interrupt: Interrupt, keeper: Any = None) -> None:
+    def __init__(self, interrupt: Interrupt, writer: Any = None) -> None:
         self.history = History()
-        self._interrupt, self._keeper = interrupt, keeper
-        if keeper is not None:
-            keeper.interrupt = interrupt
+        self._interrupt, self._writer = interrupt, writer
+        if writer is not None:
+            writer.interrupt = interrupt
 
     @property
     def is_interrupted(self) -> bool:  # type: ignore[override]  # an attribute in the base
-        """Whether training is to end: by the user, or since something between steps has failed."""
+        """True if training must end: after Ctrl-C, or after a failure between steps."""
         if self.failure is not None:
             return True
-        if self._keeper is not None and not self._keeper.lets_end():
+        if self._writer is not None and not self._writer.lets_end():
             return False
         return self._interrupt.is_requested
 
@@ -52,10 +52,10 @@ class FollowerDriver(TaskDriver):
 
     @contextmanager
     def raising_failure(self, state: Callable[[], str]) -> Iterator[None]:
-        """After the block, a training, raise what has failed between its steps.
+        """After the block, a training, raise the error that has occurred between its steps.
 
         Args:
-            state: tells what the training has left.
+            state: describes the weights that the training has left.
         """
         try:
             yield
@@ -85,23 +85,23 @@ class FollowerDriver(TaskDriver):
 
 
 class RestartingDriver(FollowerDriver):
-    """A driver whose training can be put back, and gone on with after the loss of a rank.
+    """A driver that restores its training from a backup, and resumes after the loss of a rank.
 
     Args:
-        interrupt: what has become of Ctrl-C.
+        interrupt: the state of Ctrl-C.
         runner: whose training it is.
         backups: of it; None without.
         record: of it; None to keep none.
     """
 
-    _is_due = False
-    """A backup, after this step."""
-    _begun = Resume()
-    """The last epoch in which ranks were apart."""
-    _stand: ServerProgress | None = None
-    """How far they were in it when a process was lost."""
-    _is_asked = False
-    """For the state, by a callback after this step."""
+    _is_backup_due = False
+    """True to take a backup after this step."""
+    _async_start = Resume()
+    """The start of the last epoch in which ranks did not wait for each other."""
+    _progress: ServerProgress | None = None
+    """Their progress in it when a process was lost."""
+    _is_state_taken = False
+    """True if a callback takes the state after this step."""
 
     def __init__(
         self,
@@ -117,23 +117,23 @@ class RestartingDriver(FollowerDriver):
         self._journal = Journal(is_kept=False) if backups is None else backups.journal
 
     def _asks_for_state(self, index: int) -> bool:
-        """Whether a callback takes the training's state after this step."""
+        """True if a callback takes the training's state after this step."""
         return False
 
     def _notice(self, text: str) -> None:
-        """Show what has happened."""
+        """Show a line to the user."""
 
     def _set_options(self, options: list[dict[str, Any]]) -> None:
-        """Have the user's own optimizer get what callbacks had decided before."""
+        """Set the user's own optimizer to options that callbacks had decided before."""
 
     def wants_state(self, index: int) -> bool:
-        self._is_asked = self._journal.once(partial(self._asks_for_state, index))
-        self._is_due = self._backups is not None and self._backups.is_due
-        return self._is_asked or self._is_due
+        self._is_state_taken = self._journal.once(partial(self._asks_for_state, index))
+        self._is_backup_due = self._backups is not None and self._backups.is_due
+        return self._is_state_taken or self._is_backup_due
 
     def record_position(self, place: Place | None) -> None:
-        if place is not None and place.batch and not self._is_asked:
-            place = replace(place, is_lasting=False)  # for nobody but us
+        if place is not None and place.batch and not self._is_state_taken:
+            place = replace(place, is_lasting=False)  # for backups only
         self._runner.record_position(place, self.history)
 
     def note_failure(self, error: BaseException, states: list[RankState], team: Team) -> None:
@@ -144,16 +144,16 @@ class RestartingDriver(FollowerDriver):
         if text := self._runner.note_shares():
             self._notice(text)
         plan = self._runner.plan
-        if self._backups is None or self._journal.is_read or start.served is not None:
+        if self._backups is None or self._journal.is_replaying or start.served is not None:
             return
         if plan.num_ranks == 1:
-            return  # there is nobody to be lost
-        if plan.is_stale and not self._backups.is_asked:
-            return  # workers would have to meet for it
-        if isinstance(plan.update, AveragedUpdate) and not self._backups.is_asked:
-            return  # replicas would have to meet for it
-        if plan.pipeline is not None and not self._backups.is_asked:
-            self._backups.wait()  # this process need not have room for what others train
+            return  # no other rank can be lost
+        if plan.is_stale and not self._backups.is_required:
+            return  # workers would have to synchronise for it
+        if isinstance(plan.update, AveragedUpdate) and not self._backups.is_required:
+            return  # replicas would have to synchronise for it
+        if plan.pipeline is not None and not self._backups.is_required:
+            self._backups.wait()  # this process may lack memory for the other stages
             return
         place = Place(
             epoch=start.epoch,
@@ -167,23 +167,24 @@ class RestartingDriver(FollowerDriver):
         self.record_position(None)
 
     def back_up(self) -> None:
-        if self._is_due and self._backups is not None and not self.stop_training:
+        if self._is_backup_due and self._backups is not None and not self.stop_training:
             self._backups.take()
-        self._is_due = False
+        self._is_backup_due = False
 
     def back_up_at(self, resume: Resume, num_steps: int) -> None:
-        if self._backups is not None and self._backups.is_asked and not self._journal.is_read:
+        is_required = self._backups is not None and self._backups.is_required
+        if self._backups is not None and is_required and not self._journal.is_replaying:
             self.record_position(Place(epoch=resume.epoch, batch=0, num_steps=num_steps))
             self._backups.take(resume)
             self.record_position(None)
 
     def begin_apart(self, begun: Resume) -> None:
-        self._begun = begun
+        self._async_start = begun
 
-    def record_progress(self, stand: ServerProgress | None) -> None:
-        self._stand = stand
-        if stand is not None:
-            self.take_slots([part for parts in stand.slots for part in parts])
+    def record_progress(self, progress: ServerProgress | None) -> None:
+        self._progress = progress
+        if progress is not None:
+            self.take_slots([part for parts in progress.slots for part in parts])
 
     def put_back(self) -> int | None:
         backup = None if self._backups is None else self._backups.put_back()
@@ -192,53 +193,53 @@ class RestartingDriver(FollowerDriver):
     def resume_after(self, error: WorkerError) -> Resume | None:
         if self._backups is None or not error.is_loss or self.failure is not None:
             return None
-        stand, self._stand = self._stand, None
-        place = self._backups.last_step if stand is None else stand.table
-        if not self._backups.spend(place, is_free=self._is_spare(error)):
-            self._note_end(error)
+        progress, self._progress = self._progress, None
+        place = self._backups.last_step if progress is None else progress.table
+        if not self._backups.spend(place, is_free=self._is_replicated_server(error)):
+            self._note_no_restart(error)
             return None
         restarts = [*self.history.restarts, f"{error}".partition("\n")[0]]
-        if stand is not None:
+        if progress is not None:
             self.history.restarts = restarts
-            self._tell_restart(error, "no sample is counted twice, and none left out")
-            return self._after_all_done(stand)
+            self._report_restart(error, "no sample is counted twice, and none left out")
+            return self._first_batch_left(progress)
         backup = self._backups.restart()
         if backup is None:
-            self._note_end(error)
+            self._note_no_restart(error)
             return None
-        then = copied(backup.state.position["fit"])
-        self.history = History(then["history"], then["epochs"], restarts)
+        fit = copied(backup.state.position["fit"])
+        self.history = History(fit["history"], fit["epochs"], restarts)
         result = "" if self._runner.plan.is_stale else ", to the same result"
-        self._tell_restart(error, f"going on from {_after(backup.last_step)}{result}")
+        self._report_restart(error, f"resuming {_after(backup.last_step)}{result}")
         return backup.resume
 
-    def _is_spare(self, error: WorkerError) -> bool:
-        """Whether what was lost is a server, of whose parameters there is a second copy."""
+    def _is_replicated_server(self, error: WorkerError) -> bool:
+        """True if the lost process is a server whose parameters another server has, too."""
         plan = self._runner.plan
         return plan.outlives_servers and error.rank is not None and plan.is_server(error.rank)
 
-    def _after_all_done(self, stand: ServerProgress) -> Resume:
-        """Where workers and servers go on with an epoch: from the first batch that is not done."""
-        begun = self._begun
+    def _first_batch_left(self, progress: ServerProgress) -> Resume:
+        """Where workers and servers resume an epoch: at the first batch that is not done."""
+        start = self._async_start
         return replace(
-            begun,
-            batch=begun.batch + stand.num_past,
-            served=stand,
-            num_ended=max(begun.num_ended, begun.batch + stand.num_ended),
+            start,
+            batch=start.batch + progress.num_past,
+            served=progress,
+            num_ended=max(start.num_ended, start.batch + progress.num_ended),
         )
 
-    def _note_end(self, error: WorkerError) -> None:
+    def _note_no_restart(self, error: WorkerError) -> None:
         assert self._backups is not None
         if self._backups.restarts:
             error.add_note(
-                f"All {self._backups.restarts} restarts are used up, or what callbacks have "
-                "changed since the last copy of the training is not known."
+                f"All {self._backups.restarts} restarts are used up, or callbacks have changed "
+                "the training since its last copy in a way that cannot be repeated."
             )
 
-    def _tell_restart(self, error: WorkerError, then: str) -> None:
+    def _report_restart(self, error: WorkerError, then: str) -> None:
         assert self._backups is not None
         made = self._backups.restarts - self._backups.restarts_left
-        number = "" if self._is_spare(error) else f" {made} of {self._backups.restarts}"
+        number = "" if self._is_replicated_server(error) else f" {made} of {self._backups.restarts}"
         then = f"Restart{number}: {then}."
         self._record.note_restart(error, then)
         self._notice(f"{self.history.restarts[-1]} {then}")
@@ -249,22 +250,22 @@ class RestartingDriver(FollowerDriver):
             return directive
         if not self._journal.is_kept:
             return directive
-        was_made = self._journal.is_read
+        is_repeated = self._journal.is_replaying
         decided = self._journal.once(lambda: replace(directive, values=copied(directive.values)))
-        if was_made and decided.options is not None:
+        if is_repeated and decided.options is not None:
             self._set_options(decided.options)
         return replace(decided, halt=directive.halt)
 
     def _back_up_changes(self, resume: Resume) -> None:
-        """Callbacks have changed what no journal can tell again: the last copy knows none of it.
+        """Replace the backup after changes by callbacks that a journal cannot repeat.
 
-        This process has all of the training while they are called, so a copy can be taken here.
+        This process has the whole training while callbacks are called, so it can be copied here.
         """
         assert self._backups is not None
         self._backups.drop()
-        if self._backups.is_asked and self._runner.is_placed:
+        if self._backups.is_required and self._runner.is_placed:
             self._backups.take(resume)
 
 
 def _after(step: int) -> str:
-    return f"after step {step}" if step >= 0 else "the beginning"
+    return f"after step {step}" if step >= 0 else "from the beginning"

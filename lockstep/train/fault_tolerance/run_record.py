@@ -1,10 +1,10 @@
-"""The record of a run: what has happened in each ``fit``, in lines of JSON, for the doctor.
+"""The record of a run: the events of each ``fit``, as lines of JSON, for ``lockstep doctor``.
 
-It is small: a line where a ``fit`` begins and ends, one for each fault, and now and then one that
-says how far it is, ever more seldom. Each line is written at once, so what has ended the process
-has ended the record, too; of that the doctor knows the last line, and that the process is gone.
+It is small: a line at the begin and end of a ``fit``, one for each fault, and progress at growing
+intervals. Each line is written at once. If the process is killed, the record ends there; the doctor
+then knows the last line, and that the process is gone.
 
-A record that cannot be written, on a full disk, ends no training: its lines are lost.
+If a record cannot be written, because the disk is full, training goes on and lines are lost.
 """
 
 import json
@@ -38,21 +38,21 @@ from lockstep.version import __version__
 NAME = "record.jsonl"
 VARIABLE = "LOCKSTEP_RECORD"
 
-# From one line that says how far it is to the next: at least, a part of the time so far, at most.
+# Interval between lines of progress: at least, as a part of the time so far, and at most.
 _LEAST_SECONDS, _PART, _MOST_SECONDS = 1.0, 0.01, 60.0
 _LONGEST_MESSAGE = 4000
 _MOST_BAD_RECORDS = 1000
 
 
 class Fault(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Something that has gone wrong.
+    """A fault.
 
     Attributes:
         kind: see ``train.fault_tolerance.rank_states``.
         message: the error's.
-        rank: at fault; None where it is none of the ranks of this host, or not known.
-        ranks: what each was at.
-        then: what has become of the run.
+        rank: at fault; None if it is unknown, or not a rank of this host.
+        ranks: the states of all.
+        then: the consequence for the run.
     """
 
     kind: str
@@ -94,8 +94,8 @@ class RunRecord:
     """Writes the record of a ``fit``.
 
     Args:
-        folder: that has the record, made if need be; None to keep none.
-        logs: tell the logger of all that happens, too.
+        folder: for the record, made if missing; None to keep none.
+        logs: log all events, too.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, *, logs: bool = False) -> None:
@@ -150,14 +150,14 @@ class RunRecord:
         except BaseException as error:
             with noting_on(error):
                 self._write("end", **self._place, fault=self._fault(error, "it ended"))
-            told = f"`lockstep doctor {self._path.parent}` tells more, from the record of the run."
+            hint = f"`lockstep doctor {self._path.parent}` tells more, from the record of the run."
             if not isinstance(error, KeyboardInterrupt):
-                add_note(error, told)
+                add_note(error, hint)
             raise
         self._write("end", **self._place, ranks=self._look())
 
     def begin_run(self, look: Callable[[], list[RankState]]) -> None:
-        """Ranks are about to train; ``look`` tells what they are at."""
+        """Ranks are about to train; ``look`` returns their states."""
         self._look = look
         self._write("ranks", ranks=look())
 
@@ -188,13 +188,13 @@ class RunRecord:
             self._write("bad record", index=index, reason=reason)
 
     def note_failure(self, error: BaseException, states: list[RankState], team: Team) -> None:
-        """Ranks are about to be ended because of an error: ask them once more."""
+        """Note the ranks' states before they are ended because of an error."""
         if self._path is not None:
             add_lines(states, error, team)
             self._failure = error, states
 
     def note_restart(self, error: BaseException, then: str) -> None:
-        """A rank was lost, and the run goes on."""
+        """Note that a rank was lost, and the run resumes."""
         self._log(WARNING, "%s %s", f"{error}".partition("\n")[0], then)
         if self._path is not None:
             self._write("fault", **self._place, fault=self._fault(error, then))
@@ -231,18 +231,18 @@ class RunRecord:
 
 
 def checked_folder(path: str | os.PathLike[str]) -> Path:
-    """The folder that a user has named for records, which may yet have to be made.
+    """The folder that a user has named for records, which need not exist yet.
 
     Raises:
-        OptionError: it is a file, or within one: no line could be kept.
+        OptionError: it is a file, or within one.
     """
     folder = Path(path)
     there = next((each for each in (folder, *folder.parents) if os.path.exists(each)), None)
     if there is not None and not there.is_dir():
         raise OptionError(
-            "The record of a run is kept in a folder.",
+            "The record of a run needs a folder.",
             received=f"{folder}, where {there} is a file",
-            fix=f"Name a folder, which need not be there yet, as record= or in {VARIABLE}.",
+            fix=f"Name a folder, which need not exist yet, as record= or in {VARIABLE}.",
         )
     return folder
 
@@ -255,7 +255,7 @@ def _encoded(event: Event) -> bytes:
 
 
 def read_record(path: Path) -> list[Event]:
-    """The lines of a record; one that was cut off is left out.
+    """The lines of a record, without a last one that is incomplete.
 
     Args:
         path: of the file, or its folder.

@@ -29,7 +29,11 @@ from lockstep.train.callbacks.rank_sync import Resume
 from lockstep.train.checkpointing.checkpoints import CheckpointWriter, check_places
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.fault_tolerance.backups import Backups
-from lockstep.train.fault_tolerance.lost_hosts import check_restarts_on, going_on, outlast
+from lockstep.train.fault_tolerance.lost_hosts import (
+    check_host_restarts,
+    fit_with_restarts,
+    resumed_from_newest,
+)
 from lockstep.train.fault_tolerance.restarting import FollowerDriver
 from lockstep.train.fault_tolerance.run_record import RunRecord
 from lockstep.train.fit.fit_hooks import FitHooks
@@ -94,7 +98,9 @@ class FittingRunner(ResumingRunner):
             self._epochs_trained, self._steps_trained = start
             return self._call("fit", lambda: self._fit(replace(asked, memory=memory)))
 
-        history, lost = outlast(fit, asked.restarts, self._job_context, verbose=asked.verbose)
+        history, lost = fit_with_restarts(
+            fit, asked.restarts, self._job_context, verbose=asked.verbose
+        )
         history.restarts += lost
         return history
 
@@ -116,7 +122,7 @@ class FittingRunner(ResumingRunner):
     def _fit_with(self, asked: FitRequest, keeper: CheckpointWriter) -> History:
         """Fit, and write checkpoints."""
         hosts = self._job_context.hosts
-        with going_on(keeper, hosts, asked.restarts, is_chief=self._is_chief):
+        with resumed_from_newest(keeper, hosts, asked.restarts, is_chief=self._is_chief):
             history = self._fit_on(asked, keeper)
         if hosts is not None:
             hosts.wait()  # until the last one is written
@@ -249,7 +255,7 @@ class FittingRunner(ResumingRunner):
         hosts = self._job_context.hosts
         has_checkpoint = asked.checkpoint is not None
         reach = self._job_context.reach
-        check_restarts_on(hosts, asked.restarts, has_checkpoint=has_checkpoint, reach=reach)
+        check_host_restarts(hosts, asked.restarts, has_checkpoint=has_checkpoint, reach=reach)
         if hosts is not None and search is not None:
             raise OptionError(
                 "The batch size search runs on one host only.",

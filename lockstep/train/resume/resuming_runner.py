@@ -220,7 +220,7 @@ class ResumingRunner(PersistentRunner):
             self._session.stores.release_pages,
             [source for source in sources if isinstance(source, SharedStream)],
             restarts,
-            is_asked=restarts > 0 or self._maker().outlives_servers,
+            is_required=restarts > 0 or self._maker().outlives_servers,
         )
 
     def _record_in(

@@ -19,7 +19,7 @@ from lockstep.train.callbacks.interrupt import held_termination
 from lockstep.train.checkpointing.checkpoints import CheckpointWriter
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.checkpointing.training_state import TrainingState
-from lockstep.train.fault_tolerance.lost_hosts import check_restarts_on, going_on
+from lockstep.train.fault_tolerance.lost_hosts import check_host_restarts, resumed_from_newest
 from lockstep.train.fault_tolerance.run_record import RunRecord
 from lockstep.train.history import History
 from lockstep.train.logging.progress import OutputConsole
@@ -74,7 +74,7 @@ class CheckpointRunner(ResumingRunner):
         """
         context, restarts = self._job_context, options.restarts
         has_checkpoint = checkpoint is not None
-        check_restarts_on(
+        check_host_restarts(
             context.hosts, restarts, has_checkpoint=has_checkpoint, reach=context.reach
         )
         with ExitStack() as stack:
@@ -86,7 +86,9 @@ class CheckpointRunner(ResumingRunner):
             tell = OutputConsole(quiet=not (verbose and is_chief)).tell
             termination = stack.enter_context(held_termination())
             keeper = CheckpointWriter(checkpoint.files, termination, memory, options.epochs, tell)
-            stack.enter_context(going_on(keeper, context.hosts, restarts, is_chief=is_chief))
+            stack.enter_context(
+                resumed_from_newest(keeper, context.hosts, restarts, is_chief=is_chief)
+            )
             epochs = 0 if options.initial_epoch else self._epochs_trained
             steps = int(self.model.model.optimizer._iterations.value)
             keeper.record = record = self._record_of(memory, make_facts, epochs, steps)
