@@ -233,7 +233,7 @@ def test_what_all_begin_with_is_kept_until_there_is_more(hosts: list[Hosts]) -> 
         return memories[own.host].newest()
 
     assert together(*(lambda own=own: act(own) for own in hosts)) == [FAR, FAR, None]
-    assert memories[0].given_up() is None, "others refer to its memory"
+    assert memories[0].release() is None, "others refer to its memory"
     assert memories[0].newest() is None
 
 
@@ -307,7 +307,7 @@ def test_a_host_without_room_for_a_copy_is_told_of_once(monkeypatch: pytest.Monk
         sender.send({"a": torch.ones(10_000_000)}, time.monotonic())
         wait_for(lambda: sender.is_idle)
         memory._sender = sender
-        with pytest.warns(UserWarning, match=r"more: Host 1 \(node-b\) has no room for it"):
+        with pytest.warns(UserWarning, match=r": Host 1 \(node-b\) has no memory for it"):
             assert not memory.wants_another()
         assert not memory.wants_another()  # a warning would be an error
     assert len(kept) == 1, "the one that had room"
@@ -318,12 +318,12 @@ def test_nobody_waits_for_a_host_that_does_not_read() -> None:
     memory = MemoryCheckpoints()
     memory.keep({"a": torch.zeros(1 << 22)}, RECORD, time.monotonic())
     first = memory.newest()
-    assert memory.given_up() is first, "its memory is written to again"
+    assert memory.release() is first, "its memory is written to again"
     with closing(far), closing(StateSender(near, "Host 1")) as sender:
         memory._sender = sender
         memory.keep({"a": torch.zeros(1 << 22)}, RECORD, time.monotonic())
         assert not sender.is_idle
-        assert memory.given_up() is None, "the other host still gets it"
+        assert memory.release() is None, "the other host still gets it"
 
 
 def test_a_host_that_is_gone_is_no_warning_but_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +362,7 @@ def test_whatever_a_copy_fails_of_ends_the_copies_alone(monkeypatch: pytest.Monk
             patched.setattr(state_transfer, "encoded", fail)
             memory.keep({"a": torch.ones(3)}, RECORD, time.monotonic())
             wait_for(lambda: sender.is_idle)
-        with pytest.warns(UserWarning, match="any more: MemoryError: no room"):
+        with pytest.warns(UserWarning, match="another host: MemoryError: no room"):
             assert not memory.wants_another()
         assert not memory.wants_another()
         wait_for(receiver._receiving.done)
@@ -372,7 +372,7 @@ def test_whatever_a_copy_fails_of_ends_the_copies_alone(monkeypatch: pytest.Monk
 def test_what_ended_the_copies_is_no_error_at_the_end(hosts: list[Hosts], *, is_lost: bool) -> None:
     def act(own: Hosts) -> None:
         memory = MemoryCheckpoints()
-        memory._take_in = fail  # type: ignore[method-assign]
+        memory._exchange_message = fail  # type: ignore[method-assign]
         with memory.shared(own, None):
             if own.host == 0:
                 sender = memory._sender
@@ -399,5 +399,5 @@ def test_what_ended_the_copies_is_no_error_at_the_end(hosts: list[Hosts], *, is_
         found = together(*(lambda own=own: outcome(own) for own in hosts))
     assert found == [expected] * NUM_HOSTS
     said = [f"{one.message}" for one in told]
-    mistake = "No copy of the training was kept here any more: RuntimeError: some mistake."
+    mistake = "Copies of the training are no longer kept here: RuntimeError: some mistake."
     assert said == ([] if is_lost else [mistake])

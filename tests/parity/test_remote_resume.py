@@ -47,5 +47,5 @@ def test_a_training_goes_on_from_a_store(url: Any, capsys: Any, tmp_path: Any) -
 
 
 def test_a_record_is_not_kept_in_a_store() -> None:
-    with pytest.raises(OptionError, match="`record` must be the path of a folder of this machine"):
+    with pytest.raises(OptionError, match="`record` must be the path of a folder on this machine"):
         fit(make_trainer("Adam", "single"), None, record=URL)

@@ -300,7 +300,7 @@ def test_a_state_of_another_script_is_refused_and_nothing_is_changed(other: str)
 
 @pytest.mark.parametrize("state", [{}, None, {"parameters": {}}, nn.Linear(4, 2).state_dict()])
 def test_what_is_no_state_is_refused(state: Any) -> None:
-    with pytest.raises(CheckpointError, match="The state of a training has the parts"):
+    with pytest.raises(CheckpointError, match="The state of a training must have the parts"):
         make_trainer().load_state_dict(state)
 
 

@@ -1,9 +1,9 @@
-"""Checkpoints of a ``fit``: taken between its steps, written meanwhile, gone on from by the next.
+"""Checkpoints of a ``fit``: taken between its steps, written in the background.
 
-A checkpoint is the training's whole state (``train.checkpointing.training_state``), the place in
-the ``fit``, and what that was asked to do. Training waits for the copy in memory only: a thread
-writes it. All copies of a ``fit`` take the same memory: in new memory they would take six times as
-long.
+A checkpoint is the training's whole state (``train.checkpointing.training_state``), the position in
+the ``fit``, and the facts on which its result depends. Training waits for the copy in memory only:
+a thread writes it. All copies of a ``fit`` reuse the same memory: in new memory they would take six
+times as long.
 """
 
 import os
@@ -50,24 +50,23 @@ _EVERY = re.compile(r"(?P<steps>\d+) steps?|(?P<epoch>epoch)|(?P<seconds>\d+(\.\
 class Checkpoint:
     """Where and how often ``fit`` writes checkpoints, for ``fit(..., checkpoint=...)``.
 
-    The same script started again goes on at the very next batch, with the bits that it would have
+    The same script started again resumes at the very next batch, with the bits that it would have
     had; a ``fit`` that had ended trains nothing and returns the same history. Each ``fit`` has a
     folder of its own. On several hosts host 0 reads and writes.
 
     Args:
-        directory: the folder, which need not be there yet; or a URL that fsspec opens, as in
+        directory: the folder, which need not exist yet; or a URL that fsspec opens, as in
             ``s3://bucket/run``.
-        every: ``"epoch"``, ``"100 steps"`` or ``"60s"``. The end of a ``fit`` is written always.
+        every: ``"epoch"``, ``"100 steps"`` or ``"60s"``. The end of a ``fit`` is always written.
         keep: how many checkpoints are kept, the newest.
-        on_difference: what to do where the script has changed in a way that changes the result
+        on_difference: what to do if the script has changed in a way that changes the result
             (options of the optimizer, the schedule, loss, clipping, data, ...): ``"error"`` raises
-            a CheckpointError that names all that differs; ``"take new"`` goes on with what the
-            script says now; ``"keep"`` with the optimizer's options and the schedule that the
-            checkpoint has. What schedules and callbacks have changed during training is no
-            difference.
+            a CheckpointError that names all that differs; ``"take new"`` resumes with the values of
+            the script; ``"keep"`` with the optimizer's options and the schedule of the checkpoint.
+            Changes by schedules and callbacks during training are no difference.
 
     Raises:
-        OptionError: an argument cannot be what it is.
+        OptionError: an argument is invalid.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Checkpoint:
         problems = Problems()
         if found is None or not any(found.groups()) or _number(found) == 0:
             problems.add(
-                'A checkpoint is written every "epoch", "100 steps" or "60s".',
+                '`every` of a Checkpoint must be like "epoch", "100 steps" or "60s".',
                 received=f"every={every!r}",
                 fix="Give one of these forms, with a number above 0.",
             )
@@ -103,10 +102,10 @@ class Checkpoint:
 
 
 def check_places(checkpoint: object, record: object) -> None:
-    """See that ``fit`` can tell where to keep what it keeps.
+    """Check the arguments ``checkpoint`` and ``record`` of ``fit``.
 
     Raises:
-        OptionError: it cannot.
+        OptionError: one is invalid.
     """
     if not isinstance(checkpoint, Checkpoint | None):
         raise OptionError(
@@ -117,7 +116,7 @@ def check_places(checkpoint: object, record: object) -> None:
     is_path = isinstance(record, str | os.PathLike) and not isinstance(folder_of(record), Url)
     if record is not None and not is_path:
         raise OptionError(
-            "`record` must be the path of a folder of this machine.",
+            "`record` must be the path of a folder on this machine.",
             received=f"record={record!r}",
             fix='Pass record="run", for example.',
         )
@@ -127,7 +126,7 @@ def _number(found: re.Match[str]) -> float:
     return 1 if found["epoch"] else float(found["steps"] or found["seconds"])
 
 
-# Ctrl-C on another host: longest wait for host 0, which was likely sent it too, to write.
+# After Ctrl-C on another host: longest wait for host 0, which was likely sent it too, to write.
 _PATIENCE_FOR_HOST_0_SECONDS = 2.0
 
 
@@ -136,20 +135,19 @@ class CheckpointWriter(Callback):
 
     Args:
         checkpoint: where, and how often.
-        termination: what has become of SIGTERM, after which one more is written.
-        memory: has the newest state, and says whether to take another between those that are
-            written.
-        epochs: how many are asked for.
+        termination: the state of SIGTERM, after which a last one is written.
+        memory: keeps the newest state, and asks for more between those that are written.
+        epochs: of the ``fit``.
 
     Attributes:
         directory: where.
         on_difference: see ``Checkpoint``.
-        place: name of the checkpoint on the disk from which to go on.
+        place: name of the checkpoint on the disk from which to resume.
         tell: shows a line to the user.
         memory: the one given.
         record: of the ``fit``; set before training.
-        found: the checkpoint from which all go on, until they have; None where they begin.
-        interrupt: what has become of Ctrl-C, after which one more is written; set before training.
+        found: the checkpoint from which all hosts resume; None afterwards, and without one.
+        interrupt: the state of Ctrl-C, after which a last one is written; set before training.
         has_last: that one is taken.
     """
 
@@ -159,7 +157,7 @@ class CheckpointWriter(Callback):
     interrupt = Interrupt()
     has_last = False
     _end: End | None = None
-    """What was there when the last epoch had ended."""
+    """The state at the end of the last epoch."""
 
     def __init__(
         self,
@@ -186,15 +184,15 @@ class CheckpointWriter(Callback):
         self.begin_at(0)
 
     def begin_at(self, num_steps: int) -> None:
-        """So many steps of the ``fit`` were made before."""
+        """Set the number of steps that the ``fit`` has made before."""
         self._num_steps = self._last_steps = num_steps
 
     @contextmanager
     def opened(self) -> Iterator[dict[str, Tree] | None]:
-        """Within the block nobody else writes there; gives the newest checkpoint, if there is one.
+        """Lock the folder within the block; gives the newest checkpoint, if there is one.
 
         Raises:
-            CheckpointError: there are some, and none is whole; another process writes there.
+            CheckpointError: no checkpoint is complete, or another process writes there.
             OSError: the folder, or the last checkpoint, cannot be written.
         """
         with ExitStack() as stack:
@@ -209,9 +207,9 @@ class CheckpointWriter(Callback):
             self._wait()
 
     def _newest(self) -> dict[str, Tree] | None:
-        """The newest checkpoint; where more epochs are wanted than it has, one before the end.
+        """The newest checkpoint; one from before the end, if the ``fit`` now has more epochs.
 
-        What callbacks have done at the end, such as to take the best weights, is in the last one.
+        The last one includes changes by callbacks at the end, such as restored best weights.
         """
         saved = read_newest(self.directory)
         if saved is None:
@@ -228,7 +226,7 @@ class CheckpointWriter(Callback):
         self._is_last = self._termination.is_requested
         self.has_last = self.interrupt.is_requested
         self._is_due = self._is_last or self.has_last
-        if every.num_steps is not None:  # not after every step it may have been asked
+        if every.num_steps is not None:  # it may not be called after every step
             steps = (self._last_steps, self._num_steps + 1)
             last, now = (number // every.num_steps for number in steps)
             self._is_due = self._is_due or now > last
@@ -248,12 +246,12 @@ class CheckpointWriter(Callback):
             self._is_due = self._is_wanted = False
         if self.has_last:
             self._wait()
-        if self._is_last and not self.trainer.stop_training:  # else the end is written in a moment
+        if self._is_last and not self.trainer.stop_training:  # else the end is written soon
             self._wait()
             raise SystemExit(STATUS_OF_SIGTERM)
 
     def lets_end(self) -> bool:
-        """Whether Ctrl-C may end training: on host 0 once a checkpoint is taken, or in vain."""
+        """True if Ctrl-C may end training: a checkpoint is taken, or none was within a time."""
         patience = PATIENCE_SECONDS if self._is_open else _PATIENCE_FOR_HOST_0_SECONDS
         return self.has_last or time.monotonic() - self.interrupt.requested_seconds > patience
 
@@ -265,10 +263,10 @@ class CheckpointWriter(Callback):
 
     def _take(self, began: float, *, writes: bool) -> None:
         if self.trainer.stop_training:
-            return  # the end is near, and one in between would go on
-        self._wait()  # what it writes from is where the next copy goes
-        # Memory that was touched is written to faster.
-        parts = self.trainer.state_onto(self.memory.given_up())
+            return  # the end is written soon, and a run from this one would not stop here
+        self._wait()  # the next copy reuses the memory that it writes from
+        # Memory that was touched before is faster to write to.
+        parts = self.trainer.state_onto(self.memory.release())
         num_shares = self.trainer.plan.num_shares
         self.record = msgspec.structs.replace(self.record, num_shares=num_shares)
         self.memory.keep(parts, self.record.tree(), began)
@@ -280,7 +278,7 @@ class CheckpointWriter(Callback):
     # --- writing ---------------------------------------------------------------------------------
 
     def begin(self, parts: Mapping[str, Tree]) -> None:
-        """Write the first checkpoint: no step was made.
+        """Write the first checkpoint, before any step.
 
         Args:
             parts: of the state.
@@ -289,21 +287,21 @@ class CheckpointWriter(Callback):
         self._write(parts, self.record, None)
 
     def write_found(self, found: Found) -> None:
-        """Write a checkpoint that another host had, or this one's memory, before training goes on.
+        """Write a checkpoint from another host, or from memory, before training resumes.
 
         Raises:
             OSError: it could not be written.
         """
         self._write(found.state.parts(), found.record, None)
-        self._wait()  # training may have its tensors
+        self._wait()  # training may change its tensors
 
     def finish(self, parts: Mapping[str, Tree], history: History, plan: Plan | None) -> None:
-        """Write the last checkpoint: training has ended.
+        """Write the last checkpoint, after training.
 
         Args:
             parts: of the state.
             history: of the whole ``fit``.
-            plan: the last one; None where no step was left to be made.
+            plan: the last one; None if no step was left.
         """
         record = msgspec.structs.replace(
             self.record,
@@ -316,7 +314,7 @@ class CheckpointWriter(Callback):
         self._write(parts, record, plan)
 
     def _write(self, parts: Mapping[str, Tree], record: FitRecord, plan: Plan | None) -> None:
-        """Have a state written, once the one before is.
+        """Write a state in the background, after the one before.
 
         Raises:
             OSError: the one before could not be written.
@@ -332,7 +330,7 @@ class CheckpointWriter(Callback):
             writing.result()
 
     def _wait_after(self, error: BaseException) -> None:
-        """Where training has failed, what else has failed is a note."""
+        """After an error of training, add a failure to write as a note."""
         try:
             self._wait()
         except Exception as other:
@@ -367,7 +365,7 @@ def _saved(
 
 
 def _weights(model: nn.Module) -> dict[str, str]:
-    """Of each name in the model's ``state_dict()``, the tensor's name in the training's state."""
+    """For each name in the model's ``state_dict()``, the tensor's name in the training's state."""
     parts = {"parameters": model.named_parameters(), "buffers": model.named_buffers()}
     names = {id(one): pointer((part, name)) for part, every in parts.items() for name, one in every}
     found = model.state_dict(keep_vars=True).items()

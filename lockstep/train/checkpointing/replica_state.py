@@ -1,7 +1,7 @@
-"""What each of the replicas that train apart has of its own, to go on from in another process.
+"""The states of local SGD's replicas, which each have an optimizer of their own, for checkpoints.
 
-It is taken where their weights are alike. What then differs is the state of their optimizers, and
-what they have made of an epoch so far.
+They are taken after the weights were averaged. What then differs between replicas is the state of
+their optimizers, and their sums of losses and metrics in the epoch.
 """
 
 from collections.abc import Sequence
@@ -29,25 +29,26 @@ def replicas_of(worker: Worker, results: Sequence[StepResult], control: Control)
     assert worker.updater is not None
     own = {"steps": steps_as_tree(results), "buffers": _flags(worker)}
     size = worker.plan.ranks_per_replica
-    pieces = worker.updater.slots() if size > 1 else []  # of the optimizer a rank knows these
-    if worker.rank >= size == 1:  # the first replica's is the training's
+    pieces = worker.updater.slots() if size > 1 else []  # a stage's part of the optimizer
+    if worker.rank >= size == 1:  # the first replica's is in the training's state
         own["updater"] = worker.updater.state()
     gathered = control.gather((own, pieces))
     if control.rank != 0:
         return None
     if size > 1:
         parameters = dict(worker.model.named_parameters())
-        options = worker.updater.state()["options"]  # callbacks have set them here, for all
+        options = worker.updater.state()["options"]  # callbacks set them on rank 0, for all
         for first in range(size, len(gathered), size):
             ranks = gathered[first : first + size]
-            known = _known(assemble_slots([one for _, part in ranks for one in part], parameters))
+            slots = assemble_slots([one for _, part in ranks for one in part], parameters)
+            parts = _parts_of(slots)
             for each, _ in ranks:
-                each["updater"] = {"options": options, **known}
+                each["updater"] = {"options": options, **parts}
     return copied([each for each, _ in gathered])
 
 
-def _known(slots: dict[str, Slots]) -> dict[str, Tree]:
-    """The parts of a state that the ranks of a pipeline know together."""
+def _parts_of(slots: dict[str, Slots]) -> dict[str, Tree]:
+    """The parts of a state that consist of the slots of all stages of a pipeline."""
     names = [name for name, own in slots.items() if OuterUpdater.slot in own]
     return {
         "velocities": {name: slots[name].pop(OuterUpdater.slot) for name in names},
@@ -56,7 +57,7 @@ def _known(slots: dict[str, Slots]) -> dict[str, Tree]:
 
 
 def own_replica(replicas: Tree, worker: Worker) -> Tree:
-    """A rank's part of what ``replicas_of`` has told; None where that is of other replicas."""
+    """A rank's part of ``replicas_of``; None if the division into replicas was another."""
     plan = worker.plan
     if not worker.has_own_optimizer or replicas is None or len(replicas) != plan.num_ranks:
         return None
@@ -65,7 +66,7 @@ def own_replica(replicas: Tree, worker: Worker) -> Tree:
 
 
 def set_replica(worker: Worker, replica: Tree) -> None:
-    """Have a rank go on as one that has told this of itself."""
+    """Set a rank to its part of ``replicas_of``."""
     flags = _flags(worker)
     for name, value in replica["buffers"].items():
         flags[name].copy_(value)

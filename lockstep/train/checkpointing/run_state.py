@@ -1,4 +1,4 @@
-"""A run's state: a model's and an updater's parts of a TrainingState, taken, checked and set."""
+"""Takes, checks and sets the parts of a TrainingState of a model, an updater and callbacks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ _SAME_SCRIPT = "Load it into a Trainer that the same script has made."
 
 
 def state_of(model: nn.Module, updater: Updater | None) -> TrainingState:
-    """What a model and an updater know; no copy."""
+    """The state of a model and an updater; no copy."""
     parts: dict[str, Tree] = {} if updater is None else updater.state()
     return TrainingState(
         parameters={name: one.detach() for name, one in model.named_parameters()},
@@ -29,14 +29,14 @@ def state_of(model: nn.Module, updater: Updater | None) -> TrainingState:
 
 
 def set_state(model: nn.Module, updater: Updater | None, state: TrainingState) -> None:
-    """Have a model and an updater know what ``state_of`` has told of others like them."""
+    """Set a model and an updater to a state."""
     set_values(model, {**state.parameters, **state.buffers})
     if updater is not None:
         updater.load_state(state)
 
 
 def module_states(model: nn.Module) -> dict[str, Tree]:
-    """What modules tell of themselves beside parameters and buffers."""
+    """The modules' extra states, beside parameters and buffers."""
     return {
         name: module.get_extra_state()
         for name, module in model.named_modules()
@@ -45,20 +45,20 @@ def module_states(model: nn.Module) -> dict[str, Tree]:
 
 
 def set_module_states(model: nn.Module, states: dict[str, Tree]) -> None:
-    """Give modules back what they have told."""
+    """Set the modules' extra states."""
     modules = dict(model.named_modules())
     for name, state in states.items():
         modules[name].set_extra_state(copied(state))
 
 
 def callback_states(callbacks: Sequence[Callback]) -> list[dict[str, Tree]]:
-    """What callbacks keep, in their order, of those that keep anything."""
+    """The states of callbacks that have one, in their order."""
     states = [(one.kind, one.state_dict()) for one in callbacks]
     return [{"class": name, "state": state} for name, state in states if state]
 
 
 def set_callback_states(callbacks: Sequence[Callback], states: list[dict[str, Tree]]) -> None:
-    """Give callbacks back what they have kept: the first of a class gets the first of that name."""
+    """Set the callbacks' states: the first of a class gets the first of that name."""
     waiting = list(callbacks)
     for each in states:
         found = next(one for one in waiting if one.kind == each["class"])
@@ -73,16 +73,16 @@ def check_state(
     *,
     has_schedule: bool,
 ) -> None:
-    """See that a state can be set here.
+    """Check that a state fits the Trainer.
 
     Args:
         state: the state.
-        own: what is here now.
-        callbacks: those that are here.
-        has_schedule: there is one here.
+        own: the Trainer's present state.
+        callbacks: the Trainer's.
+        has_schedule: the Trainer has one.
 
     Raises:
-        CheckpointError: with all that differs in kind.
+        CheckpointError: with all that does not fit.
     """
     problems = _tensor_problems(state, own)
     _check_names(state, own, problems)
@@ -95,8 +95,8 @@ def check_state(
         there = getattr(state, part) is not None
         if here != there:
             problems.add(
-                f"Where a state has `{part}`, the Trainer must have it, and the other way round.",
-                received=f"a {'state' if there else 'Trainer'} alone that has it",
+                f"A state and the Trainer must both have `{part}`, or neither.",
+                received=f"only the {'state' if there else 'Trainer'} has it",
                 fix=_SAME_SCRIPT,
             )
     kinds = [one.kind for one in callbacks]
@@ -105,15 +105,15 @@ def check_state(
             kinds.remove(name)
         else:
             problems.add(
-                "A callback that has kept something must be there to go on with it.",
+                "Each callback's state needs a callback of its class.",
                 received=f"a state with one more {name} than the Trainer has",
-                fix=f'{_SAME_SCRIPT} Or take it out of the state\'s "callbacks".',
+                fix=f'{_SAME_SCRIPT} Or remove it from the state\'s "callbacks".',
             )
     problems.raise_if_any(CheckpointError)
 
 
 def check_tensors(state: TrainingState, own: TrainingState) -> None:
-    """See that a state is of a model with these parameters and buffers.
+    """Check that a state is of a model with the same parameters and buffers.
 
     Raises:
         CheckpointError: with all that differs.
@@ -139,7 +139,7 @@ def _check_tensors(
         if names:
             problems.add(
                 f"A state must have the model's {part}.",
-                received=f"one {kind} {first_few(names)}",
+                received=f"a state {kind} {first_few(names)}",
                 fix=_SAME_SCRIPT,
             )
     for name in (name for name in here if name in there):
@@ -153,7 +153,7 @@ def _check_tensors(
 
 
 def _check_names(state: TrainingState, own: TrainingState, problems: Problems) -> None:
-    """The optimizer's groups and slots must be of parameters that there are."""
+    """Check that the optimizer's groups and slots are of the model's parameters."""
     weights: dict[str, Any] = {} if state.averages is None else state.averages["weights"]
     named = {
         "trained": state.trained,
@@ -172,27 +172,27 @@ def _check_names(state: TrainingState, own: TrainingState, problems: Problems) -
             )
     if len(state.options) and not len(own.options):
         problems.add(
-            "The state of an optimizer goes with one.",
+            "The state of an optimizer needs an optimizer.",
             received="a Trainer without an optimizer",
             fix="Give it one, or use load() for the weights alone.",
         )
 
 
 def within_training() -> CheckpointError:
-    """For what cannot be done while a training goes on."""
+    """For a state that is loaded during training."""
     return CheckpointError(
-        "A state is loaded between two calls of fit.",
+        "A state can be loaded between two calls of fit only.",
         received="load_state_dict within a call, by a callback",
         fix="Load it before fit.",
     )
 
 
 def no_place() -> CheckpointError:
-    """For a state that is asked for where training cannot be gone on from."""
+    """For a state that is taken where training cannot resume."""
     return CheckpointError(
-        "Within a fit, a callback finds the state of the training in on_epoch_end, and in "
-        "on_train_batch_end where its takes_state() says so; on data that can only be iterated "
-        "with fit(checkpoint=...) only.",
+        "Within a fit, a callback can take the training's state in on_epoch_end, and in "
+        "on_train_batch_end if its takes_state() has returned True; with data that can only be "
+        "iterated this needs fit(checkpoint=...).",
         received="state_dict elsewhere",
         fix="Call it there, or after fit.",
     )

@@ -1,11 +1,11 @@
 """The transfer of training states from one host into the memory of another, beside the training.
 
-Each end has a thread, and both have a channel that nothing else uses, so what comes is what the
-other end has sent. A message is the number of its bytes, and these; the receiver answers when it
-has kept it, or has no room for it. What it has of a message that breaks off it never keeps.
+Each end has a thread, and they share a channel that nothing else uses. A message is the number of
+its bytes, and these; the receiver answers when it has kept it, or has no memory for it. It discards
+an incomplete message.
 
-A connection that ends says nothing: hosts that train together have others, by which they learn of
-each other's end.
+The end of this connection is no error: hosts that train together notice a loss by their other
+connections.
 """
 
 import select
@@ -31,15 +31,15 @@ from lockstep.launch.health.failure import summary_of
 from lockstep.train.fault_tolerance.overhead_budget import OverheadBudget
 
 _SIZE = struct.Struct("!Q")
-_KEPT, _NO_ROOM = b"+", b"-"
-_PASSED_OVER_BYTES = 1 << 20
+_KEPT, _NO_MEMORY = b"+", b"-"
+_DISCARDED_BYTES = 1 << 20
 
 
 class _End:
     """One end of a transfer.
 
     Args:
-        channel: to the other one; now this one's.
+        channel: to the other one; owned by this one.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -47,14 +47,14 @@ class _End:
         self._background = Background("lockstep: states")
 
     def close(self) -> None:
-        """End the transfer, also where it is under way."""
-        self._hang_up()
+        """End the transfer, even during a message."""
+        self._shut_down()
         self._background.close()
         self._channel.close()
 
-    def _hang_up(self) -> None:
-        """Wake whoever waits at the channel, here and at the other end."""
-        with suppress(OSError):  # the other end was first
+    def _shut_down(self) -> None:
+        """Wake threads that wait at the channel, here and at the other end."""
+        with suppress(OSError):  # the other end has closed it
             self._channel.socket.shutdown(socket.SHUT_RDWR)
 
     def _put(self, *parts: bytes | memoryview) -> None:
@@ -63,7 +63,7 @@ class _End:
             wait_for(self._channel, select.POLLOUT, Stopwatch(), wait_on)
 
     def _fill(self, buffer: memoryview) -> memoryview:
-        """A buffer with the next bytes that come."""
+        """Fill a buffer with the next bytes received."""
         num_filled = 0
         while num_filled < len(buffer):
             try:
@@ -81,33 +81,33 @@ class StateSender(_End):
         name: of its host, for messages.
 
     Attributes:
-        end: why no more is sent; empty while there may be more.
+        end: why no more can be sent; empty until then.
     """
 
     def __init__(self, channel: Channel, name: str) -> None:
         super().__init__(channel)
         self.end = ""
         self._name = name
-        self._pace = OverheadBudget()
+        self._budget = OverheadBudget()
         self._sending: Future[None] | None = None
 
     @property
     def is_idle(self) -> bool:
-        """Whether what was to be sent is sent."""
+        """True if nothing is being sent."""
         return self._sending is None or self._sending.done()
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time for another."""
-        return self.is_idle and self._pace.is_due
+        """True if it is time for another."""
+        return self.is_idle and self._budget.is_due
 
     def send(self, tree: Tree, began: float) -> None:
-        """Have a state sent, whose tensors must not change until it is.
+        """Send a state in the background; its tensors must not change until it is sent.
 
         Args:
             tree: the state.
-            began: when training began to wait for it, by ``time.monotonic()``: that is a part of
-                what it costs.
+            began: when training began to wait for it, by ``time.monotonic()``: this wait is a part
+                of its cost.
         """
         self._sending = self._background.submit(partial(self._send, tree, began))
 
@@ -115,24 +115,24 @@ class StateSender(_End):
         try:
             parts = encoded(flattened(tree))
             self._put(_SIZE.pack(sum(map(len, parts))), *parts)
-            if self._fill(memoryview(bytearray(1))) == _NO_ROOM:
-                self.end = f"{self._name} has no room for it"
+            if self._fill(memoryview(bytearray(1))) == _NO_MEMORY:
+                self.end = f"{self._name} has no memory for it"
         except OSError as error:
             self.end = str(lost(self._name, error)).rstrip(".")
-        except Exception as error:  # of want of memory, for example: training needs no copy
+        except Exception as error:  # out of memory, for example: training does not need the copy
             self.end = summary_of(error)
-            self._hang_up()
-        self._pace.note(began)
+            self._shut_down()
+        self._budget.note(began)
 
 
 class StateReceiver(_End):
-    """Receives states, and has each kept once it is whole.
+    """Receives states, and keeps each once it is complete.
 
     Args:
         channel: to the sender.
         name: of its host, for messages.
-        keep: is given what came, for ``received``; returns the one that it has kept so far and
-            needs no more, whose memory is used again, if there is one.
+        keep: called with each message, which ``received`` decodes; returns the one kept before, if
+            any, whose memory is reused.
     """
 
     def __init__(
@@ -144,17 +144,17 @@ class StateReceiver(_End):
         self._receiving = self._background.submit(self._receive_all)
 
     def check(self) -> None:
-        """Say what the transfer has ended of, if it was no end of a connection.
+        """Report why the transfer has ended, unless the connection was closed.
 
         Raises:
-            HostError: something has come that the other end has not sent.
+            HostError: a message was tampered with.
         """
         error = self._receiving.exception() if self._receiving.done() else None
         if isinstance(error, HostError):
             raise error
         if error is not None:
             warnings.warn(
-                f"No copy of the training was kept here any more: {summary_of(error)}.",
+                f"Copies of the training are no longer kept here: {summary_of(error)}.",
                 stacklevel=level_of_user(),
             )
 
@@ -167,41 +167,41 @@ class StateReceiver(_End):
         except TamperedError as error:
             raise lost(self._name, error) from error
         except OSError:
-            return  # the other end has closed, or this one
+            return  # one of the ends has closed the connection
         finally:
-            self._hang_up()
+            self._shut_down()
 
     def _receive(self, num_bytes: int, spare: memoryview | None) -> memoryview | None:
-        """Receive one state; gives memory for the next."""
+        """Receive one state; returns memory for the next."""
         if spare is None or len(spare) != num_bytes:
-            spare = None  # before there is more
+            spare = None  # freed before more is allocated
             spare = _new_memory(num_bytes)
         if spare is None:
-            self._pass_over(num_bytes)
-            self._put(_NO_ROOM)
+            self._discard(num_bytes)
+            self._put(_NO_MEMORY)
             return None
         spare = self._keep(self._fill(spare))
         self._put(_KEPT)
         return spare
 
-    def _pass_over(self, num_bytes: int) -> None:
-        nowhere = memoryview(bytearray(_PASSED_OVER_BYTES))
+    def _discard(self, num_bytes: int) -> None:
+        buffer = memoryview(bytearray(_DISCARDED_BYTES))
         while num_bytes:
-            num_bytes -= len(self._fill(nowhere[: min(num_bytes, len(nowhere))]))
+            num_bytes -= len(self._fill(buffer[: min(num_bytes, len(buffer))]))
 
 
 def received(message: memoryview) -> Tree:
     """The state of a message, in memory of its own.
 
     Raises:
-        HostError, CheckpointError: it is of another form.
+        HostError, CheckpointError: its format is invalid.
     """
     tensors, values = decode(message)
     return assembled(tensors, values)
 
 
 def _new_memory(num_bytes: int) -> memoryview | None:
-    """None where there is not so much."""
+    """A buffer; None if there is not enough memory."""
     free = free_memory()
     if free is not None and num_bytes > free.num_bytes:
         return None

@@ -1,4 +1,4 @@
-"""What of a Trainer outlives its calls: weights in files, its state, trials that are taken back."""
+"""A Trainer's persistent state: weights in files, state_dict, and training that is undone."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 @public_methods
 class PersistentRunner(Runner):
-    """A runner whose state can be saved, loaded and taken back.
+    """A runner whose state can be saved, loaded and rewound.
 
     Attributes:
         callbacks: called during every training.
@@ -45,13 +45,13 @@ class PersistentRunner(Runner):
     callbacks: list[Callback]
     schedule: RunningSchedule | None
     _resumed: TrainingState | None = None
-    """A state from within a ``fit``, with which the next one goes on."""
+    """A state from within a ``fit``, from which the next one resumes."""
     _first_epoch: int | None = None
-    """Epochs trained before the ``fit`` that is under way; None where none is."""
+    """Epochs trained before the present ``fit``; None outside of one."""
     _place: dict[str, Any] | None = None
-    """Where in it callbacks are called."""
+    """The position in it at which callbacks are called."""
     _is_lasting = False
-    """Another process could go on from there."""
+    """True if another process could resume from there."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_resumed": None, "_place": None}
@@ -67,7 +67,7 @@ class PersistentRunner(Runner):
             if self._is_chief:
                 save_weights(self.model, path)
             if hosts is not None:
-                hosts.wait()  # so that what comes after finds the file, where all hosts see it
+                hosts.wait()  # so that the file exists for later calls, on a shared disk
         self._session.stores.release_pages()
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -76,8 +76,8 @@ class PersistentRunner(Runner):
         On several hosts all call it, host 0 reads, and all get the weights.
 
         Raises:
-            CheckpointError: it is no such file, or names or shapes do not fit the model; nothing is
-                changed then.
+            CheckpointError: the file is not valid, or names or shapes do not fit the model; nothing
+                is changed then.
         """
         self._check_not_averaged("load")
         with self._job_context.together("load") as hosts:
@@ -100,54 +100,54 @@ class PersistentRunner(Runner):
         averages = self._update_config.averages
         if averages is None:
             raise OptionError(
-                "There are averaged weights where the Trainer was asked for them.",
+                "The Trainer does not average weights.",
                 received="average=None",
                 fix="Pass average=lockstep.EMA(0.999), for example.",
             )
         return averages.applied_to(self.model)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of which this training consists: to go on from it later, in another process.
+        """The whole state of this training, to resume it later, in another process.
 
         A dict of plain values and of tensors, which are copies: weights and buffers, the
         optimizer's slots and options, float32 copies, averages, the schedule, the loss scale, the
-        seed, how many epochs and steps were made, what callbacks keep. ``torch.save`` writes it,
+        seed, the numbers of epochs and steps, the states of callbacks. ``torch.save`` writes it,
         and ``torch.load(path, weights_only=True)`` reads it. See ``load_state_dict``.
 
-        Callbacks may call it in ``on_epoch_end``, and in ``on_train_batch_end`` where their
-        ``takes_state`` has said so. On several hosts all call it, outside of callbacks.
+        Callbacks may call it in ``on_epoch_end``, and in ``on_train_batch_end`` if their
+        ``takes_state`` has returned True. On several hosts all call it, outside of callbacks.
 
         Raises:
-            CheckpointError: a scheduler, a callback or a module keeps what is neither; a callback
-                calls it where training cannot be gone on from.
+            CheckpointError: the state of a scheduler, a callback or a module has other values; or a
+                callback calls it where training cannot resume.
         """
         return self.state_onto(None)
 
     def state_onto(self, before: Mapping[str, Any] | None) -> dict[str, Any]:
-        """``state_dict()``, in the memory of one that nobody needs any more.
+        """``state_dict()``, in the memory of an earlier one.
 
         Args:
-            before: that one; None for new memory.
+            before: the one to overwrite; None for new memory.
         """
         self._check_not_averaged("state_dict")
         parts: dict[str, Any] = self._call("state_dict", lambda: self._copied_parts(before))
         return parts
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state: what is trained next has the bits that it would have had there.
+        """Resume from a state: training continues with the bits that it would have had.
 
-        The Trainer is made as the other was, by the same script, and may be under another strategy,
-        on another number of devices. Where these have the same ``num_shares``, bits are equal, too.
-        A state that a callback has taken within a ``fit`` is gone on from by the next ``fit``, with
-        the same arguments: from the next batch to the last of its epochs.
+        The same script must have made this Trainer; its strategy and number of devices may be
+        others. If these have the same ``num_shares``, bits are equal, too. From a state that a
+        callback has taken within a ``fit``, the next ``fit`` resumes, with the same arguments, from
+        the next batch to the last of its epochs.
 
-        On several hosts all call it, with the same.
+        On several hosts all call it, with the same state.
 
         Args:
-            state: what ``state_dict`` has returned; it stays as it is.
+            state: the result of ``state_dict``, which is not changed.
 
         Raises:
-            CheckpointError: it is no such state, or does not fit; nothing is changed then.
+            CheckpointError: it is not a state, or does not fit; nothing is changed then.
         """
         self._check_not_averaged("load_state_dict")
         with self._job_context.together("load_state_dict") as hosts:
@@ -156,18 +156,18 @@ class PersistentRunner(Runner):
             found = TrainingState.of(state)
             if hosts is not None:
                 hosts.check_equal({"the state": found.digest()})
-            self._take_up(found)
+            self._resume_from(found)
 
     def record_position(self, place: Place | None, history: History) -> None:
-        """For the driver of a ``fit``: callbacks are called there next."""
+        """Called by the driver of a ``fit``: the position of the next callbacks."""
         if place is None:
             self._place = None
             return
         self._is_lasting = place.is_lasting
-        told = dict(vars(place))
-        del told["num_steps"], told["is_lasting"]
+        fields = dict(vars(place))
+        del fields["num_steps"], fields["is_lasting"]
         self._place = {
-            **told,
+            **fields,
             "batch_size": self.batch_size,
             "steps": self._steps_trained + place.num_steps,
             "history": history.history,
@@ -176,14 +176,14 @@ class PersistentRunner(Runner):
 
     @property
     def is_placed(self) -> bool:
-        """Whether it is known where in a ``fit`` callbacks are called."""
+        """True if the position of callbacks in the ``fit`` is known."""
         return self._place is not None
 
     def _start(self, batch_size: int, *, is_stream: bool) -> Resume:
         """Where the next ``fit`` begins.
 
         Raises:
-            OptionError: it is to go on with other data, or batches of another size.
+            OptionError: it resumes another ``fit`` with another kind of data, or batch size.
         """
         if self._resumed is None:
             return Resume()
@@ -191,13 +191,13 @@ class PersistentRunner(Runner):
         if is_stream != (place.get("read") is not None):
             kinds = ["arrays or map-style data", "data that can only be iterated"]
             raise OptionError(
-                f"A fit is gone on with as it was begun: on {kinds[not is_stream]}.",
+                f"A fit must resume with the data it was begun with: {kinds[not is_stream]}.",
                 received=kinds[is_stream],
                 fix="Give fit the arguments that it had.",
             )
         if place["batch_size"] != batch_size:
             raise OptionError(
-                "A fit is gone on with as it was begun.",
+                "A fit must resume with the batch size it was begun with.",
                 received=f"batch_size={batch_size} after batches of {place['batch_size']}",
                 fix="Give fit the arguments that it had.",
             )
@@ -213,19 +213,19 @@ class PersistentRunner(Runner):
     def _read_again(
         self, start: Resume, first: int, feed: DataPipeline, others: Sequence[Any]
     ) -> None:
-        """Read a stream up to where it was left.
+        """Skip what the ``fit`` had read of its streams before.
 
         Args:
-            start: where that is.
+            start: where it resumes.
             first: the first epoch of the ``fit``.
             feed: the training data.
-            others: what else was read, as the stream and the epochs after which.
+            others: other streams that were read, with the epochs after which.
 
         Raises:
-            DataError: it gives something else.
+            DataError: a stream gives other data than before.
         """
         used = None if self._resumed is None else self._resumed.position["fit"].get("read")
-        for epoch in range(first, start.epoch):  # in turns: they may draw from one generator
+        for epoch in range(first, start.epoch):  # alternately: they may share a generator
             if isinstance(feed.source, SharedStream):
                 feed.source.skip(epoch)
             for stream, epochs in others:
@@ -236,7 +236,7 @@ class PersistentRunner(Runner):
             feed.source.check_used(used)
 
     def _go_on(self, driver: TaskDriver, start: Resume) -> None:
-        """After callbacks have begun, have all be as the state says with which ``fit`` goes on."""
+        """After ``on_train_begin``, set all to the state from which the ``fit`` resumes."""
         state, self._resumed = self._resumed, None
         if state is None:
             return
@@ -254,8 +254,8 @@ class PersistentRunner(Runner):
         finally:
             self._first_epoch = self._place = None
 
-    def _take_up(self, state: TrainingState) -> None:
-        """Be as a state says, and have the next ``fit`` go on from there.
+    def _resume_from(self, state: TrainingState) -> None:
+        """Set all to a state, from which the next ``fit`` resumes.
 
         Raises:
             CheckpointError: it does not fit; nothing is changed then.
@@ -265,10 +265,10 @@ class PersistentRunner(Runner):
         self._resumed = state if state.position["fit"] is not None else None
 
     def _position(self) -> dict[str, Any]:
-        """How far training has come.
+        """The training's progress, for its state.
 
         Raises:
-            CheckpointError: within a ``fit``, where it cannot be gone on from.
+            CheckpointError: within a ``fit``, where training cannot resume.
         """
         if self._first_epoch is None:
             place = None if self._resumed is None else self._resumed.position["fit"]
@@ -285,19 +285,19 @@ class PersistentRunner(Runner):
 
     def _copied_parts(self, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
         state = self._whole_state().copied(before)
-        state.flat()  # what cannot be written is told at once
+        state.flat()  # raises at once if it cannot be written
         self._session.stores.release_pages()
         return state.parts()
 
     def _whole_state(self) -> TrainingState:
-        """With what the script's process alone knows, on several hosts that of host 0."""
+        """The state with callbacks and schedule, which are those of host 0."""
         state = self._state_at(self._position())
         own = callback_states(self._own_callbacks), state.schedule
         callbacks, schedule = self._job_context.from_chief(own)
         return replace(state, callbacks=callbacks, schedule=schedule)
 
     def _state_at(self, position: dict[str, Any]) -> TrainingState:
-        """All but what callbacks keep; no copy."""
+        """The state without callbacks; no copy."""
         return replace(
             self._state(),
             position=position,
@@ -307,11 +307,11 @@ class PersistentRunner(Runner):
         )
 
     def _residuals_of_all(self) -> dict[str, Any]:
-        """What all hosts keep of compressed tensors; within a ``fit`` as far as it is told."""
+        """The residuals of all hosts; within a ``fit`` those that its driver has recorded."""
         own = self._residuals.state(self._job_context.host)
         if self._first_epoch is not None:
-            told = None if self._place is None else self._place["residuals"]
-            return own if told is None else told
+            recorded = None if self._place is None else self._place["residuals"]
+            return own if recorded is None else recorded
         return {host: one for each in self._job_context.from_all(own) for host, one in each.items()}
 
     def _set_whole_state(self, state: TrainingState) -> None:
@@ -331,17 +331,17 @@ class PersistentRunner(Runner):
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
-        """Within the block train on trial: after it, all is as before, whatever has happened.
+        """Undo the training of the block at its end, even after an error.
 
-        Put back are weights and buffers, the optimizer's slots and options, and the position in the
-        orders and random streams; a schedule rests meanwhile. So what is trained next has the same
-        bits as without the block. That takes memory for a second copy of weights and slots.
+        It restores weights and buffers, the optimizer's slots and options, and the position in the
+        orders and random streams; a schedule pauses within the block. So later training has the
+        same bits as without the block. This needs memory for a second copy of weights and slots.
         """
         self._job_context.check_thread("rewound")
         with torch.inference_mode(False):  # the optimizer may get these tensors, to step them
             before = self._state().copied()
         resumed = self._resumed if self._first_epoch is None else None
-        schedule, self.schedule = self.schedule, None  # whoever trains on trial sets the rate
+        schedule, self.schedule = self.schedule, None  # the block sets its own rates
         try:
             yield
         finally:
@@ -351,9 +351,9 @@ class PersistentRunner(Runner):
             self._resumed = resumed
 
     def same_everywhere(self, result: _T) -> _T:
-        """Rank 0's value of something, on all processes, where a launcher has started several.
+        """Rank 0's value of ``result``, on all processes that a launcher has started.
 
-        All call it. It may be made of numbers, texts, tensors, tuples, lists, dicts, dataclasses.
+        All call it. It may consist of numbers, texts, tensors, tuples, lists, dicts, dataclasses.
         """
         return self._call("same_everywhere", lambda: self._job_context.from_chief(result))
 
@@ -361,16 +361,16 @@ class PersistentRunner(Runner):
 
     @property
     def _own_callbacks(self) -> list[Callback]:
-        """Callbacks run where rank 0 is."""
+        """The callbacks, in the process of rank 0; elsewhere none."""
         return self.callbacks if self._is_chief else []
 
     def _check_not_averaged(self, method: str) -> None:
-        """Refuse to change weights that are put back at the end of ``averaged()``."""
+        """Refuse to change weights within ``averaged()``, which restores them at its end."""
         averages = self._update_config.averages
         if averages is not None and averages.is_applied:
             raise OptionError(
-                "Within averaged() the model has other weights for a while: what changes "
-                "them would be lost.",
+                "Within averaged() the model has the averaged weights: changes to them would be "
+                "lost at its end.",
                 received=method,
                 fix="Call it after the block.",
             )

@@ -1,12 +1,12 @@
-"""The state of a training: everything of which a run consists, by name.
+"""The state of a training: all that a run needs to resume, by name.
 
-Pure data: tensors, and what JSON can say. Who rewinds, compares, shares or saves a run asks for one
-of these (``train.checkpointing.run_state``). Tensors have qualified names, made of the keys that
-lead to them: ``parameters/0.weight``, ``optimizer/0.weight/exp_avg`` (``checkpoint.trees``).
+It is pure data: tensors, and JSON values. Backups, comparisons, checkpoints and transfers between
+hosts use it (``train.checkpointing.run_state``). Tensors have qualified names, made of the keys
+that lead to them: ``parameters/0.weight``, ``optimizer/0.weight/exp_avg`` (``checkpoint.trees``).
 Nothing in it depends on the strategy or on the number of devices.
 
-Not a part of it: what the script makes anew. That is the model's modules and their attributes, the
-loss, options of the Trainer, data, Plan.
+What the script makes anew is not a part of it: the model's modules and their attributes, the loss,
+options of the Trainer, data, Plan.
 """
 
 import hashlib
@@ -31,21 +31,21 @@ class TrainingState:
     Attributes:
         parameters: by name; tied ones once.
         buffers: by name, those that are not persistent as well.
-        modules: what modules tell of themselves (``get_extra_state``), by the module's name.
+        modules: their extra states (``get_extra_state``), by the module's name.
         trained: names of the parameters that require gradients.
         optimizer: slots by the parameter's name and their own.
         options: of each parameter group, with the names of its parameters as ``"params"``.
-        own: ``state_dict()`` of the optimizers whose class has one of its own, by the name of the
-            optimizer, or ``""``; the two parts above have nothing of these.
+        own: ``state_dict()`` of the optimizers whose class overrides it, by the name of the
+            optimizer, or ``""``; the two parts above leave these optimizers out.
         masters: float32 copies of parameters, by name.
         velocities: of an outer optimizer, by the parameter's name.
-        residuals: by the number of each host, what it could not send yet of what is compressed.
-        averages: of the weights, with how many updates they have seen; None without.
+        residuals: of compressed tensors, which are not sent yet, by the number of the host.
+        averages: of the weights, with the number of updates averaged; None without.
         schedule: of the learning rate; None without.
         loss_scale: of float16; None without.
-        random: the seed, of which all random streams are functions, and of the position.
-        position: how far training has come.
-        callbacks: what callbacks keep, with the names of their classes, in their order.
+        random: the seed; all random streams are functions of it and the position.
+        position: the training's progress.
+        callbacks: their states, with the names of their classes, in their order.
     """
 
     parameters: Tensors = field(default_factory=dict)
@@ -73,14 +73,14 @@ class TrainingState:
             CheckpointError: there are others, or some are missing.
         """
         known = [each.name for each in fields(cls)]
-        if isinstance(parts, Mapping) and "residuals" not in parts:  # of versions that had none
+        if isinstance(parts, Mapping) and "residuals" not in parts:  # written by older versions
             parts = {**parts, "residuals": {}}
         if not isinstance(parts, Mapping) or sorted(map(str, parts)) != sorted(known):
             found = sorted(map(str, parts)) if isinstance(parts, Mapping) else type(parts).__name__
             raise CheckpointError(
-                f"The state of a training has the parts {known}.",
+                f"The state of a training must have the parts {known}.",
                 received=found,
-                fix="Give what state_dict() of a Trainer has returned.",
+                fix="Pass the result of a Trainer's state_dict().",
             )
         return cls(**parts)
 
@@ -92,22 +92,22 @@ class TrainingState:
         """The same with memory of its own: that of the parts of an earlier copy, where they fit."""
         return TrainingState(**copied(self.parts(), before))
 
-    # --- as tensors, and values that JSON can say -------------------------------------------------
+    # --- as tensors and JSON values ---------------------------------------------------------------
 
     def flat(self) -> tuple[Tensors, dict[str, Any]]:
-        """The tensors by qualified name, and the rest as what JSON can say.
+        """The tensors by qualified name, and the rest as JSON values.
 
         Raises:
-            CheckpointError: something is neither.
+            CheckpointError: a part is neither.
         """
         return flattened(self.parts())
 
     @classmethod
     def from_flat(cls, tensors: Mapping[str, torch.Tensor], values: Any) -> "TrainingState":
-        """The state that ``flat`` has given.
+        """The inverse of ``flat``.
 
         Raises:
-            CheckpointError: it is none, or tensors are missing or too many.
+            CheckpointError: it is not a state, or has missing or unknown tensors.
         """
         return cls.of(assembled(tensors, values))
 
@@ -125,7 +125,7 @@ class TrainingState:
         return {name: _digest(name, one) for name, one in self.parts().items()}
 
     def first_difference(self, other: "TrainingState") -> str | None:
-        """The name of the first thing that differs from another state's, and how; None if none."""
+        """The name of the first value that differs from another state's, and how; None if none."""
         (tensors, values), (tensors_there, values_there) = self.flat(), other.flat()
         for part in self.parts():
             own, theirs = (
@@ -161,12 +161,12 @@ def copied(tree: Tree, before: Tree = None) -> Tree:
 
 
 def copy_onto(present: object, value: torch.Tensor, like: torch.Tensor | None = None) -> Any:
-    """A tensor of a state for use: in the memory of the one at hand, if that fits.
+    """A copy of a state's tensor, in the memory of the present one if that fits.
 
     Args:
-        present: what is there; a tensor or anything else.
-        value: of the state, which stays as it is.
-        like: lies in memory as the result should, where their shapes are equal.
+        present: the present value; a tensor or anything else.
+        value: of the state, which is not changed.
+        like: has the memory layout of the result, if their shapes are equal.
     """
     with torch.no_grad():
         if isinstance(present, torch.Tensor) and _form(present) == _form(value):
@@ -191,7 +191,7 @@ def _digest(name: str, part: Tree) -> bytes:
 
 
 def _leaves(value: Any, path: Path, tensors: Tensors) -> Iterator[tuple[str, Any]]:
-    """What a plain tree holds, by qualified name; an empty dict or list is a leaf, too."""
+    """The leaves of a tree by qualified name; an empty dict or list is a leaf, too."""
     if isinstance(value, dict) and "$tensor" in value:
         yield pointer(path), tensors[value["$tensor"]]
     elif isinstance(value, dict) and value:
@@ -205,7 +205,7 @@ def _leaves(value: Any, path: Path, tensors: Tensors) -> Iterator[tuple[str, Any
 
 
 def _shown(leaves: Mapping[str, Any], name: str) -> str:
-    """What there is under a name, but for the values of tensors."""
+    """A description of a value; of a tensor, only dtype and shape."""
     if name not in leaves:
         return "missing"
     value = leaves[name]
@@ -215,7 +215,7 @@ def _shown(leaves: Mapping[str, Any], name: str) -> str:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether what looks alike has the same bits."""
+    """True if two values with the same description have the same bits."""
     if not isinstance(one, torch.Tensor):
         return True
     return torch.equal(*map(bits_of, (one, other)))

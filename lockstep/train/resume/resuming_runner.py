@@ -129,7 +129,7 @@ class ResumingRunner(PersistentRunner):
         if any(one.is_of_schedule for one in taken):  # the state's is of no use
             own = None if schedule is None else schedule.state_dict()
             state = replace(state, schedule=own)
-        self._take_up(state)
+        self._resume_from(state)
         if not taken:
             return
         self._set_new_options(found, asked, taken)

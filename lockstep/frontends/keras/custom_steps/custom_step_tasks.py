@@ -150,5 +150,5 @@ class CustomStepFitDriver(_StepLogs, KerasFitDriver):
 
     def end_step(self, index: int, result: StepResult) -> None:
         self._callbacks.on_train_batch_end(index, self._logs)
-        if self._keeper is not None:
-            self._keeper.on_train_batch_end(index)
+        if self._writer is not None:
+            self._writer.on_train_batch_end(index)

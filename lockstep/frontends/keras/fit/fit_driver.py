@@ -270,8 +270,8 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
 
     def _show_step(self, index: int, logs: Logs) -> None:
         self._callbacks.on_train_batch_end(index, logs)
-        if self._keeper is not None:
-            self._keeper.on_train_batch_end(index)
+        if self._writer is not None:
+            self._writer.on_train_batch_end(index)
 
     def resume_epoch(self, results: Sequence[StepResult]) -> None:
         self._loss_means.add(
@@ -279,7 +279,7 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
         )
 
     def _asks_for_state(self, index: int) -> bool:
-        return self._keeper is not None and self._keeper.takes_state(index)
+        return self._writer is not None and self._writer.takes_state(index)
 
     def _notice(self, text: str) -> None:
         print_msg(text)
