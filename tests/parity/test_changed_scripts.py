@@ -129,11 +129,11 @@ def test_what_has_changed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for options, match in fits:
         with pytest.raises(CheckpointError, match=match):
             fit(make(), tmp_path / "0", **options)
-        with pytest.raises(CheckpointError, match=f"can keep what is in a checkpoint.*{match}"):
+        with pytest.raises(CheckpointError, match=f"can keep only the optimizer.*{match}"):
             fit(make(), tmp_path / "0", "keep", **options)
-    with pytest.raises(CheckpointError, match=r"within an epoch, whose order.*seed: 0"):
+    with pytest.raises(CheckpointError, match=r"within an epoch, and the change.*seed: 0"):
         fit(make(seed=3), tmp_path / "0", "take new")
-    with pytest.raises(CheckpointError, match=r"cannot go on with the slots.*AdamW"):
+    with pytest.raises(CheckpointError, match=r"cannot use the slots.*AdamW"):
         fit(make(kind=optim.AdamW), tmp_path / "0", "take new")
     fit_until(7, tmp_path / "looking", loss=looking)
     monkeypatch.setitem(globals(), "FACTOR", 2.0)
@@ -259,7 +259,7 @@ def test_more_epochs_are_those_of_a_longer_run(tmp_path: Path) -> None:
         assert fit(last, tmp_path / name, epochs=4, **options) == expected
         if not callbacks:
             assert_same(whole, last)
-    with pytest.raises(CheckpointError, match=r"is of epoch 4.*Received: epochs=3"):
+    with pytest.raises(CheckpointError, match=r"has reached epoch 4.*Received: epochs=3"):
         fit(made(), tmp_path / "a", epochs=3)
     fit(made(best()), tmp_path / "d", epochs=2, keep=1)
     with pytest.raises(CheckpointError, match="on_train_end"):
@@ -296,7 +296,7 @@ def test_where_it_goes_on_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
     fit(make(strategy=lockstep.MirroredStrategy(2)), run, verbose=1)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"Resuming from {run}/generation-000006: epoch 2, step 8"
-    assert any(line.startswith("The checkpoint is of num_shares=1") for line in lines)
+    assert any(line.startswith("The checkpoint has num_shares=1") for line in lines)
     fit(make(), run, verbose=1)
     fit(make(1e-3), run, "take new", verbose=1, epochs=4)
     told = capsys.readouterr().out

@@ -146,7 +146,7 @@ class FittingRunner(ResumingRunner):
                 keeper.record = self._record_of(asked.memory, partial(self._facts, fit), *before)
                 keeper.set_trainer(cast(TrainerProtocol, self))
                 is_new = keeper.found is None
-                if (ended := self._take_up_found(keeper)) is not None:
+                if (ended := self._resume_found(keeper)) is not None:
                     return ended
                 if is_new and asked.restarts:
                     self._keep_beginning(keeper)

@@ -1,4 +1,4 @@
-"""What differs between the ``fit`` that a checkpoint is of and the one that goes on from it."""
+"""The differences between the ``fit`` of a checkpoint and the one that resumes from it."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from lockstep.errors import CheckpointError
 OnDifference = Literal["error", "take new", "keep"]
 ON_DIFFERENCE = get_args(OnDifference)
 
-# On these the order of an epoch's samples depends.
+# The order of an epoch's samples depends on these.
 _OF_ORDER = ("batch_size", "steps_per_epoch", "shuffle", "seed", "data", "initial_epoch")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A fact that is not what it was.
+    """A fact that differs.
 
     Attributes:
         name: of the fact.
-        then: what the checkpoint says.
-        now: what the script says.
+        then: its value in the checkpoint.
+        now: its value in the script.
     """
 
     name: str
@@ -35,34 +35,34 @@ class Difference:
 
     @property
     def option(self) -> str:
-        """The option of an optimizer; the whole name of what is none."""
+        """The option's name if it is one of an optimizer, else the fact's name."""
         is_option = self.name.startswith("optimizer")
         return self.name.rpartition(".")[2] if is_option else self.name
 
     @property
     def is_of_schedule(self) -> bool:
-        """Whether it decides what rates come next."""
+        """True if it affects the rates to come."""
         return self.name.partition(".")[0] in ("schedule", "learning_rate")
 
     @property
-    def is_held(self) -> bool:
-        """Whether the checkpoint has the value itself, to go on with it."""
-        is_told = self.name.startswith(("optimizer", "schedule"))
+    def is_restorable(self) -> bool:
+        """True if the checkpoint has the value itself, so that a run can keep it."""
+        is_saved = self.name.startswith(("optimizer", "schedule"))
         is_described = self.name.endswith((".code", ".values", ".tensors")) or "lambda" in self.name
-        return is_told and not self.is_fixed and not is_described and self.name != "schedule"
+        return is_saved and not self.is_fixed and not is_described and self.name != "schedule"
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the checkpoint's slots are of no use with the new value."""
+        """True if the checkpoint's slots cannot be used with the new value."""
         return self.name in ("optimizer", "learning_rate") or (
             self.name.startswith("optimizer") and self.name.endswith(".params")
         )
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """All that differs, but for how many epochs there are.
+    """All that differs, except the number of epochs.
 
-    What a checkpoint of an older version does not tell is not compared.
+    Facts that a checkpoint of an older version does not have are not compared.
     """
     found = [
         Difference(name, value, now.get(name))
@@ -74,21 +74,21 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Differe
 
 
 def _is_part(one: Difference, names: Collection[str]) -> bool:
-    """Whether a fact is one of something that is another thing now."""
+    """True if a fact is a detail of an object that differs as a whole."""
     is_of_schedule = "schedule" in names and one.option == "initial_lr"
     return is_of_schedule or one.name.partition(".")[0] in names
 
 
-def told(found: Sequence[Difference]) -> str:
-    """Differences in words."""
+def describe(found: Sequence[Difference]) -> str:
+    """The differences, for a message."""
     names = {one.name for one in found}
-    # A schedule begins with ``initial_lr``, and makes ``lr`` of it.
+    # A schedule computes ``lr`` from ``initial_lr``.
     return "; ".join(
         str(one) for one in found if f"{one.name.removesuffix('.lr')}.initial_lr" not in names
     )
 
 
-def settle(
+def resolve(
     found: Sequence[Difference],
     on_difference: OnDifference,
     *,
@@ -96,52 +96,50 @@ def settle(
     epochs: tuple[int, int],
     in_epoch: bool,
 ) -> list[Difference]:
-    """The differences of which the new value is to be taken.
+    """The differences for which the script's value is used.
 
     Args:
         found: all.
-        on_difference: what the user wants.
+        on_difference: the user's choice.
         place: of the checkpoint.
-        epochs: that were asked for, then and now.
+        epochs: in the checkpoint and in the script.
         in_epoch: an epoch has begun.
 
     Raises:
-        CheckpointError: training cannot go on so.
+        CheckpointError: training cannot resume with these differences.
     """
     if not found:
         return []
     if on_difference == "error":
         raise CheckpointError(
             f"The script has changed since {place} was written{_of_epochs(found, epochs)}.",
-            received=told(found),
+            received=describe(found),
             fix="Change it back, or pass on_difference to the Checkpoint: "
-            '"take new" goes on with what the script says now, "keep" with the optimizer\'s '
-            "options and the schedule that the checkpoint has. Or give another folder to begin "
-            "anew.",
+            '"take new" resumes with the values of the script, "keep" with the optimizer\'s '
+            "options and the schedule of the checkpoint. Or give another folder to begin anew.",
         )
     if fixed := [one for one in found if one.is_fixed]:
         raise CheckpointError(
-            f"Another optimizer cannot go on with the slots of the one in {place}.",
-            received=told(fixed),
+            f"Another optimizer cannot use the slots of the one in {place}.",
+            received=describe(fixed),
             fix="Change it back, or begin anew in another folder, from the weights that "
             "lockstep.checkpoint.load_state_dict(folder) reads.",
         )
     if on_difference == "keep":
-        if strange := [one for one in found if not one.is_held]:
+        if strange := [one for one in found if not one.is_restorable]:
             raise CheckpointError(
-                'on_difference="keep" can keep what is in a checkpoint: the optimizer\'s options '
-                "and the schedule.",
-                received=told(strange),
+                'on_difference="keep" can keep only the optimizer\'s options and the schedule.',
+                received=describe(strange),
                 fix='Change it back, or pass on_difference="take new".',
             )
         return []
     if in_epoch and (order := [one for one in found if one.name in _OF_ORDER]):
         raise CheckpointError(
-            f"{place} was written within an epoch, whose order of samples depends on what has "
-            "changed.",
-            received=told(order),
+            f"{place} was written within an epoch, and the change gives the epoch another order "
+            "of samples.",
+            received=describe(order),
             fix='Change it back until the epoch has ended. Checkpoint(every="epoch") writes '
-            "checkpoints between epochs, from which training can go on in another order.",
+            "checkpoints between epochs, from which training can resume in another order.",
         )
     return list(found)
 

@@ -1,8 +1,8 @@
-"""What the result of a ``fit`` depends on, by name, as plain values that a checkpoint can hold.
+"""The facts on which the result of a ``fit`` depends, by name, as plain values for a checkpoint.
 
-The script that made a checkpoint and the one that goes on from it are compared by these
-(``train.resume.differences``). They are taken before the first step of a ``fit``: what schedules
-and callbacks change later is a part of the training's state, and no difference of the scripts.
+They are compared between the script that made a checkpoint and the one that resumes from it
+(``train.resume.differences``). They are taken before the first step of a ``fit``: later changes by
+schedules and callbacks are a part of the training's state, not a difference of the scripts.
 """
 
 import hashlib
@@ -25,9 +25,9 @@ from lockstep.train.resume.stable_descriptions import digest, said, said_of_modu
 
 Facts = dict[str, Any]
 
-# A scheduler's position, and rates that are among the optimizer's options already.
+# A scheduler's position, and rates that are already among the optimizer's options.
 _POSITION = ("optimizer", "base_lrs", "last_epoch", "_last_lr", "_step_count")
-# Of torch's schedulers that are made of others.
+# Attributes of torch's schedulers that are composed of others.
 _PARTS = ("_schedulers", "_milestones")
 # Options that change rounding only.
 _KERNELS = ("foreach", "fused", "capturable", "differentiable")
@@ -36,7 +36,7 @@ _LIBRARIES = ("torch", "keras", "builtins", "functools")
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it; of what JSON has not, a description."""
+    """The value if it is a JSON value, else a description."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -66,7 +66,7 @@ def named_options(
 
 
 def optimizer_facts(optimizer: optim.Optimizer | Optimizers, model: nn.Module) -> Facts:
-    """The class of an optimizer, its options, and which parameters each group has."""
+    """The class of an optimizer, its options, and the parameters of each group."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: Facts = {"optimizer": said(optimizer)}
     for group_name, group in named_options(optimizer):
@@ -114,7 +114,7 @@ def _settings_of(scheduler: LRScheduler, name: str) -> Facts:
 
 
 def described(name: str, thing: Any) -> Facts:
-    """What a loss or a function is: its class or name, what it was given, and its code.
+    """Facts about a loss or a function: its class or name, its attributes, and its code.
 
     Args:
         name: of the facts.
@@ -129,7 +129,7 @@ def described(name: str, thing: Any) -> Facts:
         found[f"{name}.tensors"] = digest(tensors).hex()[:_NUM_DIGITS] if tensors else None
     code = _code_of(thing)
     if code:
-        # Another version of Python makes other code of the same source.
+        # Other versions of Python compile the same source to other code.
         version = ".".join(map(str, sys.version_info[:2]))
         number = hashlib.sha256(repr(code).encode()).hexdigest()[:_NUM_DIGITS]
         found[f"{name}.code"] = f"python {version}: {number}"
@@ -137,7 +137,7 @@ def described(name: str, thing: Any) -> Facts:
 
 
 def _functions_of(thing: Any) -> list[Any]:
-    """The Python functions of the user's own that a loss or a function runs first."""
+    """The user's own Python functions that a loss or a function calls directly."""
     if isinstance(thing, partial):
         return _functions_of(thing.func)
     if isinstance(thing, Mapping | list | tuple):
@@ -158,20 +158,21 @@ def _functions_of(thing: Any) -> list[Any]:
 
 
 def _values_of(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Plain values that the user's own functions and classes hold or look at."""
+    """Plain values that the user's own functions and classes hold or read."""
     for function in _functions_of(thing):
         function = getattr(function, "__func__", function)
         names = function.__code__.co_names
         free = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        looked_at = {name: function.__globals__.get(name) for name in names}
-        looked_at |= {name: cell.cell_contents for name, cell in free.items()}
-        looked_at |= dict(enumerate(function.__defaults__ or ())) | (function.__kwdefaults__ or {})
-        yield from ((str(key), one) for key, one in looked_at.items() if _is_plain(one))
+        read = {name: function.__globals__.get(name) for name in names}
+        read |= {name: cell.cell_contents for name, cell in free.items()}
+        read |= dict(enumerate(function.__defaults__ or ())) | (function.__kwdefaults__ or {})
+        yield from ((str(key), one) for key, one in read.items() if _is_plain(one))
     modules = thing.named_modules() if isinstance(thing, nn.Module) else [("", thing)]
     for name, module in modules:
         is_own = not type(module).__module__.startswith(_LIBRARIES)
-        held = getattr(module, "__dict__", {}) if is_own and not inspect.isroutine(module) else {}
-        for key, value in held.items():
+        has_values = is_own and not inspect.isroutine(module)
+        attributes = getattr(module, "__dict__", {}) if has_values else {}
+        for key, value in attributes.items():
             if _is_plain(value) and not key.startswith("_") and key != "training":
                 yield f"{name}.{key}".lstrip("."), value
 
@@ -184,15 +185,15 @@ def _is_plain(value: Any) -> bool:
 
 def _code_of(thing: Any) -> list[Any]:
     functions = (getattr(one, "__func__", one) for one in _functions_of(thing))
-    return [_told_code(function.__code__) for function in functions]
+    return [_without_source(function.__code__) for function in functions]
 
 
-def _told_code(code: CodeType) -> Any:
-    """What a function does, without where its source is."""
+def _without_source(code: CodeType) -> Any:
+    """A function's code without the place of its source."""
     constants = [
-        _told_code(one) if isinstance(one, CodeType) else repr(one)
+        _without_source(one) if isinstance(one, CodeType) else repr(one)
         for one in code.co_consts
-        if not isinstance(one, frozenset)  # of no order
+        if not isinstance(one, frozenset)  # its order varies
     ]
     return code.co_code.hex(), code.co_names, constants
 
@@ -201,7 +202,7 @@ def _told_code(code: CodeType) -> Any:
 
 
 def model_facts(model: nn.Module) -> Facts:
-    """The options of torch's own layers that are no tensors: a dropout's rate, a padding."""
+    """The options of torch's own layers that are not tensors: a dropout's rate, a padding."""
     return {
         f"layer {name!r}": said_of_module("", module)
         for name, module in model.named_modules()

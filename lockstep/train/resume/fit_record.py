@@ -1,4 +1,4 @@
-"""What a checkpoint knows of its ``fit``, and whether another ``fit`` can go on from it."""
+"""A checkpoint's record of its ``fit``, and whether another ``fit`` can resume from it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     """The end of the last epoch, from which more epochs may be trained.
 
     Attributes:
-        sight: of weights and options.
+        sight: a digest of weights and options.
         read: see ``train.callbacks.driver.Place``.
         is_whole: the training's state has all that the next epoch needs.
     """
@@ -26,12 +26,12 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     is_whole: bool
 
     def unless_changed(self, trainer: Any) -> "End | None":
-        """This, where callbacks have changed nothing since; else None."""
+        """This, if callbacks have changed nothing since; else None."""
         return self if self.is_whole and self.sight == _sight(trainer) else None
 
 
 def at_end(trainer: Any) -> End:
-    """What is there as the last epoch ends; ``trainer`` is a PersistentRunner."""
+    """The end of the last epoch of ``trainer``, a PersistentRunner."""
     place = trainer.place_in_fit()
     is_whole = place["replicas"] is None
     return End(sight=_sight(trainer) if is_whole else "", read=place["read"], is_whole=is_whole)
@@ -44,20 +44,19 @@ def _sight(trainer: Any) -> str:
 
 
 class FitRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a checkpoint knows of its ``fit``, beside the training's state.
+    """A checkpoint's record of its ``fit``, beside the training's state.
 
     Attributes:
         epochs: trained before it.
         steps: made before it.
-        asked: what it was asked to do, as far as the result depends on it
-        (``train.resume.fit_facts``).
+        asked: the facts on which its result depends (``train.resume.fit_facts``).
         history: at its end; empty before.
         epoch: numbers of the epochs in the history.
         is_finished: it has ended.
         is_stopped: a callback has ended it.
-        end: of the last epoch, where more epochs can follow on the state of a ``fit`` that has
-            ended; None where they cannot, and before.
-        num_shares: of its steps; None where none was made.
+        end: of the last epoch, if a ``fit`` that has ended can be continued with more epochs; else
+            None.
+        num_shares: of its steps; None before the first.
     """
 
     epochs: int
@@ -77,16 +76,16 @@ class FitRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def num_trained(self) -> int:
-        """The number of the epoch after the last one, of a ``fit`` that has ended."""
+        """For a ``fit`` that has ended, the number of the epoch after the last one."""
         return self.epoch[-1] + 1 if self.epoch else int(self.asked.get("initial_epoch", 0))
 
     @property
     def was_stopped(self) -> bool:
-        """Whether it has ended before, or as, the last epoch that was asked for."""
+        """True if a callback has ended it, or it ended before its last epoch."""
         return self.is_stopped or self.num_trained < self.asked["epochs"]
 
     def check_beginning(self, other: "FitRecord") -> None:
-        """See that another ``fit`` begins where this one has begun.
+        """Check that another ``fit`` begins after the same number of steps.
 
         Raises:
             CheckpointError: it does not.
@@ -95,19 +94,19 @@ class FitRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise CheckpointError(
                 f"The checkpoints are of a fit that began after {self.steps} steps.",
                 received=f"a fit that begins after {other.steps}",
-                fix="Give each fit a folder of its own, and have the script do as before.",
+                fix="Give each fit a folder of its own, and make the same calls before it.",
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A ``fit`` that was begun.
+    """A checkpoint from which a ``fit`` resumes.
 
     Attributes:
         state: of the training.
-        record: what was asked of the ``fit``.
+        record: of the ``fit``.
         is_written: it is on host 0's disk.
-        name: of the checkpoint.
+        name: of the checkpoint, for messages.
     """
 
     state: TrainingState
@@ -117,63 +116,65 @@ class Found:
 
     @property
     def size(self) -> int:
-        """Of its batches."""
+        """The batch size."""
         return int(self.record.asked["batch_size"])
 
     @property
     def place(self) -> dict[str, Any]:
-        """Where in the ``fit`` it is."""
+        """The position in the ``fit``."""
         first = int(self.record.asked.get("initial_epoch", 0))
         return self.state.position["fit"] or {"epoch": first, "batch": 0}
 
     @classmethod
     def of(cls, tree: Mapping[str, Tree]) -> "Found":
-        """What a checkpoint says.
+        """The state and the record of a checkpoint.
 
         Raises:
-            CheckpointError: it says something else.
+            CheckpointError: its format is invalid.
         """
         parts = dict(tree)
         try:
             record = msgspec.convert(parts.pop("fit", None), FitRecord)
         except msgspec.ValidationError as error:
             raise CheckpointError(
-                "A checkpoint says what its fit was asked to do.",
+                "A checkpoint must have a record of its fit.",
                 received=error,
-                fix="Take one that fit(checkpoint=...) has written.",
+                fix="Use one that fit(checkpoint=...) has written.",
             ) from error
         return cls(state=TrainingState.of(parts), record=record)
 
     def reaching(self, epochs: int) -> "Found":
-        """The same, to train up to so many epochs from it.
+        """This checkpoint, to resume from it up to a number of epochs.
 
-        A ``fit`` that has ended is none any more where more are wanted than it was asked for.
+        If a ``fit`` has ended, and more epochs are now asked for, it is no longer finished.
 
         Raises:
-            CheckpointError: it has come further, or nobody knows what has become of its end.
+            CheckpointError: it is past these epochs, or a ``fit`` that has ended cannot be
+                continued.
         """
         record, place = self.record, self.place
-        come = place["epoch"] + (place["batch"] > 0)
+        reached = place["epoch"] + (place["batch"] > 0)
         if record.is_finished:
-            come = record.num_trained
-        if come > epochs:
+            reached = record.num_trained
+        if reached > epochs:
             raise CheckpointError(
-                f"{self.name} is of epoch {come}, and fit was to end before.",
+                f"{self.name} has reached epoch {reached}, and fit must not end before.",
                 received=f"epochs={epochs}",
-                fix=f"Ask for {come} epochs or more, or take another folder to begin anew.",
+                fix=f"Ask for {reached} epochs or more, or use another folder to begin anew.",
             )
         if not record.is_finished or not _reaches(record, epochs):
             return self
         if record.end is None:
             raise CheckpointError(
-                f"{self.name} was written after the end of {come} epochs, and has not all that "
-                "another one needs: callbacks have changed weights or options in on_train_end, or "
-                "each replica has an optimizer of its own. No older checkpoint is there.",
+                f"{self.name} was written after the end of {reached} epochs, and lacks a part of "
+                "the state that another epoch needs: callbacks have changed weights or options in "
+                "on_train_end, or each replica has an optimizer of its own. There is no older "
+                "checkpoint.",
                 received=f"epochs={epochs}",
                 fix="Begin anew in another folder; with keep=3 older checkpoints are kept.",
             )
         place = {
-            "epoch": come,
+            "epoch": reached,
             "batch": 0,
             "so_far": None,
             "read": record.end.read,
@@ -192,7 +193,7 @@ class Found:
 
 
 def reaches(tree: Mapping[str, Tree], epochs: object) -> bool:
-    """Whether more epochs are wanted than a ``fit`` that has ended was asked for."""
+    """True if a ``fit`` that has ended can train further, up to more epochs."""
     return isinstance(epochs, int) and _reaches(Found.of(tree).record, epochs)
 
 

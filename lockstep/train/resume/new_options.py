@@ -1,8 +1,8 @@
-"""A training that goes on from a checkpoint with other options, or another schedule, than it had.
+"""Resumes a training with other optimizer options, or another schedule, than the checkpoint has.
 
-An option that the script has changed gets its new value. Others stay as the checkpoint has them,
-with what callbacks have made of them. Where that concerns rates under a schedule, these are what
-the script's schedule comes to after as many moves as were made.
+An option that the script has changed gets its new value. Others keep the checkpoint's values, with
+the changes by callbacks. If rates under a schedule change, they are those of the script's schedule
+after as many of its steps as were made.
 """
 
 from collections.abc import Collection, Mapping
@@ -22,7 +22,7 @@ _SCHEDULED = (*_RATES, "momentum", "betas")
 
 
 def decides_rates(taken: Collection[Difference]) -> bool:
-    """Whether rates of a schedule are to be others."""
+    """True if the differences change the rates of a schedule."""
     return any(one.is_of_schedule or one.option in _RATES for one in taken)
 
 
@@ -34,15 +34,15 @@ def set_new_options(
     asked: Mapping[str, Any],
     taken: Collection[Difference],
 ) -> None:
-    """Have an optimizer and a schedule, which are as a checkpoint says, be as the script says.
+    """Set an optimizer and a schedule, loaded from a checkpoint, to the script's new values.
 
     Args:
         optimizer: the optimizer, or several.
         schedule: of its rates.
-        begun: what the schedule was before the ``fit``.
+        begun: the schedule's state before the ``fit``.
         found: the checkpoint.
         asked: the facts of the script.
-        taken: what differs.
+        taken: the differences for which the script's value is used.
     """
     names = {one.name for one in taken}
     if schedule is not None and begun is not None and decides_rates(taken):
@@ -85,7 +85,7 @@ def _replay(
 def _num_steps(
     schedule: RunningSchedule, begun: dict[str, Any], found: Found, names: Collection[str]
 ) -> int:
-    """How often a schedule has moved since the ``fit`` began."""
+    """How often the scheduler has stepped since the ``fit`` began."""
     then = found.state.schedule
     if then is not None and not {"schedule", "schedule.every"} & {*names}:
         last, first = (_last_epoch(one["scheduler"]) for one in (then, begun))
@@ -105,7 +105,7 @@ def _last_epoch(scheduler: Mapping[str, Any]) -> int | None:
 def _with_settings(
     then: dict[str, Any] | None, begun: dict[str, Any], names: Collection[str]
 ) -> dict[str, Any]:
-    """The state of a schedule that looks at a metric, with the settings that are new."""
+    """The state of a schedule that monitors a metric, with the new settings."""
     if then is None or "schedule" in names:
         return {**begun, "scheduler": copied(begun["scheduler"])}
     changed = {
@@ -120,7 +120,7 @@ def _with_settings(
 
 def _set(group: dict[str, Any], option: str, value: Any) -> None:
     present = group[option]
-    if value is None and option == "initial_lr":  # there is no schedule any more
+    if value is None and option == "initial_lr":  # the schedule was removed
         del group[option]
     elif isinstance(present, torch.Tensor):
         present.fill_(value)

@@ -1,4 +1,4 @@
-"""A runner whose ``fit`` is kept: it goes on from checkpoints, has backups, and keeps a record."""
+"""A runner whose ``fit`` resumes from checkpoints, has backups, and keeps a record."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +23,7 @@ from lockstep.train.fault_tolerance.backups import Backups
 from lockstep.train.fault_tolerance.run_record import VARIABLE, RunRecord, checked_folder
 from lockstep.train.history import History
 from lockstep.train.input.stream_broadcast import SharedStream
-from lockstep.train.resume.differences import Difference, differences, settle, told
+from lockstep.train.resume.differences import Difference, describe, differences, resolve
 from lockstep.train.resume.fit_facts import Facts
 from lockstep.train.resume.fit_record import FitRecord, Found
 from lockstep.train.runtime.helper_watchdog import STATE_OF_AVERAGE, what_is_left
@@ -38,18 +38,18 @@ class ResumingRunner(PersistentRunner):
 
     keeper: CheckpointWriter | None = None
     _num_shares_before: int | None = None
-    """Of the checkpoint from which training goes on, until the user is told."""
+    """Of the checkpoint from which training resumes, until the user is informed."""
     _begun: dict[str, Any] | None = None
     """The schedule before the ``fit``."""
 
     def _record_of(
         self, memory: MemoryCheckpoints, make_facts: Callable[[], Facts], epochs: int, steps: int
     ) -> FitRecord:
-        """What a checkpoint is to know of a ``fit``: what was asked of it before its first step.
+        """A checkpoint's record of a ``fit``, made before its first step.
 
         Args:
-            memory: has the facts where the ``fit`` was begun before.
-            make_facts: tells what the script asks.
+            memory: has the facts if the ``fit`` was begun before.
+            make_facts: returns the facts of the script.
             epochs: trained before the ``fit``.
             steps: made before it.
         """
@@ -62,7 +62,7 @@ class ResumingRunner(PersistentRunner):
 
     @contextmanager
     def _kept(self, keeper: CheckpointWriter | None) -> Iterator[None]:
-        """Within the block checkpoints are taken, after all that the user's callbacks do."""
+        """Within the block checkpoints are taken, after the user's callbacks."""
         if keeper is None:
             yield
             return
@@ -75,8 +75,8 @@ class ResumingRunner(PersistentRunner):
         finally:
             self.callbacks, self.keeper = callbacks, None
 
-    def _take_up_found(self, keeper: CheckpointWriter) -> History | None:
-        """Go on from the checkpoint that was found, if one was; the history, if that was the end.
+    def _resume_found(self, keeper: CheckpointWriter) -> History | None:
+        """Resume from the checkpoint that was found, if any; the history if the ``fit`` had ended.
 
         Raises:
             CheckpointError: it is of another ``fit``, or the script has changed.
@@ -89,20 +89,20 @@ class ResumingRunner(PersistentRunner):
         asked, now = found.record.asked, keeper.record.asked
         found = found.reaching(now["epochs"])
         differing = differences(asked, now)
-        taken = settle(
+        taken = resolve(
             differing,
             keeper.on_difference,
             place=found.name,
             epochs=(asked["epochs"], now["epochs"]),
             in_epoch=found.place["batch"] > 0,
         )
-        # What is kept is what the next checkpoint is compared with, too.
+        # The next checkpoint records the values that are kept.
         kept = {one.name: asked[one.name] for one in differing if one not in taken}
         keeper.record = msgspec.structs.replace(keeper.record, asked={**now, **kept})
-        self._take_up_new(self._own_part(found.state), found, keeper.record.asked, taken)
-        if not found.is_written:  # host 0 has come again with an empty folder, for example
+        self._resume_changed(self._own_part(found.state), found, keeper.record.asked, taken)
+        if not found.is_written:  # host 0 was restarted with an empty folder, for example
             keeper.write_found(found)
-        line = _told(found, str(keeper.directory), taken)
+        line = _resume_message(found, str(keeper.directory), taken)
         keeper.tell(line)
         if self._is_chief:
             LOGGER.info("%s", line)
@@ -111,22 +111,22 @@ class ResumingRunner(PersistentRunner):
         self._num_shares_before = found.record.num_shares
         return None
 
-    def _take_up_new(
+    def _resume_changed(
         self, state: TrainingState, found: Found, asked: Facts, taken: Sequence[Difference]
     ) -> None:
-        """Take a checkpoint up, but for what is to be as the script says.
+        """Resume from a checkpoint, with the script's new values.
 
         Args:
-            state: of the checkpoint, as far as it is for this process.
+            state: this process's part of the checkpoint.
             found: the checkpoint.
             asked: the facts of the script.
-            taken: what is to be as it says.
+            taken: the differences for which the script's value is used.
 
         Raises:
             CheckpointError: it does not fit; nothing is changed then.
         """
         schedule = self.schedule
-        if any(one.is_of_schedule for one in taken):  # the state's is of no use
+        if any(one.is_of_schedule for one in taken):  # the state's cannot be used
             own = None if schedule is None else schedule.state_dict()
             state = replace(state, schedule=own)
         self._resume_from(state)
@@ -146,50 +146,50 @@ class ResumingRunner(PersistentRunner):
             )
 
     def _set_new_options(self, found: Found, asked: Facts, taken: Sequence[Difference]) -> None:
-        """Have what differs be as the script says.
+        """Set the script's new values.
 
         Args:
-            found: the checkpoint, as which all is.
+            found: the checkpoint, which is loaded.
             asked: the facts of the script.
-            taken: what differs.
+            taken: the differences for which the script's value is used.
         """
         raise NotImplementedError
 
     def _state_after_failure(self) -> str:
-        """What a training has left that has ended between two steps; "" where that is plain."""
+        """The weights that a training has left that ended between two steps; "" with one rank."""
         if self.plan.num_ranks == 1:
             return ""
         is_averaged = isinstance(self.plan.update, AveragedUpdate)
         return STATE_OF_AVERAGE if is_averaged else what_is_left(self._steps_trained - 1)
 
     def note_shares(self) -> str:
-        """What to tell the user of other shares than the checkpoint's; "" where they are alike."""
+        """A warning if the number of shares is not the checkpoint's; else ""."""
         before, self._num_shares_before = self._num_shares_before, None
         now = self.plan.num_shares
         if before in (None, now):
             return ""
         return (
-            f"The checkpoint is of num_shares={before}, and this is num_shares={now}: sums are "
-            "rounded otherwise, and layers that draw random numbers draw others."
+            f"The checkpoint has num_shares={before}, and this training num_shares={now}: sums are "
+            "rounded differently, and layers that draw random numbers draw others."
         )
 
     def present_state(self) -> TrainingState:
-        """What this training consists of now, but for callbacks and schedules; no copy."""
+        """The present state, without callbacks and schedules; no copy."""
         state = self._state()
         self._session.stores.release_pages()
         return state
 
     def place_in_fit(self) -> dict[str, Any]:
-        """Where in a ``fit`` callbacks are called, where another process could go on."""
+        """The position of callbacks in a ``fit``."""
         assert self._place is not None
         return self._place
 
     def _own_part(self, state: TrainingState) -> TrainingState:
-        """Of a state that was found, what this process takes up."""
+        """This process's part of a state that was found."""
         return state
 
     def _keep_beginning(self, keeper: CheckpointWriter) -> None:
-        """Where hosts may be lost, the others have something to go on from at any time."""
+        """On several hosts, write a checkpoint before the first step, to resume after any loss."""
         hosts = self._job_context.hosts
         if hosts is not None and not hosts.is_one_process:
             parts = self._copied_parts()
@@ -204,12 +204,12 @@ class ResumingRunner(PersistentRunner):
     def _backups_of(
         self, sources: Iterable[Source | SharedStream], restarts: int
     ) -> Backups | None:
-        """Copies of the training in memory; none where one process cannot have all of it."""
+        """Copies of the training in memory; None with several scripts, which have none."""
         hosts = self._job_context.hosts
         if hosts is not None and not hosts.is_one_process:
             if self._maker().outlives_servers:
                 raise OptionError(
-                    "Processes that a launcher has started are its to start again.",
+                    "Only their launcher can restart the processes that it has started.",
                     received=f"replicas=2 under {hosts.place.launcher}",
                     fix="Start the script once, or leave `replicas` out and use a checkpoint.",
                 )
@@ -226,13 +226,13 @@ class ResumingRunner(PersistentRunner):
     def _record_in(
         self, asked: str | os.PathLike[str] | None, checkpoints: Folder | None
     ) -> RunRecord:
-        """The record of a ``fit``: where it was asked for, beside checkpoints, or as always.
+        """The record of a ``fit``: in the folder given, beside checkpoints, or in the default one.
 
-        None is kept in a store, where nothing can be added to a file. Host 0 keeps it; a ``fit``
-        within a callback of another keeps none of its own.
+        A remote store keeps none, since nothing can be appended to a file there. Host 0 keeps it; a
+        ``fit`` within a callback of another keeps none of its own.
 
         Raises:
-            OptionError: the user has named what is no folder.
+            OptionError: the user has not named a folder.
         """
         beside = checkpoints if isinstance(checkpoints, Path) else None
         if not self._is_chief or self._job_context.is_nested:
@@ -243,8 +243,8 @@ class ResumingRunner(PersistentRunner):
         return RunRecord(checked_folder(named) if named else None, logs=True)
 
 
-def _told(found: Found, directory: str, taken: Sequence[Difference]) -> str:
-    """The line that tells where training goes on."""
+def _resume_message(found: Found, directory: str, taken: Sequence[Difference]) -> str:
+    """The line that says where training resumes."""
     record = found.record
     if record.is_finished:
         num, asked = record.num_trained, record.asked["epochs"]
@@ -252,5 +252,5 @@ def _told(found: Found, directory: str, taken: Sequence[Difference]) -> str:
         stopped = f" of {asked}, where a callback has ended it" if num < asked else ""
         return f"{directory} is complete ({epochs}{stopped}): nothing to do"
     epoch, step = found.place["epoch"] + 1, found.state.position["steps"] + 1
-    new = f", with what is new: {told(taken)}" if taken else ""
+    new = f", with what is new: {describe(taken)}" if taken else ""
     return f"Resuming from {found.name}: epoch {epoch}, step {step}{new}"

@@ -1,7 +1,7 @@
-"""Things in words, and values as digests, that are the same wherever a script makes the same.
+"""Descriptions of objects, and digests of values, that are equal in every process of a script.
 
-Functions and classes are known by their names, and so are modules, but for torch's own, which also
-tell their options (the rate of a Dropout).
+Functions and classes are described by their names, and so are modules; torch's own modules also by
+their options (the rate of a Dropout).
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> bytes:
 
 
 def said(thing: Any) -> str:
-    """What something is, in words that are the same wherever a script makes the same."""
+    """A description of an object that is equal in every process of a script."""
     if isinstance(thing, nn.Module):
         return ", ".join(said_of_module(*each) for each in thing.named_modules())
     if isinstance(thing, optim.Optimizer):
@@ -48,7 +48,7 @@ def said(thing: Any) -> str:
 
 
 def said_of_module(name: str, module: nn.Module) -> str:
-    """What a module is by itself: its class, and of torch's own the options that are plain."""
+    """A description of a module: its class, and for torch's own its plain options."""
     options = ""
     if type(module).__module__.startswith("torch.nn."):
         plain = {

@@ -98,7 +98,7 @@ class CheckpointRunner(ResumingRunner):
                 checkpointed_callbacks(callbacks) if self._is_chief else [],
             )
             try:
-                if (ended := self._take_up_found(keeper)) is not None:
+                if (ended := self._resume_found(keeper)) is not None:
                     yield ended
                     return
                 if self._resumed is not None:
