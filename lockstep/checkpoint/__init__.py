@@ -1,6 +1,6 @@
-"""State that does not depend on who computed it: weights in files, and whole trainings.
+"""Checkpoints and weights in files, which do not depend on the strategy that trained them.
 
-``fit(..., checkpoint=lockstep.Checkpoint("folder"))`` writes checkpoints; what is here reads them,
+``fit(..., checkpoint=lockstep.Checkpoint("folder"))`` writes checkpoints; this package reads them
 without a Trainer.
 """
 

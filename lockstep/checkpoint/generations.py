@@ -1,13 +1,13 @@
-"""Generations: the checkpoints of a training in a folder, written whole or not at all.
+"""Generations: the checkpoints of a training in a folder, each written completely or not at all.
 
-A generation is a folder ``generation-000042`` with tensors in safetensors files and a manifest. How
-it comes to be there as a whole is the storage's (``storage``); only then are the oldest removed. So
-whatever ends the writer, at whatever moment, the generations there are whole, and the newest is the
-last or the one before it.
+A generation is a folder ``generation-000042`` with tensors in safetensors files and a manifest. The
+storage makes it appear as a whole (``storage``); only then are the oldest removed. So if the writer
+is killed, at any moment, all generations there are complete, and the newest is the last or the one
+before it.
 
-One process writes, as one has everything: weights and slots of all ranks of a host lie in memory
-that rank 0 maps, whatever the layout. Several threads of it write files side by side: hashing takes
-longer than the disk does, and both leave the interpreter to others meanwhile.
+One process writes everything: rank 0 maps the memory with the weights and slots of all ranks of its
+host, whatever the layout. Several of its threads write files in parallel: hashing takes longer than
+the disk, and both release the interpreter's lock.
 """
 
 import hashlib
@@ -34,27 +34,27 @@ from lockstep.checkpoint.weights import write_tensors
 from lockstep.cluster.devices import usable_cores
 from lockstep.launch.background import Background
 
-# Files are read as a whole, so that what is used is what was hashed. Several are written at once.
+# Files are read as a whole, so that the bytes used are those hashed. Several are written at once.
 _SHARD_BYTES = 128 << 20
 _MOST_THREADS = 4
 
 
 def storage_of(folder: Folder) -> Storage:
-    """What a folder can do."""
+    """The storage of a folder."""
     return LocalStorage(folder) if isinstance(folder, Path) else RemoteStorage(folder)
 
 
 def generations(folder: AnyFolder) -> list[AnyFolder]:
-    """The generations in a folder, the oldest first; none where there is no folder."""
+    """The generations in a folder, the oldest first; none if there is no folder."""
     names = [name for name in storage_of(folder).names() if GENERATION.fullmatch(name)]
     return [_joined(folder, name) for name in sorted(names, key=_number)]
 
 
 def writing_alone(folder: Folder) -> AbstractContextManager[None]:
-    """Within the block this process alone writes to a folder, which is made if there is none.
+    """Lock a folder for writing within the block; it is made if missing.
 
     Raises:
-        CheckpointError: another process does, or what is there is no folder.
+        CheckpointError: another process writes there, or the path is not a folder.
         OSError: the folder cannot be made or written to.
     """
     return storage_of(folder).alone()
@@ -66,8 +66,8 @@ def write_generation(folder: AnyFolder, saved: Saved, keep: int) -> AnyFolder:
     The caller is within ``writing_alone``.
 
     Raises:
-        OSError: it cannot be written; those that were there stay.
-        CheckpointError: a tensor is of a type that safetensors has not.
+        OSError: it cannot be written; earlier ones stay.
+        CheckpointError: safetensors does not have a tensor's dtype.
     """
     storage = storage_of(folder)
     newest = max((_number(each.name) for each in generations(folder)), default=-1)
@@ -114,7 +114,7 @@ def _shards(tensors: Tensors) -> Iterator[Tensors]:
 def _write_shards(
     create: Create, shards: dict[str, Tensors], most_threads: int
 ) -> dict[str, FileEntry]:
-    """Each in a file of its name. After an error, too, nobody writes any more."""
+    """Write each shard to the file of its name; all threads end, even on error."""
     num_threads = min(len(shards), usable_cores(), most_threads)
     writing = {}
     with closing(Background("lockstep: files", num_threads)) as threads:
@@ -138,7 +138,7 @@ def _entry(tensor: Any, file: str) -> TensorEntry:
 
 
 class _Hashed:
-    """A file that knows the hash of what was written."""
+    """A file that hashes what is written to it."""
 
     def __init__(self, file: Any) -> None:
         self._file = file

@@ -1,7 +1,7 @@
-"""Folders of this machine: files are synced, and a generation appears by being renamed.
+"""Folders on this machine: files are synced, and a generation appears by a rename.
 
-It is written under another name; so whatever ends the writer, at whatever moment, those that are
-there are whole. It is removed under another name, too.
+It is written under another name. So if the writer is killed, at any moment, all generations are
+complete. It is removed under another name, too.
 """
 
 import errno
@@ -25,7 +25,7 @@ _LOCK = ".lock"
 
 
 class LocalStorage(Storage):
-    """A folder of this machine.
+    """A folder on this machine.
 
     Args:
         folder: the folder.
@@ -44,13 +44,13 @@ class LocalStorage(Storage):
         return os.path.lexists(self._folder / name)
 
     def read(self, name: str, most: int) -> bytes:
-        # A pipe would be waited for, and a link could lead elsewhere.
+        # Opening a pipe would block, and a link could lead out of the folder.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(self._folder / name, flags)
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{name} is no file")
+                raise CheckpointError(f"{name} is not a file")
             if status.st_size > most:
                 raise CheckpointError(f"{name} has {status.st_size} bytes, more than {most}")
             return file.read()
@@ -80,9 +80,9 @@ class LocalStorage(Storage):
         _sync_folder(self._folder)
 
     def remove(self, name: str) -> None:
-        gone = self._temporary()
-        os.rename(self._folder / name, gone)  # so that nobody takes a half for a torn one
-        shutil.rmtree(gone)
+        temporary = self._temporary()
+        os.rename(self._folder / name, temporary)  # so that no reader finds a part of it
+        shutil.rmtree(temporary)
 
     def _make(self) -> None:
         if self._folder.is_dir():
@@ -91,9 +91,9 @@ class LocalStorage(Storage):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except FileExistsError as error:
             raise CheckpointError(
-                "Checkpoints are written into a folder.",
+                "Checkpoints must be written into a folder.",
                 received=f"{self._folder}, a file",
-                fix="Name a folder, which need not be there yet.",
+                fix="Name a folder, which need not exist yet.",
             ) from error
         _sync_folder(self._folder.parent)
 
@@ -101,22 +101,22 @@ class LocalStorage(Storage):
         return self._folder / f"{_TEMPORARY}{secrets.token_hex(8)}"
 
     def _remove_temporaries(self) -> None:
-        """What a process has left that was killed."""
+        """Remove the leftovers of a killed process."""
         for name in os.listdir(self._folder):
             if name.startswith(_TEMPORARY):
                 shutil.rmtree(self._folder / name)
 
 
 def _lock(lock: int, folder: Path) -> None:
-    # Of the process, not of the open file: what a reader of data forked does not keep it.
+    # A lock of the process, not of the open file: children that are forked do not hold it.
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             raise
         raise CheckpointError(
-            "One process at a time writes checkpoints into a folder.",
-            received=f"{folder}, into which another one writes",
+            "Only one process at a time can write checkpoints into a folder.",
+            received=f"{folder}, into which another process writes",
             fix="Wait for it to end, or give this training a folder of its own.",
         ) from error
 

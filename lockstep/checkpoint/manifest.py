@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what its files hold, their sizes and hashes, and its own hash.
+"""The manifest of a checkpoint: the contents, sizes and hashes of its files, and its own hash.
 
 It is JSON: ``{"sha256":"...","manifest":{...}}``, where the hash is that of the bytes of the inner
-object. What is read is checked to be of this form, byte by byte: whatever bit is flipped shows.
+object. A reader checks this form byte by byte: any flipped bit is detected.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from lockstep.errors import CheckpointError
 NAME = "manifest.json"
 VERSION = 1
 
-# What can lead nowhere else than into the folder of the manifest.
+# Names that cannot lead out of the folder of the manifest.
 _FileName = Annotated[str, msgspec.Meta(pattern=r"\A[a-z][a-z0-9-]*\.safetensors\Z", max_length=64)]
 _Hash = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 _Size = Annotated[int, msgspec.Meta(ge=0)]
@@ -36,10 +36,10 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor, which lies in one file as a whole: no file depends on the layout of a training.
+    """A tensor, which is in one file as a whole: files do not depend on a training's layout.
 
     Attributes:
-        dtype: as torch calls it: ``"float32"``.
+        dtype: torch's name: ``"float32"``.
         shape: of the whole.
         file: the name of the file.
     """
@@ -55,7 +55,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Attributes:
         epoch: of the next step.
         step: steps made.
-        is_finished: the training has come to its end.
+        is_finished: the training has ended.
         strategy: the Plan's; empty without one.
         num_devices: the Plan's; 0 without one.
         lockstep: the version that wrote it.
@@ -70,15 +70,15 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a checkpoint consists of.
+    """The contents of a checkpoint.
 
     Attributes:
-        version: of this form.
+        version: of this format.
         summary: for people.
         files: by name.
         tensors: by qualified name (``checkpoint.trees``).
-        weights: of each name in the model's ``state_dict()``, the tensor's qualified name.
-        values: the training's state, and what ``fit`` must know of itself, without the tensors.
+        weights: for each name in the model's ``state_dict()``, the tensor's qualified name.
+        values: the training's state and the record of its ``fit``, without the tensors.
         plan: the Plan under which it was trained, or None.
     """
 
@@ -106,11 +106,11 @@ def decode_manifest(data: bytes) -> Manifest:
     begin = len(_BEGIN) + _HASH_LENGTH
     found, body = data[len(_BEGIN) : begin], data[begin + len(_MIDDLE) : -len(_END)]
     if data != _BEGIN + found + _MIDDLE + body + _END or found != _hash(body):
-        raise _damaged("bytes that do not fit its hash")
+        raise _damaged("bytes that do not match its hash")
     try:
         version = msgspec.json.decode(body, type=_Versioned).version
         if version != VERSION:
-            raise _damaged(f"version {version}, where this Lockstep reads {VERSION}")
+            raise _damaged(f"version {version}; this Lockstep reads {VERSION}")
         manifest = msgspec.json.decode(body, type=Manifest)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise _damaged(error) from error
@@ -125,10 +125,10 @@ class _Versioned(msgspec.Struct):
 def _check_names(manifest: Manifest) -> None:
     for name, entry in manifest.tensors.items():
         if entry.file not in manifest.files:
-            raise _damaged(f"{name!r} in a file {entry.file!r} that it does not name")
+            raise _damaged(f"{name!r} in a file {entry.file!r} that it does not list")
     for name, qualified in manifest.weights.items():
         if qualified not in manifest.tensors:
-            raise _damaged(f"{name!r} as the tensor {qualified!r}, which it does not name")
+            raise _damaged(f"{name!r} as the tensor {qualified!r}, which it does not list")
 
 
 def _hash(data: bytes) -> bytes:
@@ -137,7 +137,7 @@ def _hash(data: bytes) -> bytes:
 
 def _damaged(received: object) -> CheckpointError:
     return CheckpointError(
-        f"{NAME} of a checkpoint must be what was written.",
+        f"{NAME} of a checkpoint is damaged.",
         received=received,
-        fix="Take an older checkpoint, or another copy of this one.",
+        fix="Use an older checkpoint, or another copy of this one.",
     )

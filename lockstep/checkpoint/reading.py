@@ -1,8 +1,8 @@
-"""Reading checkpoints: the newest that is whole, and why others were passed over.
+"""Reads checkpoints: the newest complete one, with warnings about newer ones that are damaged.
 
-Each file is read once, and what is used is what was hashed. Nothing in a checkpoint is run, and no
-name in it leads out of its folder: files are opened by names that are checked (``manifest``), and
-links are not followed (``local_storage``).
+Each file is read once, so the bytes used are those hashed. Nothing in a checkpoint is executed, and
+no name in it leads out of its folder: file names are checked (``manifest``), and links are not
+followed (``local_storage``).
 """
 
 import hashlib
@@ -25,35 +25,35 @@ _LARGEST_MANIFEST = 1 << 30
 
 
 class DamagedCheckpointWarning(UserWarning):
-    """A checkpoint is damaged, and an older one is taken."""
+    """A checkpoint is damaged, and an older one is used."""
 
 
 def load_state_dict(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The model's weights and buffers, for ``model.load_state_dict`` of plain PyTorch.
 
-    A ``DamagedCheckpointWarning`` tells of newer checkpoints that are damaged.
+    It warns with a ``DamagedCheckpointWarning`` about newer checkpoints that are damaged.
 
     Args:
-        path: of a folder with checkpoints, of which the newest whole one is read; or of one. It
+        path: of a folder with checkpoints, of which the newest complete one is read; or of one. It
             may be a URL that fsspec opens, as in ``s3://bucket/run``.
 
     Returns:
-        What ``model.state_dict()`` was, tensors in this process's memory.
+        The ``model.state_dict()`` that was saved, with tensors in this process's memory.
 
     Raises:
-        CheckpointError: there is none, or none is whole.
+        CheckpointError: there is no complete checkpoint.
     """
     return read_checkpoint(path).state_dict()
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Saved:
-    """What a checkpoint says.
+    """A checkpoint's contents.
 
     Args:
-        path: of a folder with generations, of which the newest whole one is read; or of one.
+        path: of a folder with generations, of which the newest complete one is read; or of one.
 
     Raises:
-        CheckpointError: there is none, or none is whole.
+        CheckpointError: there is no complete one.
     """
     folder, every = folder_of(path), found_generations(path)
     return read_generation(folder) if every == [folder] else _first_whole(folder, every)
@@ -71,34 +71,34 @@ def found_generations(path: str | os.PathLike[str]) -> list[Folder]:
     found = generations(folder)
     if not found:
         raise CheckpointError(
-            "A folder of checkpoints is needed.",
-            received=f"{folder}, without any",
+            "There are no checkpoints in the folder.",
+            received=folder,
             fix="Give the folder that fit(checkpoint=...) has written to.",
         )
     return found
 
 
 def read_newest(folder: Folder, *, is_finished: bool | None = None) -> Saved | None:
-    """The newest whole generation in a folder; None where there are none at all.
+    """The newest complete generation in a folder; None if there are no generations.
 
     Args:
         folder: the folder.
-        is_finished: of those alone at which training had ended, or had not; None for any.
+        is_finished: True or False for only those written after, or before, the end of training.
 
     Warns:
-        DamagedCheckpointWarning: of each newer one, why it was passed over.
+        DamagedCheckpointWarning: for each newer one, why it was skipped.
 
     Raises:
-        CheckpointError: there are some, and none is whole.
+        CheckpointError: there are some, and none is complete.
     """
     every = generations(folder)
     if is_finished is not None:
-        every = [one for one in every if _says(one, is_finished=is_finished)]
+        every = [one for one in every if _may_be(one, is_finished=is_finished)]
     return _first_whole(folder, every) if every else None
 
 
-def _says(generation: Folder, *, is_finished: bool) -> bool:
-    """Whether training had ended; True of one that cannot be read, of which the reader tells."""
+def _may_be(generation: Folder, *, is_finished: bool) -> bool:
+    """True if a generation is finished as given, or cannot be read: then the reader warns."""
     try:
         return read_manifest(generation).summary.is_finished == is_finished
     except (CheckpointError, OSError):
@@ -114,18 +114,18 @@ def _first_whole(folder: Folder, every: list[Folder]) -> Saved:
             reasons.append(str(error))
             warnings.warn(str(error), DamagedCheckpointWarning, stacklevel=level_of_user())
     raise CheckpointError(
-        f"Of the checkpoints in {folder} one must be whole.",
+        f"No checkpoint in {folder} is complete.",
         received="; ".join(reasons),
-        fix="Take a copy of the folder, or another folder to begin anew.",
+        fix="Use a copy of the folder, or another folder to begin anew.",
     )
 
 
 def read_generation(generation: Folder) -> Saved:
-    """One generation, checked as a whole.
+    """One generation, with all its hashes checked.
 
     Raises:
-        CheckpointError: what is wrong with it.
-        ConnectionError: nothing is known of it, since its store does not answer.
+        CheckpointError: it is damaged.
+        ConnectionError: its store does not answer, so its state is unknown.
     """
     storage = storage_of(generation)
     try:
@@ -163,7 +163,7 @@ def _read_whole(storage: Storage, name: str, entry: FileEntry) -> bytes:
     if len(data) != entry.size:
         raise CheckpointError(f"{name} has {len(data)} bytes of {entry.size}")
     if hashlib.sha256(data).hexdigest() != entry.sha256:
-        raise CheckpointError(f"{name} does not fit its hash")
+        raise CheckpointError(f"{name} does not match its hash")
     return data
 
 
@@ -171,11 +171,11 @@ def _parsed(data: bytes, name: str) -> dict[str, torch.Tensor]:
     try:
         return parse_tensors(data)
     except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise CheckpointError(f"{name} is no safetensors file: {error}") from error
+        raise CheckpointError(f"{name} is not a safetensors file: {error}") from error
 
 
 def _check_shard(name: str, shard: Tensors, manifest: Manifest) -> None:
-    """A file must hold the tensors that the manifest says, and no others."""
+    """Check that a file holds the tensors that the manifest lists for it, and no others."""
     expected = {key: entry for key, entry in manifest.tensors.items() if entry.file == name}
     found = {
         key: TensorEntry(str(one.dtype).removeprefix("torch."), tuple(one.shape), name)
@@ -185,12 +185,12 @@ def _check_shard(name: str, shard: Tensors, manifest: Manifest) -> None:
         strange = sorted(
             key for key in found.keys() | expected if found.get(key) != expected.get(key)
         )
-        raise CheckpointError(f"{name} has not the tensors that {NAME} says: {strange[:5]}")
+        raise CheckpointError(f"{name} does not have the tensors that {NAME} lists: {strange[:5]}")
 
 
 def _damaged(generation: Folder, error: BaseException) -> CheckpointError:
     return CheckpointError(
-        f"{generation} must be a whole checkpoint.",
+        f"{generation} is not a complete checkpoint.",
         received=str(error).rstrip("."),
-        fix="Take an older one, or another copy.",
+        fix="Use an older one, or another copy.",
     )

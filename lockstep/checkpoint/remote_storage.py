@@ -1,12 +1,12 @@
-"""Folders that fsspec opens by a URL: object stores above all, and whatever else it knows.
+"""Folders that fsspec opens by a URL: object stores, and all else that it supports.
 
-A store has no rename. Here a generation is there once its manifest is: that is written last and
-removed first, and has the hashes of all other files. So a generation of which some files are not
-there yet, or no longer, or of another writer, is none, or is seen to be damaged. Nothing keeps two
-processes from writing into one folder; what they mix up does not fit its hashes.
+A store has no rename. Here a generation exists once its manifest does, which is written last and
+removed first, and has the hashes of all other files. So a generation with files that are missing,
+or of another writer, does not count or is found to be damaged. Nothing keeps two processes from
+writing into one folder; files that they mix up do not match the hashes.
 
-A file that is gone or damaged is not the same as a store that does not answer: then nothing is
-known of a generation, and no older one is taken for the newest.
+A missing or damaged file differs from a store that does not answer: then the generation's state is
+unknown, and no older one is used as the newest.
 """
 
 from collections.abc import Iterator
@@ -46,11 +46,11 @@ class RemoteStorage(Storage):
             ) from error
         except ValueError as error:
             raise OptionError(
-                "Checkpoints are written to a folder, or to a URL that fsspec opens.",
+                "Checkpoints need a folder, or a URL that fsspec can open.",
                 received=f"{url}: {error}",
                 fix="Name a folder, or a URL as s3://bucket/run, gs://bucket/run.",
             ) from error
-        # Others may have one connection, on which a thread would cut in on another.
+        # Other file systems may have one connection, which threads cannot share.
         self.takes_several = bool(self._files.async_impl)
 
     def names(self) -> list[str]:
@@ -64,7 +64,7 @@ class RemoteStorage(Storage):
         with self._reached():
             info = self._files.info(self._at(name))
             if info["type"] != "file":
-                raise CheckpointError(f"{name} is no file")
+                raise CheckpointError(f"{name} is not a file")
             if info["size"] > most:
                 raise CheckpointError(f"{name} has {info['size']} bytes, more than {most}")
             return bytes(self._files.cat_file(self._at(name)))
@@ -116,11 +116,11 @@ class RemoteStorage(Storage):
 
     @contextmanager
     def _reached(self) -> Iterator[None]:
-        """What clients of stores raise, which is of any kind, as errors of a connection."""
+        """Convert errors of the store's client, of any type, to a ConnectionError."""
         try:
             yield
         except (CheckpointError, FileNotFoundError):
             raise
         except Exception as error:
-            told = f"{self._url} cannot be read or written: {type(error).__name__}: {error}"
-            raise ConnectionError(told) from error
+            message = f"{self._url} cannot be read or written: {type(error).__name__}: {error}"
+            raise ConnectionError(message) from error

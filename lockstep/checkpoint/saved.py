@@ -1,4 +1,4 @@
-"""What a checkpoint says, in memory."""
+"""A checkpoint's contents in memory."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,15 +10,15 @@ from lockstep.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What a checkpoint says.
+    """A checkpoint's contents.
 
     Attributes:
         summary: for people.
         tensors: by qualified name.
-        weights: of each name in the model's ``state_dict()``, the tensor's qualified name.
-        values: the rest of the training's state, and of what ``fit`` keeps, as JSON can say it.
-        plan: the Plan under which it was trained, as JSON has it; None if unknown.
-        place: where it was read from; "" where it was not.
+        weights: for each name in the model's ``state_dict()``, the tensor's qualified name.
+        values: the rest of the training's state, and the record of its ``fit``, as JSON values.
+        plan: the Plan under which it was trained, as JSON values; None if unknown.
+        place: where it was read from; "" for a new one.
     """
 
     summary: Summary
@@ -41,15 +41,15 @@ class Saved:
         """The model's ``state_dict()``, tied tensors under each of their names.
 
         Raises:
-            CheckpointError: it says what modules keep in another form than by their names.
+            CheckpointError: the modules' extra states are not by name.
         """
         tensors = {name: self.tensors[qualified] for name, qualified in self.weights.items()}
         modules = self.tree().get("modules", {})
         if not isinstance(modules, dict):
             raise CheckpointError(
-                "What modules keep goes by their names.",
+                "A checkpoint must have the modules' extra states by name.",
                 received=f"a {type(modules).__name__}",
-                fix="Take another checkpoint.",
+                fix="Use another checkpoint.",
             )
         extra = {f"{name}." if name else "": state for name, state in modules.items()}
         return {**tensors, **{f"{prefix}_extra_state": state for prefix, state in extra.items()}}

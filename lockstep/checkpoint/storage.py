@@ -1,7 +1,7 @@
-"""Where checkpoints are kept: what a folder must be able to do, of this machine or of a store.
+"""The interface of a folder for checkpoints.
 
-Two kinds of folders do it: those of this machine (``local_storage``), and those that fsspec opens
-by a URL (``remote_storage``).
+Two kinds of folders implement it: those on this machine (``local_storage``), and those that fsspec
+opens by a URL (``remote_storage``).
 """
 
 import os
@@ -15,11 +15,11 @@ from typing import BinaryIO, TypeVar
 GENERATION = re.compile(r"generation-(\d{6,})")
 
 Create = Callable[[str, int], AbstractContextManager[BinaryIO]]
-"""Makes a file of a name, into which so many bytes are written within the block."""
+"""Makes a file, given its name and number of bytes, which is written within the block."""
 
 
 class Url(str):
-    """A folder that fsspec opens, as in ``s3://bucket/run``; joined with names as a path is."""
+    """A folder that fsspec opens, as in ``s3://bucket/run``; joined with names like a path."""
 
     __slots__ = ()
 
@@ -55,11 +55,11 @@ class Storage(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Of the folders in it that are whole, as far as names tell; none if it is not there."""
+        """The names of its folders that are complete, as far as names tell; none if missing."""
 
     @abstractmethod
     def has(self, name: str) -> bool:
-        """Whether there is such a file in it."""
+        """True if it has such a file."""
 
     @abstractmethod
     def read(self, name: str, most: int) -> bytes:
@@ -70,26 +70,26 @@ class Storage(ABC):
             most: bytes that it may have.
 
         Raises:
-            CheckpointError: it is no file, or larger.
-            OSError: it cannot be read; a ConnectionError says nothing of the file itself.
+            CheckpointError: it is not a file, or larger.
+            OSError: it cannot be read; after a ConnectionError the file's state is unknown.
         """
 
     @abstractmethod
     def alone(self) -> AbstractContextManager[None]:
-        """Within the block this process alone writes to it; it is made if it is not there.
+        """Lock it for writing within the block; it is made if missing.
 
         Raises:
-            CheckpointError: another process does, or what is there is no folder.
+            CheckpointError: another process writes there, or the path is not a folder.
             OSError: it cannot be made or written to.
         """
 
     @abstractmethod
     def new(self, name: str) -> AbstractContextManager[Create]:
-        """Within the block the files of a folder in it are made; after it the folder is whole.
+        """Make the files of a folder within the block; after it the folder is complete.
 
         The manifest is the last of them. If the block raises, there is no such folder.
         """
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a folder in it. Whenever that ends, nobody takes what is left for a whole one."""
+        """Remove a folder. If this is interrupted, the rest does not count as a complete one."""

@@ -1,4 +1,4 @@
-"""Trees of tensors and plain values, as tensors by name and what JSON can say.
+"""Trees of tensors and plain values, as tensors by name and JSON values.
 
 Tensors have qualified names, made of the keys that lead to them: ``optimizer/0.weight/exp_avg``.
 Slashes in keys are escaped as in JSON pointers (RFC 6901).
@@ -23,24 +23,24 @@ Path = tuple[str, ...]
 
 
 def flattened(tree: Tree, *path: str) -> tuple[Tensors, Any]:
-    """A tree's tensors by qualified name, and the rest as what JSON can say.
+    """A tree's tensors by qualified name, and the rest as JSON values.
 
     Args:
         tree: the tree.
         path: keys that lead to it.
 
     Raises:
-        CheckpointError: something is neither.
+        CheckpointError: a leaf is neither.
     """
     tensors: Tensors = {}
     return tensors, _plain(tree, path, tensors)
 
 
 def assembled(tensors: Mapping[str, torch.Tensor], values: Any) -> Tree:
-    """The tree that was flattened.
+    """The inverse of ``flattened``.
 
     Raises:
-        CheckpointError: it was none, or tensors are missing or too many.
+        CheckpointError: it is not a tree, or has missing or unknown tensors.
     """
     unused = set(tensors)
 
@@ -63,8 +63,8 @@ def pointer(path: Path) -> str:
 
 # --- trees as JSON -------------------------------------------------------------------------------
 #
-# What JSON has not is a dict with one key, a tag that begins with a dollar sign. A dict of which a
-# key is no text, or could be taken for a tag, is written as pairs.
+# Values that JSON lacks are a dict with one key, a tag that begins with a dollar sign. A dict with
+# a key that is not a text, or that looks like a tag, is written as pairs.
 
 
 def _plain(value: Tree, path: Path, tensors: Tensors) -> Any:
@@ -85,9 +85,9 @@ def _plain(value: Tree, path: Path, tensors: Tensors) -> Any:
         items = [_plain(one, (*path, str(index)), tensors) for index, one in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     raise CheckpointError(
-        "The state of a training is made of tensors, numbers, texts, lists, tuples and dicts.",
+        "The state of a training must consist of tensors, numbers, texts, lists, tuples and dicts.",
         received=f"{pointer(path)!r}, a {type(value).__name__}",
-        fix="Have its state_dict() say it in these, and load_state_dict() make it of them.",
+        fix="Convert it to these in state_dict(), and back in load_state_dict().",
     )
 
 
@@ -131,7 +131,7 @@ _READERS: dict[str, Callable[[Any, Any], Tree]] = {
 
 def _malformed(received: str) -> CheckpointError:
     return CheckpointError(
-        "The values of a training's state must be what was written.",
+        "The values of a training's state are damaged.",
         received=received,
-        fix="Take another copy of the file.",
+        fix="Use another copy of the file.",
     )

@@ -45,22 +45,22 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def save_state_dict(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a model's ``state_dict()``; the file appears whole or not at all.
+    """Write a model's ``state_dict()``; the file appears complete or not at all.
 
-    A file that was there before gives it its permissions.
+    It gets the permissions of the file that it replaces.
 
     Tensors are written one by one: memory for a copy of the largest is enough.
 
     A tied tensor is written once, under its first name; its other names are in the metadata.
 
     Raises:
-        CheckpointError: the state holds something that is no tensor; the path is that of a folder,
-            a pipe or a device.
+        CheckpointError: the state has a value that is not a tensor; the path is that of a folder, a
+            pipe or a device.
         FileNotFoundError: there is no such folder.
     """
-    target = Path(os.path.realpath(path))  # a link stays, and leads to the new file
+    target = Path(os.path.realpath(path))  # a link stays, and points to the new file
     if not target.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "There is no such folder to save into", str(path))
+        raise FileNotFoundError(errno.ENOENT, "The folder to save into does not exist", str(path))
     mode = _mode_of(target)
     tensors: State = {}
     metadata = {"format": "pt"}
@@ -68,9 +68,9 @@ def save_state_dict(state: Mapping[str, Any], path: str | os.PathLike[str]) -> N
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
-                "A safetensors file holds tensors only.",
+                "A safetensors file can hold tensors only.",
                 received=f"{name!r}, a {type(value).__name__} (from get_extra_state?)",
-                fix="Save it apart, or keep it in a buffer.",
+                fix="Save it separately, or keep it in a buffer.",
             )
         first = first_names.setdefault(_place(name, value), name)
         if first != name:
@@ -83,17 +83,17 @@ def save_state_dict(state: Mapping[str, Any], path: str | os.PathLike[str]) -> N
 
 
 def _place(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for names of one tensor; what has no elements lies nowhere and is like nothing else."""
+    """Equal for all names of one tensor; a tensor without elements is equal to no other."""
     if not tensor.numel():
         return (name,)
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def _mode_of(path: Path) -> int | None:
-    """The permissions of the file that is there; None if there is none.
+    """The permissions of an existing file; None if there is none.
 
     Raises:
-        CheckpointError: what is there is no file.
+        CheckpointError: the path is not a file.
     """
     try:
         mode = path.stat().st_mode
@@ -101,9 +101,9 @@ def _mode_of(path: Path) -> int | None:
         return None
     if not stat.S_ISREG(mode):
         raise CheckpointError(
-            "Weights are saved into a file.",
+            "Weights must be saved into a file.",
             received=f"{path}, {_kind_of(mode)}",
-            fix="Give the path of a file, which need not be there yet.",
+            fix="Give the path of a file, which need not exist yet.",
         )
     return stat.S_IMODE(mode)
 
@@ -144,7 +144,7 @@ def _dtype_name(name: str, tensor: torch.Tensor) -> str:
         raise CheckpointError(
             "A safetensors file cannot hold numbers of every type.",
             received=f"{name!r}, of {tensor.dtype}",
-            fix="Convert it, or save it apart.",
+            fix="Convert it, or save it separately.",
         ) from None
 
 
@@ -153,7 +153,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Read what ``save_weights`` wrote into a model, in place.
 
     Raises:
-        CheckpointError: it is no such file, or names, shapes or types do not fit; nothing is
+        CheckpointError: the file is not valid, or names, shapes or dtypes do not fit; nothing is
             changed then.
     """
     loaded = _read(path)
@@ -217,13 +217,13 @@ def _read(path: str | os.PathLike[str]) -> State:
 
 
 def _checked(path: Any) -> str:
-    """The path of a file; what opening a pipe would wait for may never come.
+    """The path of a file; opening a pipe could block for ever.
 
     Raises:
-        OSError, ValueError: it is none.
+        OSError, ValueError: it is not a file.
     """
     if not isinstance(path, str | os.PathLike):
-        raise ValueError(f"a {type(path).__name__}, which is no path")
+        raise ValueError(f"a {type(path).__name__}, which is not a path")
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         raise ValueError(_kind_of(mode))

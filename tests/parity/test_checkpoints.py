@@ -397,5 +397,5 @@ def test_nothing_is_trained_where_nothing_can_be_written(tmp_path: Path) -> None
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"are written into a folder.*/file, a file"):
+    with pytest.raises(CheckpointError, match=r"must be written into a folder.*/file, a file"):
         fit(make_trainer("Adam", "single"), tmp_path / "file")

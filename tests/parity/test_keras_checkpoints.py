@@ -384,7 +384,9 @@ def test_one_callback_says_where_a_fit_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"every": "now and then"}, {"keep": 0}])
 def test_options_are_checked(options: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=next(iter(options)).replace("every", "`every` of a Checkpoint")):
+    with pytest.raises(
+        OptionError, match=next(iter(options)).replace("every", "`every` of a Checkpoint")
+    ):
         lockstep.keras.Checkpoint(tmp_path, **options)
 
 

@@ -127,7 +127,7 @@ def test_a_generation_is_read_as_it_was_written(folder: Url) -> None:
     assert list(load_state_dict(str(newest))) == ["weight", "tied", "_extra_state"]
     assert len(files_of(newest)) == 3  # two files of tensors
     assert read_newest(folder / "nothing") is None
-    with pytest.raises(CheckpointError, match=r"A folder of checkpoints is needed"):
+    with pytest.raises(CheckpointError, match=r"There are no checkpoints in the folder"):
         read_checkpoint(folder / "nothing")
 
 
@@ -188,10 +188,10 @@ def test_what_is_missing_or_of_another_generation_is_seen(folder: Url) -> None:
     (oldest, newest), files = generations(folder), stored(folder)[0]
     shard = "tensors-00000.safetensors"
     files.cp_file(stored(oldest)[1] + f"/{shard}", stored(newest)[1] + f"/{shard}")
-    with pytest.warns(DamagedCheckpointWarning, match="does not fit its hash"):
+    with pytest.warns(DamagedCheckpointWarning, match="does not match its hash"):
         assert_is(read_checkpoint(folder), 1)
     files.rm_file(stored(newest)[1] + f"/{shard}")
-    with pytest.warns(DamagedCheckpointWarning, match="000001 must be a whole checkpoint"):
+    with pytest.warns(DamagedCheckpointWarning, match="000001 is not a complete checkpoint"):
         assert_is(read_checkpoint(folder), 1)
     files.rm_file(stored(newest)[1] + f"/{NAME}")  # as if it were still written
     assert_is(read_checkpoint(folder), 1)

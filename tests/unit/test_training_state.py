@@ -175,7 +175,7 @@ def test_what_was_not_written_is_refused(tree: Any) -> None:
 )
 def test_malformed_values_are_refused(values: Any) -> None:
     plain = {each.name: None for each in fields(TrainingState)}
-    with pytest.raises(CheckpointError, match="must be what was written"):
+    with pytest.raises(CheckpointError, match="are damaged"):
         TrainingState.from_flat({"b": torch.ones(1)}, {**plain, "position": values})
 
 
