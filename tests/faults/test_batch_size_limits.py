@@ -134,7 +134,7 @@ def test_no_size_that_fits_is_an_error(tmp_path: Path) -> None:
     with running(source, directory=tmp_path) as job:
         status, _, err = job.finish()
     assert status == 1
-    assert "DeviceError: The memory does not suffice to train with batches of 8." in err
+    assert "DeviceError: There is not enough memory to train with batches of 8." in err
 
 
 @pytest.mark.thorough

@@ -130,9 +130,9 @@ def test_no_samples(strategy: lockstep.Strategy) -> None:
     with strategy.scope():
         model = zoo.compiled(zoo.sequential)
     for call in (model.fit, model.evaluate, lambda x, _: model.predict(x)):
-        with pytest.raises(DataError, match="`x` must hold a sample"):
+        with pytest.raises(DataError, match="`x` must have at least one sample"):
             call(X[:0], Y[:0])
-    with pytest.raises(DataError, match="`validation_data` must hold a sample"):
+    with pytest.raises(DataError, match="`validation_data` must have at least one sample"):
         model.fit(X, Y, validation_data=(X[:0], Y[:0]))
 
 

@@ -266,7 +266,7 @@ class _Own(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("options", "strategy", "message"),
     [
-        ({"average": lockstep.EMA()}, {}, "no moving average in common"),
+        ({"average": lockstep.EMA()}, {}, "no common moving average"),
         ({"precision": "bf16"}, {}, "bf16-mixed"),
         (
             {
@@ -277,11 +277,11 @@ class _Own(torch.optim.SGD):
             {},
             "every='epoch'",
         ),
-        ({"optimizer": partial(_Own, lr=0.1)}, {}, "know how to copy it"),
+        ({"optimizer": partial(_Own, lr=0.1)}, {}, "must copy the optimizer"),
         (
             {"optimizer": torch.optim.Adafactor},
             {"average_optimizer": True},
-            "of the parameters' sizes",
+            "the parameters' shapes",
         ),
     ],
 )

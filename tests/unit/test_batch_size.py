@@ -277,7 +277,7 @@ def test_a_broken_file_is_told_and_the_search_made_again() -> None:
     make_trainer().fit((X, Y), batch_size=SEARCH, verbose=0)
     whole = file_path().read_bytes()
     file_path().write_bytes(whole[:-9])
-    with pytest.warns(UserWarning, match="is no file of batch sizes"):
+    with pytest.warns(UserWarning, match="is not a file of batch sizes"):
         make_trainer().fit((X, Y), batch_size=SEARCH, verbose=0)
     assert len(file_path().read_bytes()) == pytest.approx(len(whole), abs=20)
 
@@ -446,7 +446,7 @@ def test_arguments_are_checked_before_any_trial(monkeypatch: pytest.MonkeyPatch)
     forbid_trials(monkeypatch)
     with pytest.raises(errors.OptionError, match="fit needs an optimizer"):
         make_trainer(optimizer=None).fit((X, Y), batch_size="auto", verbose=0)
-    with pytest.raises(errors.DataError, match="must hold a sample"):
+    with pytest.raises(errors.DataError, match="must have at least one sample"):
         make_trainer().fit((X[:0], Y[:0]), batch_size="auto", verbose=0)
     with pytest.raises(errors.OptionError, match="`epochs` must be"):
         make_trainer().fit((X, Y), batch_size="auto", epochs=0, verbose=0)

@@ -58,7 +58,7 @@ def test_a_file_that_cannot_be_read_is_told_and_written_anew(content: bytes) -> 
     path = file_path()
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
-    with pytest.warns(UserWarning, match=r"batch_sizes.json is no file of batch sizes"):
+    with pytest.warns(UserWarning, match=r"batch_sizes.json is not a file of batch sizes"):
         assert recall("a") is None
     assert path.read_bytes() == content
     assert remember("a", FOUND)

@@ -156,7 +156,7 @@ def test_memory_above_nine_tenths_of_what_is_free_is_too_much() -> None:
     )
     assert size_of(found) <= 90
     (over,) = [trial for trial in told if isinstance(trial, TooLarge)]
-    assert over.reason == "it takes 95.0 MiB, more than 90% of 100.0 MiB free"
+    assert over.reason == "it needs 95.0 MiB, more than 90% of 100.0 MiB free"
 
 
 def test_what_cannot_fit_is_seen_coming_and_not_tried() -> None:
@@ -164,4 +164,4 @@ def test_what_cannot_fit_is_seen_coming_and_not_tried() -> None:
     assert tried == [8, 16, 32, 64, 96]  # 128 is foreseen not to fit; 96 fits, but not in 90 %
     assert size_of(found) == 64
     reasons = [trial.reason for trial in told if isinstance(trial, TooLarge)]
-    assert reasons[0] == "not tried: it would take 128.0 MiB of 100.0 MiB free"
+    assert reasons[0] == "not tried: it would need 128.0 MiB of 100.0 MiB free"

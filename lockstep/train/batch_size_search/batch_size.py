@@ -1,11 +1,12 @@
-"""``fit(batch_size="auto")``: the batch size that a training wants on this machine.
+"""``fit(batch_size="auto")``: the best batch size for a training on this machine.
 
-What was found before for the same training on the same machine is taken from a file
-(``batch_size_cache``). Else sizes are tried (``doubling``), each for a few steps in a process that
-may die (``trials``). Everything is said on screen, and what is taken is ``trainer.batch_size``.
+A size that was found before for the same training on the same machine is read from a file
+(``batch_size_cache``). Else sizes are tried (``search_algorithm``), each for a few steps in a
+process that may die (``trial_process``). The search is shown on screen, and the size is
+``trainer.batch_size``.
 
-Not covered: what a larger batch does to the model. It makes fewer updates of an epoch, so two sizes
-are two trainings. ``learning_rate`` has rules for that, which are applied only when asked for.
+Not covered: the effect of a larger batch on the model. It makes fewer updates of an epoch, so two
+sizes are two trainings. ``learning_rate_rule`` adapts learning rates, on request only.
 """
 
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ from lockstep.units import format_bytes, format_count, format_time
 if TYPE_CHECKING:
     from lockstep.plan.makers.data_parallel import Maker
 
-# Samples of every replica in the first batch that is tried.
+# Samples for every replica in the first batch that is tried.
 _FIRST_SAMPLES = 8
 
 _SAYS = {"speed": "the fastest per sample", "memory": "the largest that fits the memory"}
@@ -49,12 +50,12 @@ _SAYS = {"speed": "the fastest per sample", "memory": "the largest that fits the
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizeSearch:
-    """How ``fit`` is to find a batch size, in place of a number.
+    """How ``fit`` finds a batch size, in place of a number.
 
     Sizes are tried by training a few steps with copies of everything, in processes of their own.
-    They double until a sample takes no less time than before, twice less than 5% less; or until the
-    memory does not suffice: a size that takes more than 90% of what is free, or dies of it, is too
-    large. No size is larger than the data set. What is found is remembered for this model and
+    They double until the time per sample has fallen by less than 5% twice in a row; or until the
+    memory does not suffice: a size is too large if it needs more than 90% of the free memory, or
+    runs out of memory. No size is larger than the data set. The result is stored for this model and
     machine in ``$XDG_CACHE_HOME/lockstep/batch_sizes.json`` (``~/.cache`` by default).
 
     Args:
@@ -64,7 +65,7 @@ class BatchSizeSearch:
         largest: the last size to try; None is the whole data set.
 
     Raises:
-        OptionError: an argument that cannot be.
+        OptionError: an argument is invalid.
     """
 
     objective: Objective = "speed"
@@ -88,7 +89,7 @@ class BatchSizeSearch:
 
 
 def search_of(batch_size: Any) -> BatchSizeSearch | None:
-    """The search that ``batch_size`` asks for; None where it is to be a number.
+    """The search that ``batch_size`` asks for; None for a number.
 
     Raises:
         OptionError: another word, or the class itself.
@@ -108,15 +109,15 @@ def search_of(batch_size: Any) -> BatchSizeSearch | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a batch size is for.
+    """The training for which a batch size is searched.
 
     Attributes:
-        trainer: what is trained.
+        trainer: the user's.
         loss: the user's.
         maker: of the Plans.
         source: the data.
-        validation: data that is evaluated on besides, or None.
-        options: what else has an influence on time or memory: anything whose ``repr`` says all.
+        validation: validation data, or None.
+        options: other options that affect time or memory, with a complete ``repr``.
     """
 
     trainer: TrainerProtocol
@@ -128,11 +129,11 @@ class Training:
 
     @property
     def num_replicas(self) -> int:
-        """That divide a batch."""
+        """The number of replicas that divide a batch."""
         return getattr(self.trainer.strategy, "num_replicas_in_sync", 1)
 
     def key(self, search: BatchSizeSearch) -> str:
-        """Under which the size is remembered."""
+        """The key under which the size is stored."""
         return key_of(
             model=self.trainer.model,
             loss=self.loss,
@@ -145,18 +146,18 @@ class Training:
 
 
 def choose_batch_size(training: Training, options: BatchSizeSearch, console: Console) -> int:
-    """The batch size for a training: remembered, or found now.
+    """The batch size for a training: stored, or found now.
 
     Args:
-        training: what it is for.
+        training: the training.
         options: of the search.
-        console: where to say what is tried and taken.
+        console: shows the search.
 
     Raises:
         OptionError: sizes that the strategy or the data cannot have.
         DeviceError: the memory does not suffice for the smallest batch.
         ShippingError: a part of the training cannot be sent to another process.
-        Exception: what the user's own code raises at the first size that is tried.
+        Exception: raised by the user's own code at the first size that is tried.
     """
     display = _Display(console)
     first, floor = _bounds(training, options)
@@ -164,7 +165,7 @@ def choose_batch_size(training: Training, options: BatchSizeSearch, console: Con
     free = free_memory()
     limit = None if free is None else free.num_bytes
     known = recall(key)
-    if known is not None and _still_holds(known, len(training.source), limit):
+    if known is not None and _is_valid(known, len(training.source), limit):
         display.say_recalled(known)
         return known.batch_size
     found = _search(training, options, first, floor, limit, display)
@@ -173,7 +174,7 @@ def choose_batch_size(training: Training, options: BatchSizeSearch, console: Con
 
 
 def _bounds(training: Training, options: BatchSizeSearch) -> tuple[int, int]:
-    """Where to begin, and how far to go down from there if need be.
+    """The size to begin with, and the smallest to go down to if that does not fit.
 
     Raises:
         OptionError: the data or the strategy cannot have such batches.
@@ -204,8 +205,8 @@ def _takes(maker: "Maker", batch_size: int) -> bool:
     return True
 
 
-def _still_holds(known: BatchSizeCache, num_samples: int, limit_bytes: int | None) -> bool:
-    """Whether what was found is right for data of this length and the memory that is free now."""
+def _is_valid(known: BatchSizeCache, num_samples: int, limit_bytes: int | None) -> bool:
+    """True if a stored size is right for data of this length and the memory that is free now."""
     is_bounded = known.num_samples is not None and known.num_samples < num_samples
     return (
         known.batch_size <= num_samples
@@ -255,7 +256,7 @@ def _search(
 
 def _too_large(trial: TooLarge) -> DeviceError:
     return DeviceError(
-        f"The memory does not suffice to train with batches of {trial.batch_size}.",
+        f"There is not enough memory to train with batches of {trial.batch_size}.",
         received=trial.reason,
         fix="Free memory, raise the limit, or divide the model: lockstep.PipelineStrategy.",
     )
@@ -269,7 +270,7 @@ class _Display:
         self._has_head = False
 
     def show(self, trial: Trial) -> None:
-        """A size has been tried."""
+        """Show a size that was tried."""
         if not self._has_head:
             self._has_head = True
             self._say(f"{'batch_size':>10}  {'a step':>10}  {'samples/s':>10}  {'memory':>10}")
@@ -283,12 +284,12 @@ class _Display:
         )
 
     def say_found(self, found: BatchSizeCache, objective: Objective, *, is_kept: bool) -> None:
-        """The search is over."""
+        """Show the result."""
         kept = f" (remembered in {file_path()})" if is_kept else ""
         self._say(f"batch_size {found.batch_size}: {_SAYS[objective]}{kept}")
 
     def say_recalled(self, known: BatchSizeCache) -> None:
-        """There was no need for a search."""
+        """Show a stored size."""
         self._say(
             f"batch_size {known.batch_size}: found before for this model and machine "
             f"(remembered in {file_path()})"

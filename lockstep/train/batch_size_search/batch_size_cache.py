@@ -1,9 +1,9 @@
 """Batch sizes that were found before, in a file in the user's cache folder.
 
-A size is good for one training on one machine: the key is a digest of all that it depends on and
-that can be told without running anything. The file is only a cache: what cannot be read is told,
-and written anew. It changes by being replaced, so a reader finds the old one or the new one; of two
-writers at once one may forget what the other has found, which costs a search.
+A size is valid for one training on one machine: the key is a digest of all that it depends on and
+that is known without running anything. The file is only a cache: if it cannot be read, it warns and
+is written anew. It is replaced as a whole, so a reader finds the old one or the new one; if two
+processes write at once, a size may be lost, which costs another search.
 """
 
 import functools
@@ -37,9 +37,8 @@ class BatchSizeCache(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     Attributes:
         batch_size: samples of the global batch.
         seconds_per_step: with it.
-        peak_bytes: what all processes together took at most.
-        num_samples: of the data that was searched with, if larger batches could not be tried for
-            want of samples; else None.
+        peak_bytes: the peak memory of all processes together.
+        num_samples: of the data in the search, if it had too few for larger batches; else None.
     """
 
     batch_size: int
@@ -62,15 +61,15 @@ def file_path() -> Path:
 
 
 def recall(key: str) -> BatchSizeCache | None:
-    """What was found under this key, if anything was."""
+    """The size stored under this key, if any."""
     return _read(file_path()).get(key)
 
 
 def remember(key: str, found: BatchSizeCache) -> bool:
-    """Write what was found; returns whether it could be written."""
+    """Store a size; returns False if it could not be written."""
     path = file_path()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # ``recall`` has told what is wrong with the file
+        warnings.simplefilter("ignore")  # ``recall`` has warned about the file
         sizes = {**_read(path), key: found}
     content = msgspec.json.encode(_Content(version=_VERSION, sizes=sizes))
     try:
@@ -80,7 +79,7 @@ def remember(key: str, found: BatchSizeCache) -> bool:
     except OSError as error:
         warnings.warn(
             f"The batch size that was found cannot be remembered: {error}. "
-            "Set XDG_CACHE_HOME to a folder that can be written to.",
+            "Set XDG_CACHE_HOME to a writable folder.",
             stacklevel=2,
         )
         return False
@@ -96,8 +95,8 @@ def _read(path: Path) -> dict[str, BatchSizeCache]:
         return {}
     except (OSError, msgspec.MsgspecError, UnicodeError) as error:
         warnings.warn(
-            f"{path} is no file of batch sizes that this Lockstep can read ({error}): "
-            "it is ignored, and written anew after a search.",
+            f"{path} is not a file of batch sizes that this Lockstep can read ({error}). "
+            "It is ignored, and written anew after a search.",
             stacklevel=2,
         )
         return {}
@@ -125,8 +124,8 @@ def key_of(
         optimizer: by its class.
         source: by the shapes and dtypes of its first sample.
         precision: of the training.
-        maker: of Plans. What it decides follows from it, the model and this machine.
-        options: of the training and the search: anything whose ``repr`` says all.
+        maker: of Plans, which follow from it, the model and this machine.
+        options: of the training and the search, with a complete ``repr``.
     """
     parts = [
         *_structure(model),
@@ -148,7 +147,7 @@ def _structure(model: nn.Module) -> Iterator[str]:
 
 
 def _name_of(thing: object) -> str:
-    """Of a function, or of a thing's class."""
+    """The name of a function, or of an object's class."""
     if isinstance(thing, functools.partial):
         return f"partial {_name_of(thing.func)}"
     named = thing if hasattr(thing, "__qualname__") else type(thing)

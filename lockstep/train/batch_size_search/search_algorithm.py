@@ -1,11 +1,11 @@
-"""The search for a batch size: which sizes are tried, and which of them is taken.
+"""The search for a batch size: the sizes to try, and the choice among them.
 
-Sizes double. Every sample costs a part of what a step costs by itself (barriers, Python, an update
-of all weights), which a larger batch divides among more samples, until the samples themselves are
-all that counts: so times per sample fall and then stay. Memory grows in a straight line, so a size
-that could not fit is seen coming and not tried.
+Sizes double. A step has a fixed cost (barriers, Python, an update of all weights), which a larger
+batch divides among more samples, until the cost of the samples dominates: so the time per sample
+falls and then stays constant. Memory grows linearly, so a size that cannot fit is predicted and not
+tried.
 
-Nothing here knows how a size is tried: see ``trials``.
+This module is independent of how a size is tried: see ``trial_process``.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from lockstep.units import format_bytes
 
 Objective = Literal["speed", "memory"]
 
-# Of the time per sample. Less is no gain: timings move by as much between two runs.
+# Of the time per sample. A smaller gain is noise: timings vary as much between two runs.
 SMALLEST_GAIN = 0.05
-# Of the memory that is free. The rest is for what a few steps do not show.
+# Of the free memory. The rest is for allocations that a few steps do not show.
 LARGEST_PART = 0.9
-# Sizes by memory are found to within this part of their own.
+# The largest size that fits is found to within 1 / _FINENESS of itself.
 _FINENESS = 8
 
 
@@ -31,7 +31,7 @@ class Measured:
     Attributes:
         batch_size: samples of the global batch.
         seconds_per_step: the median.
-        peak_bytes: what all processes together have taken at most.
+        peak_bytes: the peak memory of all processes together.
     """
 
     batch_size: int
@@ -40,13 +40,13 @@ class Measured:
 
     @property
     def seconds_per_sample(self) -> float:
-        """What is to be small."""
+        """The time per sample, which the search minimizes."""
         return self.seconds_per_step / self.batch_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class TooLarge:
-    """A batch size that the memory does not suffice for, and how that showed."""
+    """A batch size that does not fit into memory, and how that was found."""
 
     batch_size: int
     reason: str
@@ -54,12 +54,12 @@ class TooLarge:
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """A batch size that the user's own code cannot work with.
+    """A batch size at which the user's own code raises an error.
 
     Attributes:
         batch_size: samples of the global batch.
         reason: in a line.
-        error: what it raised.
+        error: the error.
     """
 
     batch_size: int
@@ -77,11 +77,11 @@ class Doubling:
     Attributes:
         objective: ``"speed"`` is the fastest per sample, ``"memory"`` the largest that fits.
         smallest: the size to begin with.
-        floor: how far to go below that where the memory does not suffice for it.
+        floor: the smallest to go down to if that does not fit.
         largest: the last size to try.
-        limit_bytes: memory that is free; None where nobody can tell.
+        limit_bytes: free memory; None if unknown.
         try_size: trains a few steps with batches of a size.
-        tell: is told of every size what has become of it.
+        tell: called with each trial.
     """
 
     objective: Objective
@@ -99,7 +99,7 @@ class Doubling:
         self.floor = min(self.floor, self.smallest)
 
     def run(self) -> Measured | TooLarge | Failed:
-        """Search; what does not fit or fails is returned only if no size worked."""
+        """Search; returns a size that does not fit or fails only if no size worked."""
         first = self._begin()
         if not isinstance(first, Measured):
             return first
@@ -109,7 +109,7 @@ class Doubling:
 
     @property
     def has_reached_largest(self) -> bool:
-        """Whether the search ended because larger sizes were not to be tried."""
+        """True if the search ended at the largest size allowed."""
         return any(one.batch_size == self.largest for one in self._fits)
 
     def _begin(self) -> Trial:
@@ -136,7 +136,7 @@ class Doubling:
                 return
 
     def _refine(self) -> None:
-        """Between the last size that fits and the first that does not there may be a better one."""
+        """Try sizes between the last that fits and the first that does not."""
         rounds = _FINENESS if self.objective == "memory" else int(self._is_still_gaining())
         for _ in range(rounds):
             last = self._fits[-1].batch_size
@@ -155,7 +155,7 @@ class Doubling:
         if self.objective == "memory":
             return max(self._fits, key=lambda one: one.batch_size)
         fastest = min(one.seconds_per_sample for one in self._fits)
-        # Within what is no gain the smaller batch wins: it makes more updates of an epoch.
+        # Among nearly equal times the smaller batch wins: it makes more updates in an epoch.
         as_fast = [
             one for one in self._fits if (1 - SMALLEST_GAIN) * one.seconds_per_sample <= fastest
         ]
@@ -171,7 +171,7 @@ class Doubling:
         return trial
 
     def _foreseen(self, size: int) -> TooLarge | None:
-        """Where the straight line through the last two sizes leaves what is free."""
+        """A size that is too large by linear extrapolation from the last two; else None."""
         if self.limit_bytes is None or len(self._fits) < 2:
             return None
         one, other = self._fits[-2:]
@@ -181,7 +181,7 @@ class Doubling:
             return None
         return TooLarge(
             batch_size=size,
-            reason=f"not tried: it would take {format_bytes(expected)} "
+            reason=f"not tried: it would need {format_bytes(expected)} "
             f"of {format_bytes(self.limit_bytes)} free",
         )
 
@@ -196,9 +196,9 @@ class Doubling:
 
 
 def too_much(batch_size: int, peak_bytes: int, limit_bytes: int, where: str = "") -> TooLarge:
-    """A size that takes more than the largest part of what is free."""
+    """A size that needs more than ``LARGEST_PART`` of the free memory."""
     return TooLarge(
         batch_size=batch_size,
-        reason=f"it takes {format_bytes(peak_bytes)}, more than {LARGEST_PART:.0%} "
+        reason=f"it needs {format_bytes(peak_bytes)}, more than {LARGEST_PART:.0%} "
         f"of {format_bytes(limit_bytes)} free {where}".rstrip(),
     )

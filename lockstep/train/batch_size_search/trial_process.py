@@ -1,17 +1,16 @@
 """Trials of batch sizes, in processes that may die.
 
 A trial trains for a few steps on the user's data with copies of everything: the script's model,
-optimizer and random streams never notice. It runs in a process of its own, a fork of a template as
-helpers are (``launch.workers.fork_server``), with helpers of its own under the strategy at hand.
-Should memory run out, the kernel kills that one: trials volunteer (``oom_score_adj``, man 5 proc).
+optimizer and random streams do not change. It runs in a process of its own, a fork of a template
+like helpers (``launch.workers.fork_server``), with helpers of its own under the strategy at hand.
+If memory runs out, the kernel kills this process first (``oom_score_adj``, man 5 proc).
 
-Copies learn nothing, as their learning rates are 0: so no trial can diverge. All steps of a trial
-are on one batch, the first samples; what reading others would cost besides (a cold disk) it does
-not see. A process keeps the memory that it has freed, so it tries another size only as long as
-memory is far from short.
+The copies' learning rates are 0, so no trial can diverge. All steps of a trial use one batch, the
+first samples, so the time to read others (from a cold disk) is not measured. A process keeps the
+memory that it has freed, so it tries another size only if it has used a small part of the memory.
 
-Of an accelerator's memory nothing is foreseen: who asks for too much of it only gets an exception.
-The peak is that of the first rank's device.
+An accelerator's memory is not predicted: a process that needs too much only gets an exception. The
+peak is that of the first rank's device.
 """
 
 import math
@@ -55,8 +54,8 @@ _WARM_UP_STEPS = 2
 _FEWEST_STEPS, _MOST_STEPS = 3, 30
 _MEASURED_SECONDS = 0.5
 
-# Of the memory that is free: what one process may have taken to be asked again. With the next size
-# it has three times that at most, if nothing that was freed can be used again.
+# Part of the free memory that a process may have used to be used for another size. With the next
+# size it has at most three times that, even if none of its freed memory can be reused.
 _REUSE_PART = 0.25
 
 
@@ -67,7 +66,7 @@ class _Figures:
     seconds_per_step: float
     peak_bytes: int
     num_ranks: int
-    device_peak_bytes: int | None  # None without an accelerator, and where nobody can tell
+    device_peak_bytes: int | None  # None without an accelerator, and if unknown
     device_limit_bytes: int | None
 
 
@@ -75,10 +74,10 @@ class Trials:
     """Tries batch sizes of one training.
 
     Args:
-        trainer: what to train; copied as it is now.
+        trainer: the training, which is copied.
         source: its data.
         others: bytes of arrays that a training shares with its helpers beside the source's.
-        limit_bytes: memory that is free; None where nobody can tell.
+        limit_bytes: free memory; None if unknown.
         timeout_seconds: longest wait for one trial.
 
     Raises:
@@ -140,13 +139,13 @@ class Trials:
             ((answer, _),) = team.gather(self._timeout)
         except WorkerError as error:
             self._end_process()
-            return _judged(batch_size, str(error).partition("\n")[0], error.__cause__ or error)
+            return _classified(batch_size, str(error).partition("\n")[0], error.__cause__ or error)
         finally:
             serialized.close()
         figures = pickle.loads(answer)
         if not isinstance(figures, _Figures):
             self._end_process()
-            return _told(batch_size, unpack_failure(figures))
+            return _failed_trial(batch_size, unpack_failure(figures))
         return self._measured(figures, array_bytes(excerpt))
 
     def _measured(self, figures: _Figures, excerpt_bytes: int) -> Measured | TooLarge:
@@ -155,7 +154,7 @@ class Trials:
         peak, limit = figures.device_peak_bytes, figures.device_limit_bytes
         if peak is not None and limit is not None and peak > LARGEST_PART * limit:
             return too_much(self._batch_size, peak, limit, "on the device")
-        # Helpers of the true training get all arrays, through shared memory.
+        # Helpers of the real training get all arrays, through shared memory.
         more = max(self._shared_bytes - excerpt_bytes, 0) if figures.num_ranks > 1 else 0
         return Measured(
             batch_size=self._batch_size,
@@ -190,15 +189,15 @@ class Trials:
             team.close()
 
 
-def _told(batch_size: int, failure: Failure) -> Trial:
-    """What a trial's process says of an exception there."""
+def _failed_trial(batch_size: int, failure: Failure) -> Trial:
+    """The result of a trial that has raised an exception."""
     text = f"--- traceback of the trial of batch_size {batch_size} ---\n{failure.text}"
     error = failure.error or WorkerError(f"A trial of batch_size {batch_size}: {failure.summary}")
     error.add_note(text)
-    return _judged(batch_size, failure.summary.partition("\n")[0], error)
+    return _classified(batch_size, failure.summary.partition("\n")[0], error)
 
 
-def _judged(batch_size: int, reason: str, error: BaseException) -> Trial:
+def _classified(batch_size: int, reason: str, error: BaseException) -> Trial:
     if is_shortage(error):
         return TooLarge(batch_size=batch_size, reason=reason)
     return Failed(batch_size=batch_size, reason=reason, error=error)
@@ -214,7 +213,7 @@ _SHORTAGE_WORDS = (
 
 
 def is_shortage(error: BaseException | None) -> bool:
-    """Whether memory ran out: an exception says so, or the kernel may have killed the process."""
+    """True if memory ran out: an exception says so, or the kernel may have killed a process."""
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             return True
@@ -232,7 +231,7 @@ def is_shortage(error: BaseException | None) -> bool:
 
 
 def serve_trials(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
-    """Try one size after the other; ended by rank 0."""
+    """Try one size after the other, until rank 0 ends this process."""
     _volunteer()
     payload, specs, threads, settings = pickle.loads(body)
     with num_threads(threads), settings.applied():
@@ -243,7 +242,7 @@ def serve_trials(context: HelperContext, body: bytes, descriptors: tuple[int, ..
 
 
 def _volunteer() -> None:
-    """Be the one that the kernel kills when memory runs out, with all helpers to come."""
+    """Make the kernel kill this process and its helpers first if memory runs out."""
     with suppress(OSError):  # another system, or a container that forbids it
         Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -282,7 +281,7 @@ def _try_size(trainer: TrainerProtocol, source: Source, batch_size: int) -> _Fig
 
 
 class _Clock(Callback):
-    """Notes when steps end, and at the last one how much memory all processes have taken."""
+    """Notes when steps end, and at the last one the peak memory of all processes."""
 
     is_observer = True
 

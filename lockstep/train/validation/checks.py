@@ -1,4 +1,4 @@
-"""Checks what a Trainer is given, before any process starts."""
+"""Checks of a Trainer's arguments, before any process starts."""
 
 import operator
 import re
@@ -45,16 +45,18 @@ def filled(source: Source, name: str) -> Source:
     """
     if len(source) == 0:
         raise DataError(
-            f"`{name}` must hold a sample.", received="0 samples", fix="Check its source."
+            f"`{name}` must have at least one sample.",
+            received="0 samples",
+            fix="Check its source.",
         )
     return source
 
 
 def check_targets(source: Source | None, loss: LossAdapter, metrics: Metrics) -> None:
-    """Refuse arrays without targets where they are needed. Datasets show when they are read.
+    """Check that arrays have targets if loss or metrics need them. Datasets are checked later.
 
     Raises:
-        DataError: they are.
+        DataError: they are missing.
     """
     if not isinstance(source, ArraySource) or source.targets is not None:
         return
@@ -67,7 +69,7 @@ def check_targets(source: Source | None, loss: LossAdapter, metrics: Metrics) ->
 def log_names(
     loss: LossAdapter | None, metrics: Metrics, update_config: UpdateConfig, *, has_validation: bool
 ) -> list[str]:
-    """Names of what an epoch comes to; steps of the user's own show no outputs to metrics."""
+    """Names of an epoch's logs; a train_step of the user's own gives no outputs to metrics."""
     own = ONE_LOSS if loss is None else loss.parts
     trained = [*(update_config.turns or own).log_names]
     trained += metrics.by_name if update_config.train_step is None else []
@@ -78,10 +80,10 @@ def log_names(
 def check_names(
     loss: LossAdapter | None, schedule: RunningSchedule | None, metrics: Metrics
 ) -> None:
-    """Refuse a metric with the name of something else in the logs.
+    """Check that no metric has the name of another value in the logs.
 
     Raises:
-        OptionError: there is one.
+        OptionError: one has.
     """
     names = set() if loss is None else set(loss.parts.log_names)
     taken = {
@@ -98,7 +100,7 @@ def check_names(
 
 
 def check_strategy(strategy: object, problems: Problems) -> None:
-    """Note what is no strategy: its name, its class, anything else without a maker of Plans."""
+    """Note a problem with a value that is not a strategy: a name, a class, or another object."""
     if strategy is None or (hasattr(strategy, "maker") and not isinstance(strategy, type)):
         return
     problems.add(
@@ -135,10 +137,10 @@ def check_arguments(
     deterministic: object,
     callbacks: object,
 ) -> None:
-    """Everything that the Trainer is made with, all problems at once.
+    """Check the Trainer's arguments.
 
     Raises:
-        OptionError: an argument cannot be what it is.
+        OptionError: with all that is invalid.
     """
     problems = Problems()
     if not isinstance(model, nn.Module) and (isinstance(model, type) or not callable(model)):
@@ -181,36 +183,36 @@ def check_counts(maybe: Mapping[str, Any] | None = None, /, **counts: Any) -> li
 
 
 def check_restarts(restarts: object) -> None:
-    """See that it is a number of restarts.
+    """Check ``restarts``.
 
     Raises:
-        OptionError: it is none.
+        OptionError: it is not a number of restarts.
     """
     problems = Problems()
-    fix = "Pass 3, for example: so often may a process be lost."
+    fix = "Pass 3, for example, to survive the loss of a process three times."
     check_count("restarts", restarts, problems, least=0, fix=fix)
     problems.raise_if_any(OptionError)
 
 
 def check_on_bad_record(on_bad_record: object) -> None:
-    """See that it says what becomes of bad records.
+    """Check ``on_bad_record``.
 
     Raises:
-        OptionError: it does not.
+        OptionError: it is invalid.
     """
     if on_bad_record not in ("error", "skip"):
         raise OptionError(
-            "A bad record is an error, or left out.",
+            '`on_bad_record` must be "error" or "skip".',
             received=f"on_bad_record={on_bad_record!r}",
-            fix='Pass "error" or "skip".',
+            fix='Pass "error" to stop at a bad record, or "skip" to leave it out.',
         )
 
 
 def prepare_model(model: nn.Module, precision: str) -> None:
-    """Bring the model to the precision asked for.
+    """Convert the model to the requested precision.
 
     Raises:
-        ModelError: it cannot be.
+        ModelError: its parameters have another dtype.
     """
     check_modules(model)
     wanted = PARAMETER_DTYPES[precision]
@@ -232,10 +234,10 @@ def prepare_model(model: nn.Module, precision: str) -> None:
 
 
 def check_backend(plan: Plan) -> None:
-    """See that torch has what is to move the Plan's tensors.
+    """Check that torch has the Plan's backend for tensors.
 
     Raises:
-        OptionError: it was built without that.
+        OptionError: it was built without it.
     """
     engine = plan.engine
     if isinstance(engine, ProcessGroup) and missing_backend(engine.backend):
@@ -247,18 +249,19 @@ def check_backend(plan: Plan) -> None:
 
 
 def device_of(model: nn.Module) -> str:
-    """The name of the device where a model is, as Plans have it."""
+    """The name of a model's device, as Plans have it."""
     first = next(iter((*model.parameters(), *model.buffers())), torch.empty(0))
     return "cpu:0" if first.device.type in ("cpu", "meta") else str(first.device)
 
 
 def place_model(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> torch.device:
-    """Have a model be where the Plan's first rank is, and its optimizers' slots beside it.
+    """Move a model and its optimizers' slots to the device of the Plan's first rank.
 
-    Parameters stay the same objects. Returns the device, which this thread works on from now on.
+    Parameters stay the same objects. Returns the device, which becomes this thread's current one.
 
     Raises:
-        DeviceError: it is on an accelerator, and the Plan is for cores; or it has no memory.
+        DeviceError: the model is on an accelerator, and the Plan is for CPUs; or it is on the meta
+            device.
     """
     wanted = rank_device(plan.devices, 0)
     found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}

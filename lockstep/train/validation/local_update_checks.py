@@ -1,4 +1,4 @@
-"""What does not go with replicas that train apart and average, or with parameter servers."""
+"""Checks of options that local SGD, or parameter servers, cannot be combined with."""
 
 from torch import nn, optim
 
@@ -18,30 +18,29 @@ _KNOWN = "Use one of torch.optim without hooks, or of keras.optimizers without g
 def check_local_sgd(
     plan: Plan, updater: Updater, averages: Averages | None, precision: str
 ) -> None:
-    """Refuse what replicas cannot do each for itself.
+    """Check that each replica can train on its own.
 
     Raises:
-        OptionError: with all that they cannot.
+        OptionError: with all that prevents it.
     """
     if not isinstance(plan.update, AveragedUpdate):
         return
     problems = Problems()
     if isinstance(updater, UpdaterSet):
         problems.add(
-            "Under LocalSGDStrategy a batch is one step, of one optimizer.",
-            received="several training steps that take turns",
+            "LocalSGDStrategy needs one training step and one optimizer.",
+            received="several training steps that alternate",
             fix=f"{_MIRRORED} for them.",
         )
-    elif not updater.is_known:  # nor do hooks and methods of an instance travel
+    elif not updater.is_known:  # hooks and methods of an instance are not sent, either
         problems.add(
-            "Every replica steps an optimizer of its own, so LocalSGDStrategy must know how to "
-            "copy it.",
-            received=f"{type(updater.owner).__name__}, of which that is not known",
+            "LocalSGDStrategy must copy the optimizer for every replica.",
+            received=f"{type(updater.owner).__name__}, which it cannot copy",
             fix=f"{_KNOWN} {_MIRRORED} for others.",
         )
     elif plan.update.averages_optimizer and not updater.is_elementwise:
         problems.add(
-            "`average_optimizer` needs an optimizer whose slots are of the parameters' sizes.",
+            "`average_optimizer` needs an optimizer whose slots have the parameters' shapes.",
             received=type(updater.owner).__name__,
             fix="Leave it out, or use AdamW, for example.",
         )
@@ -49,47 +48,47 @@ def check_local_sgd(
     if not is_torch and (plan.update.outer is not None or plan.update.averages_optimizer):
         problems.add(
             "`outer` and `average_optimizer` need a PyTorch model and a Trainer.",
-            received=f"a model of Keras, with {type(updater.owner).__name__}",
+            received=f"a Keras model, with {type(updater.owner).__name__}",
             fix="Leave them out.",
         )
-    if not is_torch and plan.pipeline is not None:  # its slots lie where pipelines have them shared
+    if not is_torch and plan.pipeline is not None:  # replicas would share its slots
         problems.add(
-            "Pipelines that train apart need a PyTorch model and a Trainer.",
-            received=f"a model of Keras, with {type(updater.owner).__name__}",
+            "LocalSGDStrategy with `stages` needs a PyTorch model and a Trainer.",
+            received=f"a Keras model, with {type(updater.owner).__name__}",
             fix="Leave `stages` out, or use HybridStrategy.",
         )
     if updater.options_spec() is not None:
         problems.add(
-            "Replicas that train apart cannot follow a schedule that moves at every step.",
+            "Under LocalSGDStrategy replicas cannot follow a schedule that changes at every step.",
             received="a Schedule with every='step'",
             fix="Use every='epoch' for it, or MirroredStrategy.",
         )
     if averages is not None:
         problems.add(
-            "Replicas that train apart have no moving average in common.",
+            "Under LocalSGDStrategy replicas have no common moving average.",
             received="average=EMA(...) with LocalSGDStrategy",
             fix="Leave it out: the replicas' average is smooth itself.",
         )
     if precision == "bf16":
         problems.add(
-            "Averages of bfloat16 weights would lose what replicas have learned.",
+            "Averages of bfloat16 weights would lose small updates of the replicas.",
             received='precision="bf16" with LocalSGDStrategy',
-            fix='Use precision="bf16-mixed", where weights are in float32.',
+            fix='Use precision="bf16-mixed", which keeps weights in float32.',
         )
     problems.raise_if_any(OptionError)
 
 
 def check_parameter_server(plan: Plan, model: nn.Module, updater: Updater, precision: str) -> None:
-    """Refuse what parameter servers cannot do, and without them what only they can.
+    """Check options that parameter servers cannot have, or that need parameter servers.
 
     Raises:
-        OptionError: with all that they cannot.
+        OptionError: with all that is wrong.
     """
     problems = Problems()
     if not plan.num_servers:
         if isinstance(updater.owner, optim.SparseAdam):
             problems.add(
-                "Only parameter servers keep gradients sparse, as SparseAdam needs them.",
+                "SparseAdam needs sparse gradients, which only parameter servers keep.",
                 received=f"SparseAdam with the strategy {plan.strategy!r}",
                 fix="Use ParameterServerStrategy, or Adam.",
             )
@@ -99,23 +98,22 @@ def check_parameter_server(plan: Plan, model: nn.Module, updater: Updater, preci
     is_kept_beside = isinstance(updater, WrappedUpdater) and updater.inner.takes_sparse
     if sparse and is_kept_beside:
         problems.add(
-            "Sparse gradients change touched rows only, averages and float32 copies of the weights "
-            "change in all rows.",
+            "Sparse gradients change only the rows used, but averages and float32 copies of the "
+            "weights change in all rows.",
             received=f"sparse=True for {first_few(sparse)}, with `average` or precision='bf16'",
             fix="Leave out sparse=True, or the other.",
         )
     elif sparse and not updater.takes_sparse:
         problems.add(
-            "The optimizer has no form for sparse gradients, in which only touched rows change.",
+            "The optimizer cannot apply sparse gradients to only the rows used.",
             received=f"{type(updater.owner).__name__}, and sparse=True for {first_few(sparse)}",
             fix="Use SparseAdam, or SGD or Adagrad without momentum and weight_decay; or leave out "
             "sparse=True.",
         )
     if not (updater.is_known or isinstance(updater, UpdaterSet)):
         problems.add(
-            "Servers step copies of the optimizer, so ParameterServerStrategy must know how to "
-            "copy it.",
-            received=f"{type(updater.owner).__name__}, of which that is not known",
+            "ParameterServerStrategy must copy the optimizer for its servers.",
+            received=f"{type(updater.owner).__name__}, which it cannot copy",
             fix=f"{_KNOWN} {_MIRRORED} for others.",
         )
     if plan.is_stale:
@@ -126,19 +124,19 @@ def check_parameter_server(plan: Plan, model: nn.Module, updater: Updater, preci
 def _check_stale(problems: Problems, updater: Updater, precision: str) -> None:
     if isinstance(updater, UpdaterSet):
         problems.add(
-            "Workers that do not wait have one step for a batch, of one optimizer.",
-            received="several training steps that take turns",
+            "Asynchronous workers need one training step and one optimizer.",
+            received="several training steps that alternate",
             fix="Use staleness=0 for them.",
         )
     elif updater.options_spec() is not None:
         problems.add(
-            "Workers that do not wait cannot follow a schedule that moves at every step.",
+            "Asynchronous workers cannot follow a schedule that changes at every step.",
             received="a Schedule with every='step'",
             fix="Use every='epoch' for it, or staleness=0.",
         )
     if precision in ("bf16", "fp16-mixed"):
         problems.add(
-            "Workers that do not wait have no loss scale in common, nor weights in bfloat16.",
+            "Asynchronous workers have no common loss scale, and no weights in bfloat16.",
             received=f'precision="{precision}" with a staleness other than 0',
             fix='Use precision="bf16-mixed", or staleness=0.',
         )

@@ -1,16 +1,16 @@
-"""Every rank proves that it computes what rank 0 computes, before the first step.
+"""Checks before the first step that every rank computes what rank 0 computes.
 
 A helper has a copy of the model, and modules that it has imported itself: a function that the
 script has replaced, a hook on all modules, a registry that a constructor has filled may be missing
-there. So all ranks run a few samples forward and backward, the same on each, with the same random
-numbers. Of every layer's output, of the loss, and of the gradients of outputs and of small
-parameters a fingerprint is taken. They must be the same bits on all cores of a host; the first that
-is not is named. Hosts may have other processors, which round in other ways, and kernels of
-accelerators may add in another order each time: there, sizes of what layers return are compared, of
-hosts those on their first ranks. What torch.compile has compiled is run as it was
-before, since compiling takes long. The model and the random streams are left as they were.
+there. So all ranks run the same few samples forward and backward, with the same random numbers, and
+take fingerprints of every layer's output, of the loss, and of the gradients of outputs and of small
+parameters. On CPUs of one host all must have the same bits; the error names the first difference.
+Hosts may have other processors, which round differently, and kernels of accelerators may sum in
+another order each time: there, norms of the layers' outputs are compared, and between hosts those
+of their first ranks. Compiled functions are run uncompiled, since compiling takes long. The model
+and the random streams are not changed.
 
-Gradients of large weights are not formed: their memory would be taken twice.
+Gradients of large weights are not computed: they would need memory a second time.
 """
 
 import math
@@ -40,23 +40,23 @@ from lockstep.parallel.worker import Worker
 from lockstep.plan.devices import is_cpu
 from lockstep.train.resume.stable_descriptions import digest
 
-# Samples of a proof, and elements of the largest parameter whose gradient is compared.
+# Samples of a check, and elements of the largest parameter whose gradient is compared.
 _NUM_SAMPLES = 2
 MOST_ELEMENTS = 1 << 14
 
-# How far apart sizes may be on two hosts: much more than rounding, even in 16 bits.
-_HOSTS_APART = 0.02
+# Tolerance for norms on two hosts: much more than rounding, even in 16 bits.
+_TOLERANCE = 0.02
 
 GRADIENT = "the gradient of"
 LOSS = "the loss"
 
 
-# What was computed, its fingerprint, and its size; hosts send them to each other.
+# The place of a value, its fingerprint, and its norm; hosts send them to each other.
 Print = tuple[str, bytes, float]
 
 
 def samples_of(source: Source | None, precision: str) -> Any:
-    """A few samples, for ``check_ranks_agree`` on rank 0; None where another host reads them."""
+    """A few samples, for ``check_ranks_agree`` on rank 0; None if another host reads them."""
     if source is None:
         return None
     with kept_streams():
@@ -65,10 +65,10 @@ def samples_of(source: Source | None, precision: str) -> Any:
 
 
 def proof_key(sight: object, parts: tuple[Any, ...], model: nn.Module) -> object:
-    """What a proof holds for: equal as long as model, functions and settings are the same.
+    """A key that is equal while model, functions and settings are the same, so no check is needed.
 
     Args:
-        sight: what the front end sees them as; None where it does not see all.
+        sight: the front end's fingerprint of them; None if it does not cover all.
         parts: the model, the loss and the user's functions.
         model: the model.
     """
@@ -76,7 +76,7 @@ def proof_key(sight: object, parts: tuple[Any, ...], model: nn.Module) -> object
     if sight is None:
         try:
             seen = hash(describe(parts, list(model.parameters())))
-        except Exception:  # whatever pickling raises; what cannot be sent is an error later
+        except Exception:  # pickling may raise any; sending the object will raise it again
             seen = object()
     modes = torch._C._len_torch_function_stack()
     return seen, TorchSettings.current(), modes, functions_of(model)
@@ -91,8 +91,7 @@ def check_ranks_agree(worker: Worker, control: Control, samples: Any) -> None:
         samples: on rank 0, a few of the data, as (inputs, targets, weights, number).
 
     Raises:
-        ModelError: on rank 0; a rank computes something else than the first of its host, or that
-            than rank 0.
+        ModelError: on rank 0; a rank differs from the first of its host, or that from rank 0.
     """
     inputs, targets, sample_weight, num_samples = control.broadcast(samples)
     batch = Batch(
@@ -100,24 +99,25 @@ def check_ranks_agree(worker: Worker, control: Control, samples: Any) -> None:
     )
     with left_alone(worker.model, *worker.passes.user_losses()), uncompiled():
         own = _fingerprints(worker.model, lambda: worker.passes.losses_alone(batch))
-    told = control.gather(own)
+    by_rank = control.gather(own)
     is_exact = is_cpu(worker.plan.devices)
-    for host in range(worker.plan.num_hosts) if told else ():
+    for host in range(worker.plan.num_hosts) if by_rank else ():
         first, *others = worker.plan.ranks_of_host(host)
         for rank in others:
-            place = first_difference(told[first], told[rank], is_same if is_exact else is_like)
+            match = is_same if is_exact else is_like
+            place = first_difference(by_rank[first], by_rank[rank], match)
             if place is not None:
                 raise unlike(rank, first, place, is_exact=is_exact)
-    for host in range(1, worker.plan.num_hosts) if told else ():
+    for host in range(1, worker.plan.num_hosts) if by_rank else ():
         first = worker.plan.ranks_of_host(host)[0]
-        if (place := first_difference(told[0], told[first], is_like)) is not None:
+        if (place := first_difference(by_rank[0], by_rank[first], is_like)) is not None:
             raise unlike(first, 0, place, is_exact=False)
 
 
 def _fingerprints(
     model: nn.Module, run: Callable[[], Sequence[ShareLoss | JointLoss]]
 ) -> list[Print]:
-    """Of all that is computed, in its order, as far as it goes: errors are the first step's."""
+    """The fingerprints of all values in order, up to an error, which the first step will raise."""
     found: list[Print] = []
     outputs: list[tuple[str, torch.Tensor]] = []
     seed_streams(0)
@@ -126,7 +126,7 @@ def _fingerprints(
             losses = run()
         found.append(print_of(LOSS, values_of(losses)))
         found += _gradients(model, losses, outputs)
-    except Exception:  # whatever a model raises
+    except Exception:  # a model may raise any
         return found
     return found
 
@@ -135,7 +135,7 @@ def _fingerprints(
 def _watching(
     model: nn.Module, found: list[Print], outputs: list[tuple[str, torch.Tensor]]
 ) -> Iterator[None]:
-    """Within the block layers' outputs are noted: their fingerprints, and where gradients go."""
+    """Within the block note layers' outputs: their fingerprints, and tensors with gradients."""
 
     def note(place: str, output: Any) -> None:
         tensors = list(tensors_of(output))
@@ -161,13 +161,13 @@ def _watching(
 
 
 def place_of(name: str, module: nn.Module) -> str:
-    """What users know a module by."""
+    """A description of a module for users."""
     kind = type(module).__name__
     return f"layer {name!r} ({kind})" if name else f"the model ({kind})"
 
 
 def values_of(losses: Sequence[ShareLoss | JointLoss]) -> list[torch.Tensor]:
-    """What backward starts from."""
+    """The values from which backward starts."""
     return [value for loss in losses for value in loss.values]
 
 
@@ -176,7 +176,7 @@ def _gradients(
     losses: Sequence[ShareLoss | JointLoss],
     outputs: Sequence[tuple[str, torch.Tensor]],
 ) -> list[Print]:
-    """Of what was computed last first, as backward goes."""
+    """Fingerprints of gradients, the last output's first, in the order of backward."""
     small = [
         (f"parameter {name!r}", parameter)
         for name, parameter in model.named_parameters()
@@ -194,22 +194,23 @@ def _gradients(
 
 
 def print_of(place: str, tensors: Sequence[torch.Tensor]) -> Print:
-    """The fingerprint of what was computed."""
+    """The fingerprint of a place's tensors."""
     norms = [float(one.detach().double().norm()) for one in tensors if not one.is_complex()]
     return place, digest(tensors), math.hypot(*norms)
 
 
 def is_same(one: Print, other: Print) -> bool:
-    """Whether a rank of the same host has computed the same."""
+    """True if two fingerprints have the same bits."""
     return one[:2] == other[:2]
 
 
 def is_like(one: Print, other: Print) -> bool:
-    """Whether another host or an accelerator has computed the same, but for rounding."""
-    (place, _, size), (_, _, other_size) = one, other
-    is_gradient = place.startswith(GRADIENT)  # through BatchNorm, of few samples, all is rounding
-    is_finite = math.isfinite(size) and math.isfinite(other_size)
-    close = math.isclose(size, other_size, rel_tol=_HOSTS_APART, abs_tol=_HOSTS_APART)
+    """True if two fingerprints have the same norms but for rounding."""
+    (place, _, norm), (_, _, other_norm) = one, other
+    # A gradient through BatchNorm of few samples can be rounding errors only.
+    is_gradient = place.startswith(GRADIENT)
+    is_finite = math.isfinite(norm) and math.isfinite(other_norm)
+    close = math.isclose(norm, other_norm, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
     return is_gradient or not is_finite or close
 
 
@@ -218,10 +219,10 @@ def first_difference(
     other: Sequence[Print],
     is_like: Callable[[Print, Print], bool] = is_same,
 ) -> str | None:
-    """The first place of which they have other prints.
+    """The first place with different prints; None if there is none.
 
-    A model that loops over a set calls layers in an order that each process has for itself: of a
-    place, the prints are compared in any order. A rank that has failed on its way has fewer.
+    A model that loops over a set calls layers in another order in each process: so the prints of a
+    place are compared in any order. A rank that has failed has fewer.
     """
     own, theirs = _by_place(one), _by_place(other)
     has_failed = LOSS not in own or LOSS not in theirs
@@ -243,11 +244,11 @@ def _by_place(prints: Sequence[Print]) -> dict[str, list[Print]]:
 
 
 def unlike(rank: int, first: int, place: str, *, is_exact: bool = True) -> ModelError:
-    """The error of a rank that computes something else than another."""
+    """The error for a rank that differs from another."""
     return ModelError(
         f"Rank {rank} does not compute what rank {first} computes.",
         received=f"{'other bits' if is_exact else 'something else'}, first in {place}",
-        fix="A helper has a copy of the model and imports modules for itself. What the script "
-        "has changed in an imported module (a function, a class, a global, a mode, a hook on "
-        "all modules) is not there: do it in the model's own code, where it is used.",
+        fix="A helper has a copy of the model and imports modules itself, without the script's "
+        "changes to imported modules (a function, a class, a global, a mode, a hook on all "
+        "modules): make these changes in the model's own code, where they are used.",
     )

@@ -1,12 +1,12 @@
-"""The same proof for stages of a pipeline, each of which runs a part of the model.
+"""The check of ``rank_consistency`` for a pipeline, whose stages each run a part of the model.
 
-While rank 0 still has the whole model it runs all stages itself, one after the other, on a few
-samples, forward and backward, and keeps what crosses from one to the next. Then every rank runs its
-own stages on what has crossed there. The values of all instructions, what is sent on, the loss, and
-gradients must be the bits that rank 0 has found: also where several ranks hold a stage.
+While rank 0 still has the whole model, it runs all stages in order on a few samples, forward and
+backward, and records the values that stages exchange. Then every rank runs its own stages on the
+recorded values. The values of all instructions, the loss, and gradients must have the bits of rank
+0, also if several ranks hold a stage.
 
-Not covered: stages on accelerators, which rank 0 would need all memory for; models whose parameters
-have no values until ranks have their stages.
+Not covered: stages on accelerators, for which rank 0 would need the memory of all; models whose
+parameters have no values until ranks have their stages.
 """
 
 from collections.abc import Sequence
@@ -44,14 +44,14 @@ from lockstep.train.validation.rank_consistency import (
 
 @dataclass(kw_only=True)
 class Crossing:
-    """What stages send each other, and what rank 0 has found, instead of mail.
+    """The values that stages exchange and the results of rank 0; takes the place of messages.
 
     Attributes:
         batch: the samples.
-        values: what has crossed forward, by instruction.
-        flags: of each tensor in a value, whether it takes a gradient.
+        values: sent forward, by instruction.
+        flags: for each tensor in a value, whether it requires a gradient.
         gradients: of these, from each stage that uses them.
-        prints: what rank 0 has computed, by stage.
+        prints: the fingerprints of rank 0, by stage.
     """
 
     batch: Batch
@@ -61,19 +61,19 @@ class Crossing:
     prints: list[list[Print]] = field(default_factory=list)
 
     def receive(self, number: int, sender: int, share: int) -> Tree:
-        """A value of another stage, as a leaf of its own."""
+        """A value of another stage, as a new leaf."""
         flags = iter(self.flags[number])
         return map_tensors(lambda one: one.clone().requires_grad_(next(flags)), self.values[number])
 
     def send(self, stage: int, number: int, share: int, tree: Tree) -> None:
-        """Keep a value as rank 0 has found it."""
+        """Record a value, on rank 0."""
         if number not in self.values:
             self.values[number] = map_tensors(lambda one: one.detach().clone(), tree)
             self.flags[number] = [one.requires_grad for one in tensors_of(tree)]
 
 
 class _StageTrial(MicrobatchRun):
-    """A stage on a few samples: the prints of all that it computes."""
+    """A stage on a few samples: the fingerprints of all its values."""
 
     def __init__(self, stage: int, tools: StageTools, crossing: Crossing) -> None:
         self.prints: list[Print] = []
@@ -91,7 +91,7 @@ class _StageTrial(MicrobatchRun):
         )
 
     def go_forward(self) -> None:
-        """Run the stage, and the loss where it is the last."""
+        """Run the stage, and the loss if it is the last."""
         batch, loss = self._crossing.batch, self._tools.loss
         is_last = self.stage == len(self._tools.partition.parts) - 1
         seed_streams(0)
@@ -102,7 +102,7 @@ class _StageTrial(MicrobatchRun):
         self.prints.append(print_of(LOSS, self._losses))  # also of none: it has come so far
 
     def go_backward(self) -> dict[int, Gradients]:
-        """Gradients of what the stage has received, by instruction."""
+        """Gradients of the values that the stage has received, by instruction."""
         roots = self._roots()
         leaves = [
             (number, one)
@@ -132,13 +132,13 @@ class _StageTrial(MicrobatchRun):
         return gradients
 
     def close(self) -> None:
-        """Let go of what was received: its hooks hold this object, where Python cannot see it."""
+        """Release received values: their hooks form a cycle with this object, hidden from Python."""
         self._losses, self._outputs, self._inputs = [], [], None
         self._values, self._received, self._leaves, self._sent = {}, {}, {}, {}
         self.deferred.clear()
 
     def _roots(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Where backward starts, and with which gradients."""
+        """The tensors from which backward starts, with their gradients."""
         roots = [(one, torch.ones_like(one)) for one in self._losses if one.requires_grad]
         for number, tensors in self._sent.items():
             by_tensor = zip(*self._crossing.gradients.get(number, []), strict=True)
@@ -166,11 +166,11 @@ class _StageTrial(MicrobatchRun):
 
 
 def run_stages(tools: StageTools, samples: Any) -> Crossing | None:
-    """Run all stages, where the whole model is; None where that fails, as the first step will.
+    """Run all stages on rank 0; None after an error, which the first step will raise.
 
     Args:
         tools: of this process.
-        samples: see ``rank_proof.samples_of``.
+        samples: see ``rank_consistency.samples_of``.
     """
     inputs, targets, sample_weight, num_samples = samples
     crossing = Crossing(
@@ -187,7 +187,7 @@ def run_stages(tools: StageTools, samples: Any) -> Crossing | None:
             for trial in reversed(trials):
                 for number, gradients in trial.go_backward().items():
                     crossing.gradients.setdefault(number, []).append(gradients)
-        except Exception:  # whatever a model raises
+        except Exception:  # a model may raise any
             return None
         finally:
             for trial in trials:
@@ -202,10 +202,10 @@ def check_stages_agree(worker: Worker, control: Control, crossing: Crossing | No
     Args:
         worker: of this rank.
         control: its line to the others.
-        crossing: on rank 0, what it has found when it ran all stages.
+        crossing: on rank 0, the result of ``run_stages``.
 
     Raises:
-        ModelError: on rank 0; a rank computes something else than it has.
+        ModelError: on rank 0; a rank differs from it.
     """
     crossing = control.broadcast(crossing)
     passes, pipeline = worker.passes, worker.plan.pipeline
@@ -219,23 +219,23 @@ def check_stages_agree(worker: Worker, control: Control, crossing: Crossing | No
         for number, stage in enumerate(pipeline.stages)
         if worker.rank in stage.ranks
     ]
-    for rank, told in enumerate(control.gather(own) or ()):
-        across = rank not in worker.plan.ranks_of_host(0)
-        for stage, prints in told:
-            wanted = crossing.prints[stage]
-            place = first_difference(wanted, prints, is_like if across else is_same)
+    for rank, stages in enumerate(control.gather(own) or ()):
+        is_remote = rank not in worker.plan.ranks_of_host(0)
+        for stage, prints in stages:
+            expected = crossing.prints[stage]
+            place = first_difference(expected, prints, is_like if is_remote else is_same)
             if place is not None:
-                raise unlike(rank, 0, place, is_exact=not across)
+                raise unlike(rank, 0, place, is_exact=not is_remote)
 
 
 def _prints(trial: _StageTrial, tools: StageTools) -> Sequence[Print]:
-    """Of a stage, as far as it goes: errors are the first step's."""
-    with _untouched(tools), closing(trial), suppress(Exception):  # whatever a model raises
+    """The fingerprints of a stage, up to an error, which the first step will raise."""
+    with _untouched(tools), closing(trial), suppress(Exception):  # a model may raise any
         trial.go_forward()
         trial.go_backward()
     return trial.prints
 
 
 def _untouched(tools: StageTools) -> AbstractContextManager[object]:
-    """Within the block the model, the loss and the random streams are left as they are."""
+    """After the block the model, the loss and the random streams are as before."""
     return left_alone(tools.model, *tools.loss.user_losses())
