@@ -132,7 +132,7 @@ class _StageTrial(MicrobatchRun):
         return gradients
 
     def close(self) -> None:
-        """Release received values: their hooks form a cycle with this object, hidden from Python."""
+        """Release received values: their hooks form a cycle that Python cannot collect."""
         self._losses, self._outputs, self._inputs = [], [], None
         self._values, self._received, self._leaves, self._sent = {}, {}, {}, {}
         self.deferred.clear()
