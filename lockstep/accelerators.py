@@ -1,11 +1,11 @@
-"""What a process does with its accelerator, whoever makes it: nothing here names a vendor.
+"""A process's use of its accelerator, of any vendor.
 
-torch knows one kind of accelerator at a time (``torch.accelerator``), and a process of Lockstep
-uses one device of it. So the current device is this rank's, and its random stream and memory are
-those meant here. Where a process has not begun to use its accelerator, nothing here begins:
-training on cores leaves it alone.
+torch supports one kind of accelerator at a time (``torch.accelerator``), and a process of Lockstep
+uses one device of it. So the current device is this rank's, and the functions here are about its
+random stream and memory. They never initialise an accelerator that the process does not use yet:
+training on CPUs does not touch it.
 
-Covers no Apple GPU: nothing joins several, and they compute nothing in float64.
+Apple GPUs are not supported: several cannot be joined, and they have no float64.
 """
 
 import time
@@ -16,20 +16,20 @@ from typing import Any, TypeGuard
 
 import torch
 
-# How long a host sleeps between two looks at its device: far less than a step takes.
+# How long a host sleeps between two polls of its device: far less than a step.
 _NAP_SECONDS = 50e-6
 _LOOK_AROUND_SECONDS = 0.02
 
 
 @cache
 def kind() -> str | None:
-    """Torch's name of the accelerators it was built for ("cuda", "xpu"); None for cores alone."""
+    """Torch's name of the accelerators it was built for ("cuda", "xpu"); None for CPUs only."""
     device = torch.accelerator.current_accelerator(check_available=False)
     return None if device is None or device.type == "mps" else device.type
 
 
 def in_use() -> Any:
-    """The module of the accelerator that this process has begun to use; None for none."""
+    """Torch's module of the accelerator that this process has initialised; None for none."""
     name = kind()
     if name is None:
         return None
@@ -39,14 +39,14 @@ def in_use() -> Any:
 
 
 def use(device: torch.device) -> None:
-    """Have this thread work on an accelerator; a core needs no such thing."""
+    """Make an accelerator this thread's current device; does nothing for a CPU."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
 
 
 @contextmanager
 def kept_device() -> Iterator[None]:
-    """After the block this thread works on the device on which it did before, if on any."""
+    """After the block restore this thread's current device, if it had one."""
     before = None if in_use() is None else torch.accelerator.current_device_index()
     try:
         yield
@@ -56,13 +56,13 @@ def kept_device() -> Iterator[None]:
 
 
 def rank_device(devices: Sequence[str], rank: int) -> torch.device:
-    """A rank's device, as torch has it: all cores are one."""
+    """A rank's device in torch, where all cores are one."""
     device = torch.device(devices[rank])
     return torch.device("cpu") if device.type == "cpu" else device
 
 
 def current(kind_: str) -> torch.device:
-    """The device of a kind that this thread works on."""
+    """This thread's current device, of a kind."""
     return torch.device(kind_, torch.accelerator.current_device_index())
 
 
@@ -77,14 +77,14 @@ def seed(number: int) -> None:
 
 
 def random_state() -> torch.Tensor | None:
-    """Where the device's random stream stands; None where no device is in use."""
+    """The state of the device's random stream; None if no device is in use."""
     module = in_use()
     state: torch.Tensor | None = None if module is None else module.get_rng_state()
     return state
 
 
 def set_random_state(state: torch.Tensor | None) -> None:
-    """Put the device's random stream back there."""
+    """Set the state of the device's random stream."""
     if state is not None:
         torch.get_device_module(kind()).set_rng_state(state)
 
@@ -93,7 +93,7 @@ def set_random_state(state: torch.Tensor | None) -> None:
 
 
 def await_device(device: torch.device, look_around: Callable[[float], None]) -> None:
-    """Wait until a device has done what this thread has asked of it.
+    """Wait until a device has finished this thread's work.
 
     Args:
         device: an accelerator.
@@ -105,10 +105,10 @@ def await_device(device: torch.device, look_around: Callable[[float], None]) -> 
 
 
 def await_event(event: torch.Event, look_around: Callable[[float], None]) -> None:
-    """Wait until something has happened on a device.
+    """Wait for an event on a device.
 
-    torch's own waits end when the device is done, which may be never if it waits for another
-    process. This one looks around.
+    torch's own waits end when the device has finished, which may be never if it waits for another
+    process. This one can be ended by ``look_around``.
 
     Args:
         event: that was recorded.
@@ -124,7 +124,7 @@ def await_event(event: torch.Event, look_around: Callable[[float], None]) -> Non
 
 
 def synchronize() -> None:
-    """Wait for the device, if one is in use. For what is timed, where nobody else is waited for."""
+    """Wait for the device, if one is in use. For timings, where no other process is involved."""
     if in_use() is not None:
         torch.accelerator.synchronize()
 
@@ -133,22 +133,22 @@ def synchronize() -> None:
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on a device, for which nobody waits here; itself where it stays."""
+    """A host tensor copied to a device without waiting; the tensor itself on a CPU."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def computes(number: torch.Tensor | float) -> TypeGuard[torch.Tensor]:
-    """Whether an accelerator computes a number: whoever asks for its value waits for the device."""
+    """True if a number is on an accelerator, so that reading it waits for the device."""
     return isinstance(number, torch.Tensor) and number.device.type != "cpu"
 
 
 class Fetch:
-    """A tensor of a device on its way to host memory, for which nobody waits yet.
+    """An asynchronous copy of a device's tensor to host memory.
 
-    Assigned to host memory it would be there when the assignment ends: torch waits for the device.
+    A plain assignment to host memory would wait for the device.
 
     Args:
-        tensor: on the device, where this thread works.
+        tensor: on this thread's current device.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -158,7 +158,7 @@ class Fetch:
         self._copied.record()
 
     def wait(self, look_around: Callable[[float], None]) -> torch.Tensor:
-        """The copy, once it is there; for ``look_around`` see ``await_event``."""
+        """The copy, once it is complete; for ``look_around`` see ``await_event``."""
         await_event(self._copied, look_around)
         return self._copy
 
@@ -172,25 +172,25 @@ def fetched(tensor: torch.Tensor, look_around: Callable[[float], None]) -> torch
 
 
 def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Host memory that a device copies from and to by itself; plain memory for a core."""
+    """Pinned host memory, for asynchronous copies; plain memory for a CPU."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
 
 def peak_bytes() -> int | None:
-    """The most memory that tensors have had on this process's device; None without one."""
+    """The peak memory of tensors on this process's device; None without one."""
     return None if in_use() is None else int(torch.accelerator.max_memory_allocated())
 
 
 def forget_peak() -> None:
-    """Have ``peak_bytes`` begin anew."""
+    """Reset ``peak_bytes``."""
     if in_use() is not None:
         torch.accelerator.reset_peak_memory_stats()
 
 
 def limit_bytes() -> int | None:
-    """What tensors of this process may take of its device in all, beside what others have there.
+    """The memory of the device that this process's tensors can have in total.
 
-    None without a device, and before torch 2.10, which cannot tell.
+    None without a device, and before torch 2.10, which does not report it.
     """
     ask = getattr(torch.accelerator, "get_memory_info", None)
     if ask is None or in_use() is None:

@@ -1,7 +1,7 @@
-"""Writing files: an error says which file it was, how much was to be written, and what is free.
+"""Writes files with errors that name the file, the number of bytes to write, and the free space.
 
-Python names a file where it cannot be opened; where a disk is full, or a limit is reached while the
-file is written, it says ``[Errno 28] No space left on device`` and no more.
+Python names a file that cannot be opened. But if the disk is full, or a limit is reached while the
+file is written, it only says ``[Errno 28] No space left on device``.
 """
 
 import errno
@@ -18,7 +18,7 @@ import msgspec
 
 from lockstep.units import format_bytes
 
-# Numbers of errors that say that there is no room.
+# Error numbers for a full disk.
 SHORTAGES = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -28,10 +28,10 @@ def writing(path: str | os.PathLike[str], num_bytes: int | None = None) -> Itera
 
     Args:
         path: of the file.
-        num_bytes: to be written, where that is known.
+        num_bytes: to be written, if known.
 
     Raises:
-        OSError: as raised in the block; one that names no file names this one.
+        OSError: as raised in the block, with this file's name if it has none.
     """
     try:
         yield
@@ -46,18 +46,18 @@ def writing(path: str | os.PathLike[str], num_bytes: int | None = None) -> Itera
 def replacing(
     path: Path, num_bytes: int | None = None, mode: int | None = None
 ) -> Iterator[BinaryIO]:
-    """A file that is written beside the one at a path, and then takes its place, as a whole.
+    """A new file beside the one at a path, which it replaces atomically after the block.
 
     Args:
         path: of the file.
-        num_bytes: to be written, where that is known.
-        mode: its permissions; None is what the umask leaves.
+        num_bytes: to be written, if known.
+        mode: its permissions; None for those of the umask.
 
     Raises:
-        OSError: it cannot be written; what was there stays.
+        OSError: it cannot be written; the old file stays.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    # Made so, a new file has what the umask leaves, and is never open to more than it will be.
+    # The file never has more permissions than it will have at the end.
     new = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
     try:
         with writing(path, num_bytes), open(new, "wb") as file:
@@ -71,12 +71,12 @@ def replacing(
 
 
 class JsonFile:
-    """Something that a JSON file says as a whole; a base of msgspec's structs."""
+    """An object that is saved as a JSON file; a base of msgspec's structs."""
 
     __slots__ = ()
 
     def to_json(self) -> bytes:
-        """All of it, as indented JSON."""
+        """The object as indented JSON."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2)
 
     @classmethod

@@ -1,26 +1,26 @@
-"""Every error that Lockstep raises on purpose.
+"""All errors that Lockstep raises deliberately.
 
 ::
 
     LockstepError
-    ├── OptionError          (ValueError)       an argument that cannot be
+    ├── OptionError          (ValueError)       an invalid argument
     ├── DataError            (ValueError)       data that cannot be trained on
     │   └── BadRecordError                      a sample that cannot be read, or unlike the others
-    ├── DeviceError          (ValueError)       a device that is not there, or holds the wrong thing
+    ├── DeviceError          (ValueError)       a missing device, or a model on the wrong one
     ├── ModelError           (ValueError)       a model that cannot be trained as asked
     ├── PlanError            (ValueError)       a Plan that is malformed or contradicts itself
     ├── CheckpointError      (ValueError)       saved weights that do not fit
     ├── ShippingError        (TypeError)        an object that cannot be sent to a helper process
-    ├── LossError            (TypeError)        a loss that returned something else than agreed
+    ├── LossError            (TypeError)        a loss that returned an invalid value
     ├── NonFiniteError       (ArithmeticError)  something became NaN or infinite
     │   ├── NonFiniteLossError                  the loss did
     │   └── NonFiniteGradientError              a gradient did
     ├── WorkerError          (RuntimeError)     a helper process failed, died or hung
-    ├── HostError            (RuntimeError)     another host did not come, fit in, or stay
+    ├── HostError            (RuntimeError)     another host did not connect, differs, or was lost
     └── ExtraError           (ImportError)      an optional package that is not installed
 
-Each message says what is wrong, what was received and how to fix it. Validators gather every
-problem they find in a ``Problems`` and raise once.
+Each message says what is wrong, what was received and how to fix it. Validators collect all
+problems in a ``Problems`` and raise once.
 """
 
 import sys
@@ -33,9 +33,9 @@ class LockstepError(Exception):
     """Base of all errors raised by Lockstep.
 
     Args:
-        what: what is wrong; the whole message where there is no more to say.
-        received: what came instead.
-        fix: how to put it right.
+        what: what is wrong; the whole message if there is no fix.
+        received: the actual value.
+        fix: how to correct it.
     """
 
     def __init__(self, what: str = "", *, received: object = None, fix: str = "") -> None:
@@ -43,14 +43,14 @@ class LockstepError(Exception):
 
 
 class OptionError(LockstepError, ValueError):
-    """An argument has a value that it cannot have."""
+    """An argument is invalid."""
 
 
 class DataError(LockstepError, ValueError):
     """The data cannot be trained on as given.
 
     Attributes:
-        is_end: there is less of it than there must be.
+        is_end: there is less data than needed.
     """
 
     is_end = False
@@ -61,7 +61,7 @@ class BadRecordError(DataError):
 
     Attributes:
         index: the sample's number in its dataset.
-        rank: that was to read it; None where no rank was.
+        rank: that was reading it; None if no rank was.
     """
 
     rank: int | None = None
@@ -73,10 +73,10 @@ class BadRecordError(DataError):
         self.index = index
 
     def name_rank(self, rank: int) -> None:
-        """Say which rank was to read it, unless that was said."""
+        """Add the rank that was reading it, unless it is known."""
         if self.rank is None:
             self.rank = rank
-            self.args = (f"{self} It is on rank {rank} that it was to be read.",)
+            self.args = (f"{self} Rank {rank} was reading it.",)
 
 
 class DeviceError(LockstepError, ValueError):
@@ -92,7 +92,7 @@ class PlanError(LockstepError, ValueError):
 
 
 class CheckpointError(LockstepError, ValueError):
-    """Saved weights do not fit the model, or the file is no checkpoint."""
+    """Saved weights do not fit the model, or a checkpoint is invalid."""
 
 
 class ShippingError(LockstepError, TypeError):
@@ -127,9 +127,9 @@ class WorkerError(LockstepError, RuntimeError):
     """A helper process failed, died, or did not answer in time.
 
     Attributes:
-        raised: the exception that has ended its work, where that could be brought here.
-        is_loss: it was killed, or does not answer: what it has computed was not at fault.
-        rank: that has failed, where that is known.
+        raised: the exception that has ended its work, if it could be sent.
+        is_loss: it was killed, or does not answer: its computation was not at fault.
+        rank: that has failed, if known.
         kind: "dead", "hung" or "out of memory" of a loss, else "".
     """
 
@@ -140,14 +140,14 @@ class WorkerError(LockstepError, RuntimeError):
 
 
 class HostError(LockstepError, RuntimeError):
-    """Another host did not come, is not what this one is, failed, or is gone.
+    """Another host did not connect, differs from this one, failed, or was lost.
 
-    What other hosts say stands in these errors, so they are fit to be shown on a terminal.
+    These errors quote texts of other hosts, with control characters escaped for terminals.
 
     Attributes:
-        raised: an exception like the one that has ended its work, where its type is built in.
-        is_loss: it, or a process of its, was killed, is cut off, or does not answer: what it has
-            computed was not at fault.
+        raised: an exception like the one that has ended its work, if its type is built in.
+        is_loss: it, or one of its processes, was killed, is cut off, or does not answer: its
+            computation was not at fault.
     """
 
     raised: BaseException | None = None
@@ -166,11 +166,11 @@ class HostError(LockstepError, RuntimeError):
 
 
 class ExtraError(LockstepError, ImportError):
-    """What was asked for needs a package that only an extra of Lockstep installs."""
+    """A feature needs a package that an extra of Lockstep installs."""
 
 
 def problem(what: str, *, received: object, fix: str) -> str:
-    """One message in the shape all of Lockstep's errors have."""
+    """A message in the form of all of Lockstep's errors."""
     return f"{what} Received: {received}. {fix}"
 
 
@@ -181,12 +181,12 @@ _CONTROL_CHARACTERS = {
 
 
 def printable(text: str) -> str:
-    """Text of another host, that a terminal is to show and not to obey: with visible escapes."""
+    """A text of another host with control characters escaped, so that a terminal only shows it."""
     return text.translate(_CONTROL_CHARACTERS)
 
 
 class Problems:
-    """Gathers what a validator finds, to raise it all at once."""
+    """Collects a validator's problems, to raise them all at once."""
 
     def __init__(self) -> None:
         self._found: list[str] = []
@@ -196,7 +196,7 @@ class Problems:
         self._found.append(problem(what, received=received, fix=fix))
 
     def raise_if_any(self, error: type[LockstepError]) -> None:
-        """Raise ``error`` with every problem noted, or do nothing when there is none."""
+        """Raise ``error`` with all problems, if there are any."""
         if len(self._found) == 1:
             raise error(self._found[0])
         if self._found:
@@ -205,7 +205,7 @@ class Problems:
 
 
 def level_of_user() -> int:
-    """The ``stacklevel`` of the line outside of Lockstep that has led to a warning."""
+    """The ``stacklevel`` of the line outside of Lockstep that has caused a warning."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
         level, frame = level + 1, frame.f_back

@@ -1,7 +1,6 @@
-"""What happens, for ``logging.getLogger("lockstep")``: silent, until a script gives it a handler.
+"""The logger of events, ``logging.getLogger("lockstep")``: silent until a script adds a handler.
 
-Of all processes of a training the one that shows progress logs. ``docs/training.md`` lists the
-events.
+Only the process of a training that shows progress logs. ``docs/training.md`` lists the events.
 """
 
 import logging

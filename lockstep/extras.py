@@ -1,4 +1,4 @@
-"""Optional packages: imported where they are needed, or a clear error."""
+"""Imports optional packages, with a clear error if one is not installed."""
 
 from importlib import import_module
 from typing import Any
@@ -13,7 +13,7 @@ def import_extra(module: str, *, extra: str, user: str, otherwise: str = "") -> 
         module: its full name.
         extra: the extra's name.
         user: what needs it, for the message.
-        otherwise: what else can be done, for the message.
+        otherwise: an alternative, for the message.
 
     Raises:
         ExtraError: it is not installed.

@@ -1,6 +1,6 @@
-"""Options of users: what is a number, a count, a choice.
+"""Checks of users' arguments: numbers, counts, choices.
 
-Each check notes its problem; who has gathered them all raises them at once.
+Each check adds its problem to a list, which the caller raises at once.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from lockstep.units import listed
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-# What other libraries have as options here, and where it is said.
+# Arguments of other libraries, and their place in Lockstep.
 _ELSEWHERE = {
     "callbacks": "The Trainer has them: lockstep.Trainer(..., callbacks=[...])",
     "class_weight": "The loss has it: torch.nn.CrossEntropyLoss(weight=...)",
@@ -28,7 +28,7 @@ _ELSEWHERE = {
 
 
 def checks_names(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Have a function answer an argument that it has not with the name that was meant."""
+    """Make a function answer an unknown argument with the most similar name."""
 
     @wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -45,7 +45,7 @@ def _options_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def unknown_argument(function: Callable[..., Any], given: Collection[str]) -> OptionError:
-    """The error of a call with arguments that a function has not; names what was meant."""
+    """The error for a call with an unknown argument, with the most similar name."""
     known = [name for name in _options_of(function) if name != "self"]
     strange = next(name for name in given if name not in known)
     near = get_close_matches(strange.lower(), known, n=1)
@@ -58,12 +58,12 @@ def unknown_argument(function: Callable[..., Any], given: Collection[str]) -> Op
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether it is a number, and not a flag."""
+    """True for a number that is not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_count(value: object, least: int = 1) -> TypeGuard[int]:
-    """Whether it is an integer of at least ``least``, and not a flag."""
+    """True for an integer of at least ``least`` that is not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -76,7 +76,7 @@ def check_count(
     optional: bool = False,
     fix: str = "",
 ) -> None:
-    """Note what is no integer of at least ``least``; None is one where it is optional."""
+    """Check for an integer of at least ``least``, or None if optional."""
     if not is_count(value, least) and not (optional and value is None):
         problems.add(
             f"`{name}` must be an integer of at least {least}{', or None' * optional}.",
@@ -88,7 +88,7 @@ def check_count(
 def check_number(
     name: str, value: object, problems: Problems, *, above: float | None = None, fix: str = ""
 ) -> None:
-    """Note what is no finite number, or not above a limit."""
+    """Check for a finite number, above a limit if given."""
     received = f"{name}={value!r}"
     if not is_number(value) or not math.isfinite(value):
         problems.add(
@@ -102,20 +102,20 @@ def check_number(
 def check_positive(
     name: str, value: object, problems: Problems, *, fix: str, may_be_infinite: bool = False
 ) -> None:
-    """Note what is no number above 0."""
+    """Check for a number above 0."""
     if not is_number(value) or not value > 0 or not (may_be_infinite or math.isfinite(value)):
         what = f"`{name}` must be a positive number."
         problems.add(what, received=f"{name}={value!r}", fix=fix)
 
 
 def check_timeout(problems: Problems, seconds: object) -> None:
-    """Note what is no positive number of seconds."""
+    """Check for a positive number of seconds."""
     fix = "Leave it out for 600 s."
     check_positive("timeout_seconds", seconds, problems, fix=fix, may_be_infinite=True)
 
 
 def check_seed(seed: object, problems: Problems) -> None:
-    """Note what cannot seed torch's random streams."""
+    """Check for a seed that torch accepts."""
     if not (is_count(seed, 0) and seed < 1 << 63):
         what = "`seed` must be an integer from 0 to 2**63 - 1."
         problems.add(what, received=f"seed={seed!r}", fix="Use 0.")
@@ -124,7 +124,7 @@ def check_seed(seed: object, problems: Problems) -> None:
 def check_choice(
     name: str, value: object, choices: Collection[str], problems: Problems, *, fix: str
 ) -> None:
-    """Note what is none of the choices; what is nearly one is told which."""
+    """Check for one of the choices; the fix suggests the most similar one."""
     if value not in choices:
         what = f"`{name}` must be one of {listed(choices)}."
         meant = get_close_matches(str(value).lower(), choices, n=1)
@@ -132,35 +132,35 @@ def check_choice(
 
 
 def check_flag(name: str, value: object, problems: Problems, *, fix: str = "Pass either.") -> None:
-    """Note what is neither True nor False."""
+    """Check for True or False."""
     if not isinstance(value, bool):
         what = f"`{name}` must be True or False."
         problems.add(what, received=f"{name}={value!r}", fix=fix)
 
 
 def check_path(name: str, value: object, problems: Problems) -> None:
-    """Note what is no path."""
+    """Check for a path."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         fix = "Pass a string or a Path."
         problems.add(f"`{name}` must be a path.", received=f"{name}={value!r}", fix=fix)
 
 
 def check_name(name: str, value: Any, problems: Problems, *, optional: bool = False) -> None:
-    """Note what is no string with something in it; None is one where it is optional."""
+    """Check for a string that is not empty, or None if optional."""
     if not (optional and value is None) and not (isinstance(value, str) and value):
         what = f"`{name}` must be a string."
         problems.add(what, received=f"{name}={value!r}", fix="Pass a name.")
 
 
 def check_mapping(name: str, value: object, problems: Problems) -> None:
-    """Note what is neither a dict nor None."""
+    """Check for a dict or None."""
     if not isinstance(value, Mapping | None):
         fix = "Pass {'width': 256}."
         problems.add(f"`{name}` must be a dict.", received=f"{name}={value!r}", fix=fix)
 
 
 def check_frequency(name: str, value: object, problems: Problems) -> None:
-    """Note what is neither "epoch" nor a number of steps."""
+    """Check for "epoch" or a number of steps."""
     if value != "epoch" and not is_count(value):
         what = f"`{name}` must be 'epoch' or a number of steps of at least 1."
         problems.add(what, received=f"{name}={value!r}", fix="Use 'epoch'.")

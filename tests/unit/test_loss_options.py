@@ -257,7 +257,7 @@ def test_a_dataset_shows_at_the_first_step_that_it_has_no_targets(loss: Any) -> 
 def test_metrics_need_targets(data: Any) -> None:
     metric = torchmetrics.Accuracy(task="multiclass", num_classes=3)
     trainer = make_causal(1, metrics={"accuracy": metric})
-    with pytest.raises(errors.DataError, match="Metrics compare outputs with targets"):
+    with pytest.raises(errors.DataError, match="Metrics need targets"):
         trainer.fit(data, verbose=0)
 
 

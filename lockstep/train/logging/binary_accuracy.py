@@ -1,6 +1,6 @@
-"""Binary accuracy of outputs that the loss says to be logits or probabilities.
+"""Binary accuracy of outputs that are logits or probabilities, as the loss determines.
 
-torchmetrics guesses that from the values of a batch, but the logits of a batch may lie in [0, 1].
+torchmetrics guesses this from the values of a batch, but the logits of a batch may lie in [0, 1].
 """
 
 import torch
@@ -10,7 +10,7 @@ from lockstep.errors import DataError
 
 
 class BinaryAccuracy(classification.BinaryAccuracy):
-    """The part of the labels that is predicted right.
+    """The fraction of labels that are predicted correctly.
 
     Args:
         of_logits: outputs are logits, and not probabilities.

@@ -1,8 +1,8 @@
 """Shows metrics within an epoch, about as often as the screen changes.
 
-To know what a metric has come to, rank 0 needs the states of all ranks. So ranks agree on the steps
-after which these are gathered: each time rank 0 says after how many more. Ranks keep the states
-that they have, so showing metrics changes no bit of them.
+To compute a metric, rank 0 needs the states of all ranks. So ranks agree on the steps after which
+these are gathered: each time rank 0 decides after how many more steps. Ranks keep their states, so
+showing metrics does not change them.
 """
 
 import time
@@ -13,13 +13,13 @@ from lockstep.train.logging.metrics import Metrics
 
 
 class ShowTimes:
-    """After which steps something is shown that takes all ranks to find out.
+    """The steps after which values are shown that need all ranks: the first, and then regularly.
 
-    After the first one, and then at the same steps on all ranks.
+    They are the same on all ranks.
 
     Args:
         control: this rank's line to the others.
-        seconds: from one time to the next, on all ranks alike; 0 is never.
+        seconds: from one time to the next, equal on all ranks; 0 is never.
     """
 
     def __init__(self, control: Control, seconds: float) -> None:
@@ -29,12 +29,12 @@ class ShowTimes:
         self._began = time.perf_counter()
 
     def is_due(self) -> bool:
-        """Whether it is, after another step."""
+        """Count a step; True if values are shown after it."""
         self._made += 1
         return self._seconds > 0 and self._made >= self._next
 
     def set_next(self) -> None:
-        """After it was shown: agree on the next time. At most as many steps as have been made."""
+        """Agree on the next time, after at most as many steps as were made so far."""
         seconds_per_step = (time.perf_counter() - self._began) / self._made
         wait = max(min(self._made, int(self._seconds / seconds_per_step)), 1)
         self._next = self._made + self._control.broadcast(wait)
@@ -57,7 +57,7 @@ class MetricShows:
         self._times = ShowTimes(self._control, seconds)
 
     def end_step(self) -> None:
-        """All ranks have made a step."""
+        """Called after each step of all ranks."""
         if not self._times.is_due():
             return
         found = self._metrics.values_so_far(self._control)

@@ -1,10 +1,10 @@
 """Which torchmetrics may be updated with a part of a batch.
 
-An update may look at all that it gets: ``BinaryAccuracy`` decides by the values of a whole update
-whether they are logits. So metrics get whole batches, but for those of the lists below: their
-update adds a value of each sample to every state, and looks at nothing else than shapes, dtypes and
-ranges of labels. They are known by exact class, since a subclass may do anything; and
-``tests/unit/test_metrics.py`` tries each of them.
+An update may depend on all its values: ``BinaryAccuracy`` decides by the values of a whole update
+whether they are logits. So metrics get whole batches, except those of the lists below: their update
+adds a value of each sample to every state, and depends on nothing else than shapes, dtypes and
+ranges of labels. They are recognised by exact class, since a subclass may do anything;
+``tests/unit/test_metrics.py`` tests each of them.
 """
 
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-# Those of more than two classes: their states are counts, in whole numbers.
+# Metrics of more than two classes, whose states are integer counts.
 _COUNTERS = (
     "Accuracy",
     "CohenKappa",
@@ -29,7 +29,7 @@ _COUNTERS = (
     "StatScores",
 )
 
-# Their states are sums of floating point numbers, and how many there are of them.
+# Metrics whose states are sums of floating point numbers, and their number.
 _SUMS = (
     "regression.MeanAbsoluteError",
     "regression.MeanAbsolutePercentageError",
@@ -40,44 +40,44 @@ _SUMS = (
 
 
 def is_metric(value: object) -> "TypeGuard[Metric]":
-    """Whether it is one of torchmetrics."""
-    # torchmetrics takes as long to import as torch: only those wait who use it.
+    """True for a torchmetrics metric."""
+    # torchmetrics takes as long to import as torch, so it is imported only if used.
     from torchmetrics import Metric
 
     return isinstance(value, Metric)
 
 
 def is_collection(value: object) -> bool:
-    """Whether it is several of torchmetrics in one object."""
+    """True for a torchmetrics collection."""
     from torchmetrics import MetricCollection
 
     return isinstance(value, MetricCollection)
 
 
 def parts_of(metric: "Metric") -> "list[Metric]":
-    """The metric, and those that it wraps or combines: they hold the states then."""
+    """The metric, and those that it wraps or combines, which hold the states."""
     return [part for part in metric.modules() if is_metric(part)]
 
 
 def keeps_samples(metric: "Metric") -> bool:
-    """Whether it has lists for states, which grow with what it has seen."""
+    """True if its states are lists, which grow with the number of samples."""
     states = [state for part in parts_of(metric) for state in part._defaults.values()]
     return any(isinstance(state, list) for state in states)
 
 
 def counts_samples(metric: Any) -> bool:
-    """Whether it counts what samples are taken for, class by class."""
+    """True if it counts predictions by class."""
     from torchmetrics import classification
 
     from lockstep.train.logging.binary_accuracy import BinaryAccuracy
 
     kinds = [getattr(classification, f"Multiclass{name}") for name in _COUNTERS]
-    kinds.append(BinaryAccuracy)  # it knows what outputs are
+    kinds.append(BinaryAccuracy)  # it does not guess whether outputs are logits
     return type(metric) in kinds and getattr(metric, "multidim_average", "global") == "global"
 
 
 def sums_samples(metric: Any) -> bool:
-    """Whether it adds up a number of each sample."""
+    """True if it sums a number of each sample."""
     import torchmetrics
 
     places = [name.split(".") for name in _SUMS]

@@ -1,4 +1,4 @@
-"""A torchmetrics metric's states: what an update adds to them, and how they are kept."""
+"""The states of torchmetrics metrics: updates, sums over shares, reading and setting."""
 
 from collections.abc import Mapping
 from operator import methodcaller
@@ -27,7 +27,7 @@ def update_each(metrics: "list[Metric]", output: Tree, target: Tree) -> None:
 
 
 def sums_of(metric: "Metric", output: Tree, target: Tree) -> States:
-    """What a share adds to the states of a metric that is a sum.
+    """The amounts that a share adds to the states of a metric that is a sum.
 
     Sums are taken in the outputs' precision, if that is higher than the states'.
     """
@@ -44,9 +44,9 @@ def sums_of(metric: "Metric", output: Tree, target: Tree) -> States:
 
 
 def add_sums(metric: "Metric", shares: Mapping[int, States]) -> None:
-    """Add what the shares of a batch add up to, as one update.
+    """Add the sum over a batch's shares, as one update.
 
-    A single number is added without dims, as torchmetrics has it: rounding depends on that.
+    A single number is added without dims, as in torchmetrics: rounding depends on that.
     """
     added: States = {"_update_count": metric._update_count + 1}
     for name in metric._defaults:
@@ -58,13 +58,13 @@ def add_sums(metric: "Metric", shares: Mapping[int, States]) -> None:
 
 
 def states_of(metric: "Metric") -> States:
-    """Its own states, and how many updates these are of."""
+    """Its own states, and their number of updates."""
     states = {name: getattr(metric, name).cpu() for name in metric._defaults}
     return {"_update_count": metric._update_count, **states}
 
 
 def all_states_of(part: "Metric") -> States:
-    """All that an update may change: states, and what else a class keeps (``Running`` counts)."""
+    """All that an update may change: states, and other attributes (``Running`` counts)."""
     is_config = ("_computed", "_cache", "training")
     return {
         name: map_tensors(torch.Tensor.cpu, value)
@@ -80,14 +80,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def set_states(metric: "Metric", values: States) -> None:
-    """Give it values of attributes, and forget what it has computed."""
+    """Set values of attributes, and clear its cached result."""
     for name, value in values.items():
         setattr(metric, name, map_tensors(methodcaller("to", metric.device), value))
     metric._computed = None
 
 
 def plain_value(value: Any) -> Any:
-    """What a metric has computed, as it is logged."""
+    """The computed value of a metric, as it is logged."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, dict):

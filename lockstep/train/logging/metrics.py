@@ -1,16 +1,16 @@
-"""torchmetrics on many ranks: an update is of a whole batch, as in a loop on one device.
+"""torchmetrics on many ranks: each update has a whole batch, as in a loop on one device.
 
-What shares have of a batch is brought together on rank 0, which updates the user's own metrics:
-with outputs and targets of all samples, or, for a metric that is known to be a sum over samples
-(``train.logging.metric_kinds``), with the sum of what the shares add to its states. Sums are taken
-in the tree of all sums (``plan.program.sum_tree``), so values have the same bits on any number of
-ranks. One message is for several batches, if these are small.
+Rank 0 gathers the shares of a batch, and updates the user's own metrics: with outputs and targets
+of all samples, or, for a metric that is known to be a sum over samples
+(``train.logging.metric_kinds``), with the sum of the shares' amounts. Sums are taken in the same
+tree as all sums (``plan.program.sum_tree``), so values have the same bits on any number of ranks.
+One message carries several batches, if these are small.
 
-An update of a metric takes some 150 microseconds however few the samples, which is much beside the
-step of a small model. So metrics that do nothing but count samples by class are updated on every
-rank, with the outputs of several steps at once, where these are small: the counts are the same.
+An update of a metric takes about 150 microseconds even for few samples, which is long compared with
+a small model's step. So metrics that only count samples by class are updated on every rank, with
+the outputs of several steps at once if these are small: the counts are the same.
 
-A metric follows the outputs to their device; between ranks they travel in host memory.
+A metric is moved to the device of the outputs; between ranks they are sent from host memory.
 """
 
 import copy
@@ -53,24 +53,24 @@ from lockstep.train.logging.share_outputs import joined_trees
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-# A share's outputs wait for others if they have at most so many elements; so many wait at most.
+# A share's outputs are collected if they have at most so many elements; so many at most.
 _FEW_ELEMENTS = 1 << 14
 _MOST_WAITING = 32
 
-# A message to rank 0 is for as many batches as together have at most so many bytes.
+# A message to rank 0 carries as many batches as together have at most so many bytes.
 _MESSAGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class MetricUpdate:
-    """What a rank keeps of a share until rank 0 has its whole batch.
+    """A share's values, which a rank keeps until rank 0 gathers them.
 
     Attributes:
         batch: the number of the batch.
         share: the number of the share.
         num_samples: of the share.
-        sums: what the share adds to the states of each metric that is a sum.
-        tree: what other metrics are updated with; None where there are no others.
+        sums: the amounts that the share adds to the states of each metric that is a sum.
+        tree: outputs and targets for other metrics; None if there are no others.
     """
 
     batch: int
@@ -85,11 +85,11 @@ class Metrics:
 
     Args:
         metrics: name -> torchmetrics Metric.
-        dims: where the samples are in what they take.
-        seed: of what metrics draw.
+        dims: the dims of samples in outputs and targets.
+        seed: for metrics that draw random numbers.
 
     Raises:
-        OptionError: something that is no Metric, or a name that is taken.
+        OptionError: a value is not a Metric, or a name is reserved.
     """
 
     _dims: BatchDims = SAMPLES_FIRST
@@ -106,12 +106,12 @@ class Metrics:
         for metric in self.by_name.values():
             kind = self._counters if counts_samples(metric) else self._others
             (self._sums if sums_samples(metric) else kind).append(metric)
-        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._form: object = None  # of those that wait
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # collected outputs, targets
+        self._form: object = None  # of those
         self._seen: list[MetricUpdate] = []
         self._num_batches = 0
         self._next_message = 1  # after so many batches
-        self._num_updates = 0  # of metrics that are no counters, on rank 0
+        self._num_updates = 0  # of metrics that are not counters, on rank 0
         self._for_validation = copy.deepcopy(self) if self._keeps_more else None
 
     def __bool__(self) -> bool:
@@ -128,13 +128,13 @@ class Metrics:
 
     @property
     def for_validation(self) -> "Metrics":
-        """Those that the validation of a training updates."""
+        """The metrics for validation within a training."""
         return self._for_validation or self
 
     # --- shares ----------------------------------------------------------------------------------
 
     def update(self, part: ShareOutput) -> None:
-        """Take in what the model has made of a share.
+        """Update with the model's outputs of a share.
 
         Raises:
             DataError: there are no targets.
@@ -143,21 +143,21 @@ class Metrics:
             raise targetless()
         output = self._dims.given_outputs(part.output)
         target = self._dims.given_targets(part.target)
-        if self._counters and self._dims:  # batches of these may not be put together
+        if self._counters and self._dims:  # batches with other dims may not be concatenated
             update_each(self._counters, output, target)
         elif self._counters:
-            self._take_in(output, target)
+            self._collect(output, target)
         sums = [sums_of(metric, output, target) for metric in self._sums]
         if sums or self._others:
             self._keep(part, sums, (part.output, part.target) if self._others else None)
 
     def _keep(self, part: ShareOutput, sums: list[States], tree: Tree) -> None:
-        """For rank 0; others may use the memory of outputs and targets."""
+        """Keep a share for rank 0, with copies: the memory of outputs and targets is reused."""
         batch = self._num_batches if part.step is None else part.step
         kept = map_tensors(torch.Tensor.clone, tree)
         self._seen.append(MetricUpdate(batch, part.share, part.num_samples, sums, kept))
 
-    def _take_in(self, output: Tree, target: Tree) -> None:
+    def _collect(self, output: Tree, target: Tree) -> None:
         form = _small_form(output, target)
         if form is None or form != self._form:
             self._count_waiting()
@@ -165,12 +165,12 @@ class Metrics:
         if form is None:
             update_each(self._counters, output, target)
             return
-        self._waiting.append((output.clone(), target.clone()))  # others may use their memory
+        self._waiting.append((output.clone(), target.clone()))  # their memory is reused
         if len(self._waiting) == _MOST_WAITING:
             self._count_waiting()
 
     def _count_waiting(self) -> None:
-        """Take in the outputs that wait, all at once."""
+        """Update with the collected outputs, all at once."""
         if self._waiting:
             outputs, targets = zip(*self._waiting, strict=True)
             num_others = len(self._waiting) - 1
@@ -183,19 +183,19 @@ class Metrics:
 
     @property
     def _needs_batches(self) -> bool:
-        """Whether shares of a batch are brought together."""
+        """True if rank 0 gathers the shares of a batch."""
         return bool(self._sums or self._others)
 
     def settle(self, control: Control) -> None:
-        """After a batch, of which all ranks have seen their shares; every rank calls it."""
+        """Called by every rank after a batch: gather several batches at a time."""
         self._num_batches += 1
         if self._needs_batches and self._num_batches >= self._next_message:
-            seen = self._bring(control)
+            seen = self._gather(control)
             wait = 1 if control.num_ranks == 1 else control.broadcast(_batches_per_message(seen))
             self._next_message = self._num_batches + wait
 
-    def _bring(self, control: Control) -> list[MetricUpdate]:
-        """Have rank 0 take in what ranks have kept; returns that, on rank 0."""
+    def _gather(self, control: Control) -> list[MetricUpdate]:
+        """Gather the kept shares, and update rank 0's metrics; returns the shares, on rank 0."""
         seen, self._seen = self._seen, []
         if control.num_ranks > 1:
             gathered = control.gather(map_tensors(torch.Tensor.cpu, seen))
@@ -206,7 +206,7 @@ class Metrics:
         return seen
 
     def _update_batch(self, batch: int, shares: Sequence[MetricUpdate]) -> None:
-        """Take in a whole batch."""
+        """Update with a whole batch."""
         self._num_updates += 1
         for number, metric in enumerate(self._sums):
             add_sums(metric, {one.share: one.sums[number] for one in shares})
@@ -219,21 +219,21 @@ class Metrics:
             update_each(self._others, *given)
 
     def join(self, control: Control) -> None:
-        """Have rank 0 hold the values of all samples; every rank calls it."""
+        """Complete rank 0's metrics with the samples of all ranks; every rank calls it."""
         if self._needs_batches:
-            self._bring(control)
+            self._gather(control)
         if self._counters:
             ranks = control.gather(self._counts())
             if ranks:
                 self._set_counts(ranks)
 
     def values_so_far(self, control: Control) -> dict[str, Any]:
-        """On rank 0, values of what has been seen; every rank calls it. Metrics stay as they are.
+        """On rank 0, the values so far; every rank calls it. Metrics do not change.
 
-        Those that keep all samples are left out, and those that cannot be computed of so few.
+        It leaves out metrics that keep all samples, and those that need more samples.
         """
         if self._needs_batches:
-            self._bring(control)
+            self._gather(control)
         own = self._counts()
         ranks = control.gather(own)
         if not ranks:
@@ -248,7 +248,7 @@ class Metrics:
         return found
 
     def values(self) -> dict[str, Any]:
-        """The metrics' values: numbers, lists or dicts of numbers; NaN without any sample."""
+        """The metrics' values: numbers, lists or dicts of numbers; NaN without samples."""
         self._count_waiting()
         empty = self._ids_of_empty()
         return {
@@ -257,14 +257,14 @@ class Metrics:
         }
 
     def _ids_of_empty(self) -> set[int]:
-        """Those that have seen no sample. Metrics are not compared: == makes another."""
+        """The ids of metrics without samples. Metrics cannot be compared: == makes another."""
         empty = [one for one in self._counters if not one._update_count]
         empty += [] if self._num_updates else [*self._sums, *self._others]
         return {id(metric) for metric in empty}
 
     @property
     def _keeps_more(self) -> bool:
-        """Whether a metric may keep something beyond a reset, such as extremes of its values."""
+        """True if a metric may keep state beyond a reset, such as extremes of its values."""
         if not self._others:
             return False
         from torchmetrics.wrappers.abstract import WrapperMetric
@@ -279,21 +279,21 @@ class Metrics:
         return [states_of(metric) for metric in self._counters]
 
     def _set_counts(self, ranks: Sequence[list[States]]) -> None:
-        """Counts are whole numbers: their order does not matter."""
+        """Sum the ranks' counts: these are integers, so their order does not matter."""
         for metric, *states in zip(self._counters, *ranks, strict=True):
             set_states(metric, {name: sum(one[name] for one in states) for name in states[0]})
 
     def states(self, control: Control) -> Tree:
-        """On rank 0, what has been seen so far, to be gone on from; every rank calls it."""
+        """On rank 0, the states so far, to resume from; every rank calls it."""
         if self._needs_batches:
-            self._bring(control)
+            self._gather(control)
         counts = control.gather(self._counts())
         metrics = [*self._sums, *self._others]
         others = [[all_states_of(part) for part in parts_of(metric)] for metric in metrics]
         return {"counts": counts, "others": others, "updates": self._num_updates}
 
     def go_on_from(self, states: Tree, control: Control) -> None:
-        """Be as when ``states`` was called; every rank calls it."""
+        """Restore ``states``; every rank calls it."""
         if control.rank != 0:
             return
         self._set_counts(states["counts"])
@@ -305,11 +305,11 @@ class Metrics:
 
 
 def targetless() -> DataError:
-    """For data that metrics cannot work with."""
+    """The error for data without targets."""
     return DataError(
-        "Metrics compare outputs with targets.",
+        "Metrics need targets to compare outputs with.",
         received="data without targets",
-        fix="Pass (inputs, targets), also where the model computes its own loss.",
+        fix="Pass (inputs, targets), even if the model computes its own loss.",
     )
 
 
@@ -331,7 +331,7 @@ def _checked(metrics: Mapping[str, Any] | None) -> "dict[str, Metric]":
             )
         if name == "loss" or name.startswith("val_"):
             raise OptionError(
-                "A metric cannot be named 'loss' or 'val_...': these names are taken.",
+                "A metric cannot be named 'loss' or 'val_...': these names are reserved.",
                 received=repr(name),
                 fix="Give it another name.",
             )
@@ -339,10 +339,10 @@ def _checked(metrics: Mapping[str, Any] | None) -> "dict[str, Metric]":
 
 
 def _small_form(output: Tree, target: Tree) -> object:
-    """What shares must have in common to be counted as one; None for one to be counted alone.
+    """A key that shares must have in common to be counted together; None to count one alone.
 
-    Those may wait that are small and plain: a row of scores and a class for every sample. What is
-    wrong with others, the metric says.
+    Only small and plain outputs are collected: a row of scores and a class for every sample. The
+    metric itself reports what is wrong with others.
     """
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
         return None

@@ -1,13 +1,12 @@
-"""What is shown during ``fit``: what is done before the first step, then how far the epochs are.
+"""The display of ``fit``: the preparation before the first step, then the progress of epochs.
 
-A ``Screen`` is where: in place on a terminal and in a notebook, now and then elsewhere. Nothing
-stays of what is shown in place. In a pipe or a file every line stays: there what is being done
-before the first step is said only if it takes long, and how far an epoch is ever less often.
+A ``Screen`` shows it: in place on a terminal and in a notebook, as occasional lines elsewhere. Text
+that is shown in place does not stay. In a pipe or a file every line stays: there preparation is
+reported only if it takes long, and an epoch's progress at growing intervals.
 
-The console is standard output for as long as it can be written to, and then nothing. What is shown
-must not end what it is about. A pipe that nobody reads any more (``| head -1``), a full disk behind
-a file, a descriptor that was closed, a terminal that is gone: the rest is silence, and Python tells
-of what was lost when the script ends.
+The console is standard output until writing fails, and then nothing: the display must not end the
+training. A closed pipe (``| head -1``), a full disk behind a file, a closed descriptor, a lost
+terminal: the rest is not shown, and Python reports the loss when the script ends.
 """
 
 import io
@@ -31,7 +30,7 @@ from lockstep.units import format_count, format_seconds, format_value
 
 
 class OutputConsole(Console):
-    """A console on standard output, whatever that is at the moment.
+    """A console on the present standard output.
 
     Args:
         quiet: show nothing.
@@ -54,7 +53,7 @@ class _Output(io.TextIOBase):
     @property
     def _stream(self) -> TextIO | None:
         stream = None if self._has_failed else sys.stdout
-        # Where a live line is shown, rich has put itself in the stream's place.
+        # While a live line is shown, rich has replaced the stream.
         return getattr(stream, "rich_proxied_file", stream)
 
     @property
@@ -68,7 +67,7 @@ class _Output(io.TextIOBase):
             return False
 
     def write(self, text: str) -> int:
-        """Write what can be; characters that the stream has not become question marks."""
+        """Write if possible; characters that the stream cannot encode become question marks."""
         known = text.encode(self.encoding, "replace").decode(self.encoding)
         self._try("write", known)
         return len(text)
@@ -82,13 +81,13 @@ class _Output(io.TextIOBase):
             return
         try:
             getattr(stream, method)(*args)
-        except (OSError, ValueError):  # the second where Python's own end of it is closed
+        except (OSError, ValueError):  # the second if Python has closed the stream
             self._has_failed = True
 
 
 REFRESH_SECONDS = 0.2
 
-# In a pipe or a file: what takes less is not spoken of; the pause between two lines doubles.
+# In a pipe or a file: shorter preparation is not shown; the pause between two lines doubles.
 LONG_SECONDS = 2.0
 FIRST_PAUSE_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 640.0
@@ -109,7 +108,7 @@ class Screen(ABC):
     """
 
     seconds_between_values = REFRESH_SECONDS
-    """How often it is worth while to find out more than the loss."""
+    """How often to compute more than the loss for the display."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -125,22 +124,22 @@ class Screen(ABC):
 
         Args:
             label: of the epoch.
-            steps: it has; None where nobody knows.
-            doing: what is being done until its first step has ended.
+            steps: of the epoch; None if unknown.
+            doing: a text to show until its first step has ended.
         """
 
     def end_step(self) -> bool:
-        """A step has ended; returns whether it is time to show how far the epoch is."""
+        """Called after a step; True if it is time to show the epoch's progress."""
         return time.perf_counter() - self._shown >= REFRESH_SECONDS
 
     @abstractmethod
     def show(self, made: int, steps: int | None, figures: Sequence[str]) -> None:
-        """Show how far the epoch is.
+        """Show the epoch's progress.
 
         Args:
-            made: steps of the epoch.
-            steps: it has; None where that is unknown.
-            figures: the most important first: the last ones are left out where there is no room.
+            made: steps made in the epoch.
+            steps: of the epoch; None if unknown.
+            figures: the most important first: the last ones are left out if they do not fit.
         """
 
     def say(self, made: int, doing: str) -> None:
@@ -157,7 +156,7 @@ class Screen(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Take off what is shown in place."""
+        """Remove the text that is shown in place."""
 
 
 class TerminalScreen(Screen):
@@ -200,7 +199,7 @@ _LEAST_WIDTH_FOR_BAR = 70
 def _line(
     width: int, label: str, made: int, steps: int | None, figures: Sequence[str]
 ) -> RenderableType:
-    """A line that fits: how far the epoch is, then as many figures as there is room for."""
+    """A line that fits: the epoch's progress, then as many figures as fit."""
     head = f"{label} {_counts(made, steps)}"
     if cell_len(head) > width:
         return _one_line(_counts(made, steps))
@@ -225,12 +224,12 @@ def _one_line(text: str) -> Text:
 
 
 def _counts(made: int, steps: int | None) -> str:
-    """Steps made, of how many; of constant width, so that what follows stays in its place."""
+    """Steps made, of how many; of constant width, so that the rest of the line does not move."""
     return f"{made}/?" if steps is None else f"{made:>{len(str(steps))}}/{steps}"
 
 
 class NotebookScreen(Screen):
-    """One output of a notebook's cell, by IPython's own means: ipywidgets need not be there."""
+    """One output of a notebook's cell, by IPython alone, without ipywidgets."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -251,7 +250,7 @@ class NotebookScreen(Screen):
         self._display(_counted(self._label, made, steps, figures), bar)
 
     def _write(self, line: str) -> None:
-        self._console.file.write(f"{line}\n")  # rich makes an output of its own of every line
+        self._console.file.write(f"{line}\n")  # rich would make a separate output of every line
 
     def close(self) -> None:
         if self._output is not None:
@@ -307,7 +306,7 @@ class LineScreen(Screen):
             self._late = None
 
     def _write_late(self, seconds: float, doing: str) -> None:
-        """Say what is being done if it takes long."""
+        """Show a text after a delay, unless something else is shown before."""
         self.close()
         if doing:
             self._late = threading.Timer(seconds, self._write, [f"{doing} ..."])
@@ -320,7 +319,7 @@ class LineScreen(Screen):
 
 
 def _counted(label: str, made: int, steps: int | None, figures: Sequence[str]) -> str:
-    """How far an epoch is, in words."""
+    """An epoch's progress, as plain text."""
     return "  ".join([label, _counts(made, steps).strip(), *figures])
 
 
@@ -331,10 +330,10 @@ class ProgressDisplay:
     """Shows the epochs of one ``fit``.
 
     Args:
-        epochs: how many there are.
-        steps: steps of an epoch; None where nobody knows before the first has ended.
+        epochs: their number.
+        steps: of an epoch; None if unknown before the first has ended.
         console: where to write.
-        rates: of learning, at present, to show beside the loss.
+        rates: returns the present learning rates, to show beside the loss.
     """
 
     def __init__(
@@ -373,9 +372,9 @@ class ProgressDisplay:
         self._has_begun = True
 
     def end_step(self, step: int, total: SupportsFloat, weight: float, samples: int) -> None:
-        """Count a step, and show it if the last time is long enough ago.
+        """Count a step, and show progress if the last time is long enough ago.
 
-        Until then the totals are left as they are: a device may still be computing the last.
+        Until then the totals are not read: a device may still be computing the last.
         """
         self._made = step + 1
         self._counted += 1
@@ -392,7 +391,7 @@ class ProgressDisplay:
             self._screen.show(self._made, self._steps, [*figures, self._rate(elapsed)])
 
     def note_values(self, values: Mapping[str, Any]) -> None:
-        """Values to show beside the loss from now on, such as metrics of the epoch so far."""
+        """Set values to show beside the loss, such as metrics of the epoch so far."""
         self._values.update(values)
 
     @property
@@ -401,11 +400,11 @@ class ProgressDisplay:
         return self._screen.seconds_between_values
 
     def say(self, text: str) -> None:
-        """Show what is going on now, such as validation."""
+        """Show a present activity, such as validation."""
         self._screen.say(self._made, text)
 
     def notice(self, text: str) -> None:
-        """Show what has happened, in a line that stays."""
+        """Show a line that stays."""
         self._screen.print(text)
 
     def end_epoch(self, logs: dict[str, Any], *, input_wait: float = 0.0) -> None:
@@ -413,17 +412,17 @@ class ProgressDisplay:
 
         Args:
             logs: the epoch's values.
-            input_wait: how much of its time was spent waiting for data, from 0 to 1.
+            input_wait: the fraction of its time spent waiting for data, from 0 to 1.
         """
         elapsed = time.perf_counter() - self._began
-        rate = f"{self._rate(elapsed)}  " if self._counted else ""  # all were made before
-        self._steps = self._steps or self._made  # the next may well be as long
+        rate = f"{self._rate(elapsed)}  " if self._counted else ""  # all made before a resume
+        self._steps = self._steps or self._made  # the next is probably as long
         wait = f"input wait {input_wait:.0%}  " if input_wait > _SHOWN_WAIT else ""
         values = "  ".join(f"{name} {format_value(value)}" for name, value in logs.items())
         self._screen.print(f"{self._label()}  {format_seconds(elapsed)}  {rate}{wait}{values}")
 
     def close(self) -> None:
-        """Take off the screen what was shown in place."""
+        """Remove the text that is shown in place."""
         self._screen.close()
 
     def _label(self) -> str:
@@ -431,7 +430,7 @@ class ProgressDisplay:
         return f"Epoch {self._epoch + 1:>{width}}/{self._epochs}"
 
     def _left(self, elapsed: float) -> list[str]:
-        """How long the rest of the epoch takes, where that is known."""
+        """The remaining time of the epoch, if known."""
         if self._steps is None or self._steps < self._made:
             return []
         return [f"{format_seconds(elapsed / self._counted * (self._steps - self._made))} left"]

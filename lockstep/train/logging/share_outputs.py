@@ -1,8 +1,8 @@
-"""Outputs and targets of a batch's shares, put together for metrics.
+"""Joins the outputs and targets of a batch's shares for metrics.
 
-Tensors go together along their first dim. What has no row for each sample must be the same in all
-shares. Anything else (a loss that the model returns) cannot be put together: it is an error only
-where a metric uses it.
+Tensors are concatenated along their first dim. Values without a row for each sample must be equal
+in all shares. Other values (a loss that the model returns) cannot be joined, which is an error only
+if a metric uses them.
 """
 
 from collections.abc import Sequence
@@ -36,17 +36,17 @@ def joined_trees(trees: Sequence[tuple[Tree, Tree]], sizes: Sequence[int]) -> tu
 
 
 class NotJoined:
-    """Stands where values of the shares cannot be put together; whoever uses it gets an error."""
+    """A placeholder for values of shares that cannot be joined; using it is an error."""
 
     def __init__(self, received: str) -> None:
         self._received = received
 
     def _refuse(self) -> NoReturn:
         raise ModelError(
-            "A metric gets the outputs of the whole batch, put together from its parts: tensors "
-            "must have a row for each sample, anything else must be the same in all parts.",
+            "A metric gets the outputs of the whole batch, joined from its parts: tensors must "
+            "have a row for each sample, anything else must be equal in all parts.",
             received=self._received,
-            fix="Use what has a row for each sample in the metric, padded to one shape.",
+            fix="Use values with a row for each sample in the metric, padded to one shape.",
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -69,8 +69,8 @@ def _joined(leaves: Sequence[Any], sizes: Sequence[int], *, is_rows: bool) -> An
     Args:
         leaves: the value, by share.
         sizes: numbers of samples, by share.
-        is_rows: a tensor of as many rows as samples has their values, even if all shares have the
-            same.
+        is_rows: a tensor with as many rows as samples has a row for each, even if all shares have
+            equal tensors.
     """
     first = leaves[0]
     if not isinstance(first, torch.Tensor):
@@ -86,7 +86,7 @@ def _joined(leaves: Sequence[Any], sizes: Sequence[int], *, is_rows: bool) -> An
 
 
 def _have_rows(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> bool:
-    """Whether there are equally many rows for each sample."""
+    """True if the number of rows for each sample is constant."""
     if any(not one.dim() or one.shape[1:] != tensors[0].shape[1:] for one in tensors):
         return False
     counts = {divmod(len(one), size) for one, size in zip(tensors, sizes, strict=True)}

@@ -102,7 +102,7 @@ class KerasMetrics(Metrics):
     def join(self, control: Control) -> None:
         """Give rank 0's metrics the values of all ranks."""
         if self._needs_batches:
-            self._bring(control)
+            self._gather(control)
         elif self:
             sums = [*self._sums_of_all(control).items()]
             for number, variable in enumerate(self._compiled.variables if sums else ()):
