@@ -1,21 +1,21 @@
-"""Pickles for processes that are started here: what they find goes by name, all else by value.
+"""Pickles for helper processes: objects that helpers can import go by name, others by value.
 
-A function or class is pickled as the name of its module and its own, if the module is there
-(cloudpickle). But that a script has a module does not say that a helper can import it: the file may
-have been loaded by its path (``runpy.run_path``, importlib's ``spec_from_file_location``), or the
-module be made by hand. Or a helper would import another file, which comes first on the search path.
-What such modules hold is sent by value, as what ``__main__`` holds.
+cloudpickle pickles a function or class as the name of its module and its own, if the module is
+loaded. But a module that the script has loaded need not be importable in a helper: its file may
+have been loaded by path (``runpy.run_path``, importlib's ``spec_from_file_location``), or the
+module was made by hand, or a helper would import another file, which is first on the search path.
+The contents of such modules are sent by value, like those of ``__main__``.
 
-A function made within another goes by value, with the globals that it uses. Where its module
-belongs to an installed package it gets that module's own there: a copy of a global that others set,
-such as the context variable of a hook, would be set by nobody.
+A function made within another goes by value, with the globals that it uses. If its module belongs
+to an installed package, it gets the globals of that module in the helper: a copy of a global that
+other code sets, such as the context variable of a hook, would never be set.
 
-Modules go by name whatever their class (``torch.ops``, lazy modules), also those that are only
-attributes of others (``torch.ops.aten``). An object that pickle refuses goes by name if it is an
-attribute of a module that helpers find.
+Modules of any class go by name (``torch.ops``, lazy modules), also those that are only attributes
+of others (``torch.ops.aten``). An object that cannot be pickled goes by name if it is an attribute
+of a module that helpers find.
 
-Not covered: finders that a script has added to ``sys.meta_path`` for itself. What they find goes by
-name, since those of editable installs, which helpers have as well, look just like them.
+Not covered: finders that a script itself has added to ``sys.meta_path``. Modules from them go by
+name, since they cannot be told from finders of editable installs, which helpers have, too.
 """
 
 import copyreg
@@ -43,7 +43,7 @@ _registering = threading.RLock()
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
-    """Pickles for helpers; to be derived from.
+    """Pickles for helpers; a base class.
 
     Args:
         file: to write to.
@@ -86,7 +86,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is unty
         return make, made_of, (attributes, slots), *others
 
     def finds(self, name: object) -> bool:
-        """Whether helpers find a module by its name; else what it holds goes by value."""
+        """True if helpers find a module by its name; else its contents go by value."""
         key = str(name)
         if key not in self._is_found:
             self._is_found[key] = self._look_for(key)
@@ -101,7 +101,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is unty
         if self._search_path is None:
             self._search_path = tuple(search_path())
         found = is_found(name, self._search_path)
-        # What goes by another name than its module's own is not found there by cloudpickle, either.
+        # cloudpickle does not find a module under another name than its own, either.
         if not found and isinstance(module, ModuleType) and module.__name__ == name:
             cloudpickle.register_pickle_by_value(module)
             self._by_value.append(module)
@@ -139,7 +139,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is unty
     def place_of(self, obj: Any) -> tuple[str, tuple[str, ...]] | None:
         """A module that helpers find, and the attribute there that is this object."""
         if hasattr(type(obj), "__next__"):
-            return None  # an open file, a generator: the module's own may be at another place
+            return None  # an open file, a generator: the helper's may be at another position
         for name, module in list(sys.modules.items()):
             for holder in (module, type(module)):
                 for attribute, value in [*getattr(holder, "__dict__", {}).items()]:
@@ -148,7 +148,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is unty
         return None
 
     def _reduce_global(self, obj: Any, name: str) -> Any:
-        """What pickle would only note the name of."""
+        """Reduce an object that pickle would send by name."""
         module = getattr(obj, "__module__", None)
         if module is None or self.finds(module):
             return name
@@ -167,7 +167,7 @@ def dumps(obj: Any) -> bytes:
 
 
 def is_installed(function: FunctionType) -> bool:
-    """Whether a function has the globals of a module of an installed package."""
+    """True if a function has the globals of a module of an installed package."""
     name = str(function.__globals__.get("__name__"))
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
@@ -185,17 +185,17 @@ def _root_of(name: str, file: str) -> str:
 
 @lru_cache(maxsize=256)
 def _has_packages(folder: str) -> bool:
-    """Whether pip, or what does the same, installs into a folder: wherever it is."""
+    """True if a folder has packages installed by pip or a similar tool."""
     if os.path.basename(folder) in ("site-packages", "dist-packages"):
         return True
     return os.path.isdir(folder) and any(name.endswith(".dist-info") for name in os.listdir(folder))
 
 
-# --- what pickle and cloudpickle do not know, or do otherwise -------------------------------------
+# --- types that pickle and cloudpickle do not support, or reduce differently ----------------------
 
 
 def _code(code: CodeType) -> Any:
-    """With its file: tracebacks name it. Newer versions of cloudpickle leave it out."""
+    """Code with its file, for tracebacks. Newer versions of cloudpickle leave it out."""
     make, made_of = cloudpickle.cloudpickle._code_reduce(code)
     return _code_of_file, (code.co_filename, make, made_of)
 
@@ -251,7 +251,7 @@ def _cache_anew(function: Callable[..., Any], maxsize: int | None, typed: bool) 
     return lru_cache(maxsize, typed)(function)
 
 
-# What says of itself only which global it is.
+# Types that pickle would send by name only.
 _GLOBALS: dict[Any, Callable[[Any], Any]] = {
     functools._lru_cache_wrapper: _cached,
     NewType: lambda kind: (NewType, (kind.__name__, kind.__supertype__)),
@@ -285,7 +285,7 @@ def _new_context_variable(
 
 
 def _would_ask_itself(obj: Any) -> bool:
-    """Whether a blank copy would be asked for ``__setstate__`` by a ``__getattr__`` of its own."""
+    """True if unpickling would look up ``__setstate__`` by the class's own ``__getattr__``."""
     return hasattr(type(obj), "__getattr__") and not hasattr(type(obj), "__setstate__")
 
 
@@ -297,7 +297,7 @@ def _set_state(obj: Any, state: Any) -> None:
 
 
 def attribute_of(module: str, path: tuple[str, ...]) -> Any:
-    """What is found from a module by the names of attributes."""
+    """An attribute of a module, by a path of names."""
     return functools.reduce(getattr, path, import_module(module))
 
 
@@ -320,12 +320,12 @@ def _function_in(module: str, code: CodeType, *options: Any) -> FunctionType:
     return FunctionType(code, vars(import_module(module)), *options)
 
 
-# --- which modules a helper finds -----------------------------------------------------------------
+# --- modules that a helper finds ------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
 def _unusual_modules(num_modules: int) -> frozenset[int]:
-    """The ids of what is no module by its class, but is imported as one."""
+    """The ids of objects in ``sys.modules`` that are not of a module type."""
     modules = list(sys.modules.values())
     return frozenset(
         id(one) for one in modules if one is not None and not isinstance(one, ModuleType)
@@ -348,7 +348,7 @@ def _descend(root: Any, path: tuple[str, ...]) -> Any:
 
 
 def is_found(name: str, path: tuple[str, ...]) -> bool:
-    """Whether a process with this search path finds a module of this one under its name.
+    """True if a process with this search path finds the same module by its name.
 
     Args:
         name: in ``sys.modules``.
@@ -370,7 +370,7 @@ def _is_found(name: str, file: str | None, path: tuple[str, ...]) -> bool:
             return False
         places = getattr(sys.modules[package], "__path__", None)
         if places is None or file is None:
-            return True  # what has made it here makes it there
+            return True  # its package makes it there, too
     found = [PathFinder.find_spec(name, [*places])]
     if not _is_of(found[0], file):
         others = [each for each in sys.meta_path if each is not PathFinder]
@@ -379,7 +379,7 @@ def _is_found(name: str, file: str | None, path: tuple[str, ...]) -> bool:
 
 
 def _is_of(spec: ModuleSpec | None, file: str | None) -> bool:
-    """Whether this loads a module from this file; None of a namespace, and of what is built in."""
+    """True if a spec loads this file; the file is None for namespaces and built-in modules."""
     if spec is None:
         return False
     if file is None or not spec.has_location or spec.origin is None:
@@ -391,12 +391,12 @@ def _is_of(spec: ModuleSpec | None, file: str | None) -> bool:
 
 
 def search_path() -> list[str]:
-    """``sys.path``, and where loaded modules came from that it no longer shows.
+    """``sys.path``, with the directories of loaded modules that it no longer has.
 
-    A relative entry ('' under ``python -c``) means another directory after ``os.chdir``; what was
-    imported through it must be found again. Such places come in its stead, before it.
+    A relative entry ('' under ``python -c``) means another directory after ``os.chdir``; modules
+    imported through it must be found again. Their directories are inserted before it.
     """
-    # Looking at a thousand modules takes longer than many a call: only if there are others by now.
+    # Going through a thousand modules is slow, so the result is cached until others are loaded.
     known = frozenset(map(os.path.abspath, sys.path))
     return list(_search_path(tuple(sys.path), known, len(sys.modules)))
 
@@ -417,7 +417,7 @@ def _roots() -> Iterator[str]:
             continue
         spec = getattr(module, "__spec__", None)
         if spec is None or spec.name != name:
-            continue  # some extension modules of packages show up by their short name, too
+            continue  # some extension modules of packages are listed by their short name, too
         for place in [*(spec.submodule_search_locations or [spec.origin])]:
             if not isinstance(place, str) or not os.path.isabs(place):
                 continue  # built in or frozen

@@ -1,11 +1,11 @@
-"""What users see of an error: the frames of their own code, and not those of Lockstep.
+"""Shortens tracebacks to the frames of users' own code, without those of Lockstep.
 
 An error that leaves a public call (``public``) loses Lockstep's frames, so that scripts, notebooks,
-pytest and ``logging.exception`` show it alike. Frames of torch and Keras are left out as well, but
-for the one that has raised. What leaves Lockstep in another way is shortened by ``sys.excepthook``.
-``LOCKSTEP_TRACEBACK=full`` keeps all frames.
+pytest and ``logging.exception`` show it equally. Frames of torch and Keras are left out, too,
+except the one that has raised. Errors that leave Lockstep in another way are shortened by
+``sys.excepthook``. ``LOCKSTEP_TRACEBACK=full`` keeps all frames.
 
-Ctrl-C in a public call ends a script with two lines: the exception, and what it leaves.
+Ctrl-C in a public call ends a script with two lines: the exception, and the state that it leaves.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _DELIBERATE = (LockstepError, OSError, KeyboardInterrupt, SystemExit)
 _BEGINS = "Lockstep: "
 _HINT = _BEGINS + "LOCKSTEP_TRACEBACK=full shows all frames."
 
-# What a DataLoader's worker tells of an error, and of that the frames of torch.
+# The traceback text of a DataLoader's worker, and torch's frames in it.
 _ORIGINAL = "\nOriginal Traceback (most recent call last):"
 _TORCH_FRAME = re.compile(r'^  File "[^"]*/torch/[^"]*", line .*\n(?:    .*\n)*', re.M)
 
@@ -36,7 +36,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def is_full() -> bool:
-    """Whether the user wants to see all frames."""
+    """True if the user wants all frames."""
     return os.environ.get("LOCKSTEP_TRACEBACK", "") == "full"
 
 
@@ -46,7 +46,7 @@ def note_last(error: BaseException, note: str) -> None:
 
 
 def shorten(error: BaseException) -> None:
-    """Leave frames of Lockstep out of an error's traceback, and out of those of its causes."""
+    """Remove Lockstep's frames from the tracebacks of an error and its causes."""
     if is_full():
         return
     for one in _chain(error, set()):
@@ -65,7 +65,7 @@ def shorten(error: BaseException) -> None:
 
 
 def _chain(error: BaseException | None, seen: set[int]) -> Iterator[BaseException]:
-    """An error, what it comes from, and the members of groups."""
+    """An error, its causes and contexts, and the members of groups."""
     if error is None or id(error) in seen:
         return
     seen.add(id(error))
@@ -76,7 +76,7 @@ def _chain(error: BaseException | None, seen: set[int]) -> Iterator[BaseExceptio
 
 
 def _adds_nothing(error: BaseException) -> bool:
-    """Whether its context is the same error once more, or was raised and handled by Lockstep."""
+    """True if its context is the same error, or was raised and handled by Lockstep."""
     context = error.__context__
     if context is None:
         return False
@@ -105,7 +105,7 @@ def _frames(error: BaseException) -> Iterator[TracebackType]:
 
 
 def _has_own_end(error: BaseException) -> bool:
-    """Whether Lockstep itself has raised what it does not mean to raise."""
+    """True if Lockstep itself has raised an error by mistake."""
     frames = [*_frames(error)]
     is_brought = isinstance(error.__cause__, WorkerError | HostError)  # raised by another process
     if isinstance(error, _DELIBERATE) or is_brought or not frames or not _is_own(frames[-1]):
@@ -129,7 +129,7 @@ def _is_of_library(one: TracebackType) -> bool:
 
 
 class _Leaving:
-    """A block whose errors are shortened, and from which the frame that has it is left out, too."""
+    """Shortens errors of its block, and leaves out the frame with the block."""
 
     def __enter__(self) -> None:
         return
@@ -147,7 +147,7 @@ leaving = _Leaving()
 
 
 def public(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """A function that users call: its errors come without frames of Lockstep."""
+    """Decorates a function that users call: its errors have no frames of Lockstep."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -158,7 +158,7 @@ def public(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def public_methods(cls: _Class) -> _Class:
-    """A class that users make and call: the same for its methods, as far as it defines them."""
+    """Decorates a public class: the same for the methods that it defines."""
     for name, value in list(vars(cls).items()):
         if isinstance(value, FunctionType) and (name == "__init__" or not name.startswith("_")):
             setattr(cls, name, public(value))
@@ -166,7 +166,7 @@ def public_methods(cls: _Class) -> _Class:
 
 
 def install() -> None:
-    """Have scripts that end with an error of Lockstep show it shortened."""
+    """Install a hook that shortens errors of Lockstep that end a script."""
     before = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, traceback: Any) -> None:

@@ -1,4 +1,4 @@
-"""Numbers for people: bytes, counts and times with their units; and lists."""
+"""Formats numbers for people: bytes, counts and times with units; and lists."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

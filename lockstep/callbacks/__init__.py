@@ -1,7 +1,7 @@
-"""Callbacks that come with Lockstep. Give them to the Trainer: ``callbacks=[...]``.
+"""Callbacks that come with Lockstep. Pass them to the Trainer: ``callbacks=[...]``.
 
-They run on rank 0, on the user's own objects, and are written with what ``lockstep.Callback``
-offers to everybody. What an extra installs is imported when the callback is made that needs it.
+They run on rank 0, on the user's own objects, and use only the public ``lockstep.Callback``. A
+package of an extra is imported when the callback that needs it is made.
 """
 
 from lockstep.callbacks.best_weights import BestWeights

@@ -14,19 +14,18 @@ class BestWeights(BestEpoch):
 
     Args:
         monitor: a value of the logs: "val_loss", "loss", a metric, "val_" and a metric.
-        mode: "min" or "max" is better; "auto" knows it of losses and most metrics.
-        min_delta: improvements that are no greater do not count.
-        filepath: a safetensors file to keep them in, written whole or not at all; ``trainer.load``
-            reads it. None keeps them in memory, which takes a copy.
-        restore: give them back to the model at the end of training. Without it, ``give_back`` does
-            so whenever it is called.
+        mode: "min" or "max" is better; "auto" is known for losses and most metrics.
+        min_delta: smaller improvements do not count.
+        filepath: a safetensors file for them, written completely or not at all; ``trainer.load``
+            reads it. None keeps them in memory, which needs a copy.
+        restore: restore them to the model at the end of training. Otherwise call ``give_back``.
 
     Attributes:
-        best: the best value; None where there was none.
+        best: the best value; None if there was none.
         best_epoch: its epoch, from 0.
 
     Raises:
-        OptionError: an option cannot be; when training begins, a monitor that nothing logs.
+        OptionError: an option is invalid; when training begins, no log has the monitor's name.
     """
 
     def __init__(
@@ -62,17 +61,17 @@ class BestWeights(BestEpoch):
             self.give_back()
 
     def give_back(self) -> None:
-        """Give the model the best weights.
+        """Restore the best weights to the model.
 
         Raises:
             OptionError: there are none.
-            CheckpointError: the file is gone, or another.
+            CheckpointError: the file is missing, or does not fit.
         """
         if self.best_epoch is None:
             raise OptionError(
                 "There are no best weights yet.",
                 received="no epoch with a value that could be compared",
-                fix=f"Train first, and see that {self._monitor.name!r} is a number.",
+                fix=f"Train first, and check that {self._monitor.name!r} is a number.",
             )
         if self._weights is not None:
             set_values(self.model, self._weights)

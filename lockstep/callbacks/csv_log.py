@@ -23,12 +23,12 @@ class CSVLogger(ClosingCallback):
     Args:
         filename: the file; its folder must exist.
         separator: one character between values.
-        append: add to what the file has already, which must have the same columns; without it,
-            every ``fit`` writes the file anew.
+        append: append to the file, which must have the same columns; otherwise every ``fit`` writes
+            the file anew.
 
     Raises:
-        OptionError: an option cannot be; after the first epoch, other columns than the file has.
-        FileNotFoundError: when training begins: there is no such folder.
+        OptionError: an option is invalid; after the first epoch, the file has other columns.
+        FileNotFoundError: when training begins, the folder does not exist.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class CSVLogger(ClosingCallback):
         is_character = isinstance(separator, str) and len(separator) == 1
         if not is_character or separator in '"\r\n':
             problems.add(
-                "`separator` must be one character, no quote and no end of line.",
+                "`separator` must be one character other than a quote or an end of line.",
                 received=repr(separator),
                 fix="Use ',' or ';'.",
             )

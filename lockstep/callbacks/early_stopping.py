@@ -1,4 +1,4 @@
-"""Stops training when a value has not become better for some time."""
+"""Stops training when a value has not improved for some epochs."""
 
 from typing import Any
 
@@ -14,21 +14,21 @@ class EarlyStopping(BestEpoch):
 
     Args:
         monitor: a value of the logs: "val_loss", "loss", a metric, "val_" and a metric.
-        min_delta: improvements that are no greater do not count.
-        patience: epochs without improvement after which training stops; 0 is as 1.
-        mode: "min" or "max" is better; "auto" knows it of losses and most metrics.
-        baseline: a value that must be surpassed for the patience to begin anew.
-        restore_best_weights: at the end of training, whatever ends it but an error, give the model
-            the weights and buffers of its best epoch. Takes memory for a copy.
-        start_from_epoch: epochs to let pass before anything is compared.
+        min_delta: smaller improvements do not count.
+        patience: epochs without improvement after which training stops; 0 means 1.
+        mode: "min" or "max" is better; "auto" is known for losses and most metrics.
+        baseline: an improvement resets the patience only if it is better than this value, too.
+        restore_best_weights: at the end of training, unless by an error, restore the weights and
+            buffers of the best epoch. Needs memory for a copy.
+        start_from_epoch: epochs before the first comparison.
 
     Attributes:
-        best: the best value; None where there was none.
+        best: the best value; None if there was none.
         best_epoch: its epoch, from 0.
         stopped_epoch: the epoch after which training was stopped; None if it was not.
 
     Raises:
-        OptionError: an option cannot be; when training begins, a monitor that nothing logs.
+        OptionError: an option is invalid; when training begins, no log has the monitor's name.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """A TensorBoard event file, written with tensorboard's own protocol buffers and record writer.
 
-Not with torch.utils.tensorboard: that imports TensorFlow wherever it is installed, and writes in a
+It does not use torch.utils.tensorboard, which imports TensorFlow if installed, and writes in a
 thread of its own.
 """
 
@@ -19,10 +19,10 @@ _NUM_BUCKETS = 30
 
 
 class EventFile:
-    """One event file in a folder, which is made if need be.
+    """One event file in a folder, which is made if missing.
 
     Args:
-        folder: where; every file in it is one run's.
+        folder: of one run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,7 +31,7 @@ class EventFile:
             tensorboard_module(f"compat.proto.{name}")
             for name in ("event_pb2", "summary_pb2", "tensor_pb2")
         )
-        # The time orders a run's files, the process keeps those of two scripts apart.
+        # The time orders a run's files; the process distinguishes those of two scripts.
         parts = (f"{time.time_ns() // 1000:016d}", socket.gethostname(), str(os.getpid()))
         name = ".".join(("events.out.tfevents", *parts))
         writer = tensorboard_module("summary.writer.record_writer").RecordWriter
@@ -52,7 +52,7 @@ class EventFile:
         self._add(step, tag=tag, metadata=metadata, tensor=tensor)
 
     def add_histogram(self, tag: str, values: torch.Tensor, step: int) -> None:
-        """How values are distributed; those that are not finite are left out."""
+        """The distribution of values; those that are not finite are left out."""
         numbers = values.detach().flatten().double().cpu()
         numbers = numbers[numbers.isfinite()]
         if not numbers.numel():
@@ -72,7 +72,7 @@ class EventFile:
         self._add(step, tag=tag, histo=histogram)
 
     def flush(self) -> None:
-        """Everything so far is in the file."""
+        """Write everything so far to the file."""
         with writing(self._path):
             self._writer.flush()
 

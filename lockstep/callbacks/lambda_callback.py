@@ -12,16 +12,16 @@ _METHODS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class LambdaCallback(Callback):
-    """Calls functions of yours where a callback's methods are called, with the same arguments.
+    """Calls your functions in place of a callback's methods, with the same arguments.
 
     ``LambdaCallback(on_epoch_end=lambda epoch, logs: print(epoch, logs["loss"]))``. A function gets
-    all arguments of its method; ``logs`` is None where there are none.
+    all arguments of its method; ``logs`` is None if there are none.
 
     Args:
         functions: by the name of the method of ``lockstep.Callback``.
 
     Raises:
-        OptionError: a name that no method has, or something that cannot be called.
+        OptionError: a name is not that of a method, or a value cannot be called.
     """
 
     def __init__(self, **functions: Any) -> None:
@@ -43,7 +43,7 @@ class LambdaCallback(Callback):
 
 
 def _with_defaults(method: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls a function with all arguments of a method, also with those that were left out."""
+    """Wraps a function to get all arguments of a method, including defaults."""
     signature = inspect.signature(method)
 
     def call(*arguments: Any) -> Any:

@@ -27,9 +27,9 @@ class Point:
     """One step of a sweep.
 
     Attributes:
-        learning_rate: that it was made with; where the optimizer has groups, the largest.
+        learning_rate: of the step; the largest of the optimizer's groups.
         loss: of the batch.
-        smoothed: mean of the losses so far, later ones weighing more.
+        smoothed: exponential moving average of the losses so far.
     """
 
     learning_rate: float
@@ -38,12 +38,12 @@ class Point:
 
 
 class LearningRateFinder(ClosingCallback):
-    """Trains some steps with a growing learning rate, then puts everything back as it was.
+    """Trains some steps with a growing learning rate, then restores everything.
 
     ``finder.sweep(trainer, data)`` is the short way. As a callback, it makes the first ``fit`` the
-    sweep, and does nothing in those that follow. Afterwards weights, optimizer, random streams and
-    the order of the samples are those from before, so that what is trained next has the same bits
-    as without a sweep. The optimizer's groups keep the ratios of their learning rates.
+    sweep, and does nothing in later ones. Afterwards weights, optimizer, random streams and the
+    order of the samples are as before, so that later training has the same bits as without a sweep.
+    The optimizer's groups keep the ratios of their learning rates.
 
     Args:
         start: the first learning rate.
@@ -56,7 +56,7 @@ class LearningRateFinder(ClosingCallback):
         history: the steps made.
 
     Raises:
-        OptionError: an option cannot be.
+        OptionError: an option is invalid.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class LearningRateFinder(ClosingCallback):
         """Make the sweep; returns the suggestion. No other callback is called.
 
         Args:
-            trainer: as it will train.
+            trainer: the one that will train.
             data: as for ``fit``.
-            batch_size: samples of a global batch; None is what ``fit`` takes by default.
+            batch_size: samples of a global batch; None is the default of ``fit``.
 
         Raises:
             OptionError: there is nothing to suggest.
@@ -112,7 +112,7 @@ class LearningRateFinder(ClosingCallback):
         try:
             trainer.fit(data, epochs=self._num_steps, verbose=0, **size)
         except NonFiniteError:
-            pass  # it has diverged between one step and the next; on_train_error has cleared up
+            pass  # it has diverged within one step; on_train_error has restored everything
         finally:
             trainer.callbacks, trainer.schedule = callbacks, schedule
         return self.suggestion
@@ -136,7 +136,7 @@ class LearningRateFinder(ClosingCallback):
         return float(rates[slopes.argmin()])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw loss over learning rate into a file, of the kind that its ending says.
+        """Plot loss over learning rate into a file; its suffix determines the format.
 
         Raises:
             ExtraError: matplotlib is not installed: ``pip install ".[plot]"``.
@@ -188,7 +188,7 @@ class LearningRateFinder(ClosingCallback):
             self._set_rate()
 
     def _add(self, loss: float) -> None:
-        """Smooth with weights that add up to 1 from the first step on."""
+        """Add a point to the moving average, with correction for its start."""
         past = self._smoothing
         weight = (1 - past) / (1 - past ** (len(self.history) + 1))
         before = self.history[-1].smoothed if self.history else loss

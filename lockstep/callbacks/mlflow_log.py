@@ -1,7 +1,7 @@
 """Tracks training with MLflow.
 
-Through a client of its own: MLflow's "active run" and tracking address, which other code of the
-process may use, are left alone.
+It uses a client of its own, and does not change MLflow's "active run" and tracking address, which
+other code of the process may use.
 """
 
 import time
@@ -21,17 +21,17 @@ class MLflow(ClosingCallback):
     A run ends as FINISHED; after an error as FAILED, after Ctrl-C as KILLED.
 
     Args:
-        experiment: the experiment's name; it is made if there is none.
-        run_name: the run's name; None lets MLflow make one up.
-        tracking_uri: where to, such as "file:./mlruns" or a server's address; None is what MLflow
-            is set to (``MLFLOW_TRACKING_URI``).
-        params: to be noted with the run, such as {"width": 256}.
+        experiment: the experiment's name; it is made if missing.
+        run_name: the run's name; None lets MLflow choose one.
+        tracking_uri: such as "file:./mlruns" or a server's address; None for MLflow's own setting
+            (``MLFLOW_TRACKING_URI``).
+        params: to log with the run, such as {"width": 256}.
 
     Attributes:
         run_id: of the last run; None before the first.
 
     Raises:
-        OptionError: an option cannot be.
+        OptionError: an option is invalid.
         ExtraError: MLflow is not installed: ``pip install ".[mlflow]"``.
     """
 

@@ -1,4 +1,4 @@
-"""Writes the weights to files while training goes on."""
+"""Writes the weights to files during training."""
 
 import os
 import string
@@ -17,24 +17,24 @@ _OTHER_FORMATS = (".pt", ".pth", ".ckpt", ".bin", ".h5", ".keras", ".npz", ".pkl
 class ModelCheckpoint(Callback):
     """Saves the weights after every epoch, or every so many steps, as safetensors.
 
-    A file appears whole or not at all; tensors are written one by one. ``trainer.load`` reads it
-    under any strategy. The optimizer's state is not in it.
+    A file appears complete or not at all; tensors are written one by one. ``trainer.load`` reads it
+    under any strategy. It does not have the optimizer's state.
 
     Args:
-        filepath: may hold ``{epoch}`` and ``{step}``, both from 1 and the latter counted over all
+        filepath: may have ``{epoch}`` and ``{step}``, both from 1 and the latter counted over all
             epochs, and names of logged values, with formats:
-            "{epoch:02d}-{val_loss:.2f}.safetensors". Folders are made. A name that stays the same
-            is written over.
+            "{epoch:02d}-{val_loss:.2f}.safetensors". Folders are made. A file of the same name is
+            overwritten.
         monitor: the value to compare with ``save_best_only``.
-        mode: "min" or "max" is better; "auto" knows it of losses and most metrics.
-        save_best_only: save only where the monitored value is better than it has been.
+        mode: "min" or "max" is better; "auto" is known for losses and most metrics.
+        save_best_only: save only if the monitored value is the best so far.
         save_freq: "epoch", or a number of steps. After steps, only "loss" (of the batch) is known.
 
     Attributes:
-        last_path: the file written last; None before the first.
+        last_path: the last file written; None before the first.
 
     Raises:
-        OptionError: an option cannot be; when training begins, a name that nothing logs.
+        OptionError: an option is invalid; when training begins, no log has a name in the path.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ModelCheckpoint(Callback):
         self.last_path: Path | None = None
 
     def acts_in(self, method: str) -> bool:
-        # Always to count the steps would have all ranks wait at each.
+        # Steps are counted only if needed: all ranks wait at each one that is.
         if method in ("on_epoch_begin", "on_train_batch_end"):
             return self._counts_steps
         return super().acts_in(method)
@@ -91,7 +91,7 @@ class ModelCheckpoint(Callback):
         if self._monitor is not None:
             self._monitor.begin(self.trainer)
         for name in self._names - {"epoch", "step"}:
-            Monitor(name, "min").begin(self.trainer)  # knows what is logged
+            Monitor(name, "min").begin(self.trainer)  # checks that it is logged
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._epoch = epoch
@@ -126,7 +126,7 @@ class ModelCheckpoint(Callback):
 
 
 def _check_ending(filepath: object, problems: Problems) -> None:
-    """Files are safetensors, whatever they are called: a name must not promise another format."""
+    """Check that the suffix is not that of another format: files are safetensors."""
     ending = Path(filepath).suffix if isinstance(filepath, str | os.PathLike) else ""
     if ending in _OTHER_FORMATS:
         problems.add(

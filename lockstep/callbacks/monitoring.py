@@ -1,7 +1,7 @@
-"""Monitoring: the best of a value that training logs, for all callbacks that wait for a better one.
+"""Monitoring: follows the best of a logged value, for callbacks that react to improvements.
 
-Which is better, small or large, is known of losses, and of the metrics that torchmetrics says it
-of; nothing is guessed from a name.
+Less is better for losses; torchmetrics has the direction of most metrics. It is never guessed from
+a name.
 """
 
 import math
@@ -20,7 +20,7 @@ MODES = ("auto", "min", "max")
 
 
 def check_monitor(monitor: object, mode: object, min_delta: object, problems: Problems) -> None:
-    """Note what a Monitor cannot be made with."""
+    """Check the arguments of a Monitor."""
     check_name("monitor", monitor, problems)
     check_choice("mode", mode, MODES, problems, fix="Use 'auto'.")
     check_number("min_delta", min_delta, problems)
@@ -33,8 +33,8 @@ class Monitor:
 
     Args:
         name: of the value: "loss", a metric, or either with "val_" before it.
-        mode: "min" or "max" is better; "auto" is what the metric says of itself.
-        min_delta: what is better by less does not count as better.
+        mode: "min" or "max" is better; "auto" is the metric's own direction.
+        min_delta: smaller improvements do not count.
 
     Attributes:
         best: the best value so far; None before the first.
@@ -48,10 +48,10 @@ class Monitor:
         self._sign = 0.0
 
     def begin(self, trainer: TrainerProtocol) -> None:
-        """Forget the best, and see what the Trainer can log.
+        """Forget the best, and check that the Trainer logs the value.
 
         Raises:
-            OptionError: it logs no such value, or does not say whether small or large is better.
+            OptionError: it does not, or does not know whether small or large is better.
         """
         self.best = None
         metric = self.name.removeprefix("val_")
@@ -62,7 +62,7 @@ class Monitor:
 
     def _own_sign(self, trainer: TrainerProtocol, metric: str) -> float:
         if metric not in trainer.metrics.by_name:
-            return -1.0  # losses, and what else is logged beside them: less is better
+            return -1.0  # losses: less is better
         higher = getattr(trainer.metrics.by_name[metric], "higher_is_better", None)
         if higher is None:
             raise OptionError(
@@ -76,7 +76,7 @@ class Monitor:
         """The value in the logs.
 
         Raises:
-            OptionError: it is not there, or not one number.
+            OptionError: it is missing, or not one number.
         """
         if logs is None or self.name not in logs:
             raise _unknown(self.name, list(logs or {}))
@@ -90,7 +90,7 @@ class Monitor:
         return float(value)
 
     def is_better(self, value: float, than: float | None) -> bool:
-        """Whether a value is better than another; NaN never is, and all else is than None."""
+        """True if a value is better than another; NaN never is, other values are than None."""
         if math.isnan(value):
             return False
         if than is None:
@@ -98,7 +98,7 @@ class Monitor:
         return self._sign * (value - than) > self._min_delta
 
     def improves(self, logs: dict[str, Any] | None) -> bool:
-        """Whether the value in the logs is the best so far; notes it if it is."""
+        """True if the value in the logs is the best so far, which is then remembered."""
         value = self.read(logs)
         if not self.is_better(value, self.best):
             return False
@@ -107,13 +107,13 @@ class Monitor:
 
 
 class BestEpoch(Callback):
-    """Knows the epoch with the best value of a monitor, and can copy its weights and buffers.
+    """Follows the epoch with the best value of a monitor, and can copy its weights and buffers.
 
     Args:
         monitor: of the value.
 
     Attributes:
-        best_epoch: its number, from 0; None where there was none.
+        best_epoch: its number, from 0; None if there was none.
     """
 
     def __init__(self, monitor: Monitor) -> None:
@@ -144,6 +144,6 @@ class BestEpoch(Callback):
 def _unknown(name: str, known: list[str]) -> OptionError:
     return OptionError(
         f"Training logs no value named {name!r}.",
-        received=f"a choice of {listed(known)}",
+        received=f"logs with {listed(known)}",
         fix="Monitor one of these; those with 'val_' need validation_data.",
     )

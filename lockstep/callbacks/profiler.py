@@ -1,4 +1,4 @@
-"""Traces some steps of all ranks, into one file that https://ui.perfetto.dev shows."""
+"""Traces some steps of all ranks, into one file for https://ui.perfetto.dev."""
 
 import gzip
 import json
@@ -14,8 +14,8 @@ from lockstep.train.callbacks.callback import Callback, Logs
 
 Event = dict[str, Any]
 
-# Chrome's format tells tracks by (process, thread). A rank's processes, as the profiler numbers
-# them, become so many numbers from rank * _NUMBERS_PER_RANK on.
+# Chrome's format identifies tracks by (process, thread). The profiler's processes of a rank are
+# renumbered from rank * _NUMBERS_PER_RANK on.
 _NUMBERS_PER_RANK = 1000
 _METADATA, _FLOW_STARTS_AND_ENDS = "M", "sf"
 
@@ -23,19 +23,19 @@ _METADATA, _FLOW_STARTS_AND_ENDS = "M", "sf"
 class Profiler(Callback):
     """Traces some steps with torch.profiler, on all ranks at once.
 
-    The file shows, rank under rank on one clock: the steps, the actions of each rank's program
+    The file shows, for all ranks on one clock: the steps, the actions of each rank's program
     (forward and backward passes, the reduction, the update, waiting for the others), and every
     operator. Open it with https://ui.perfetto.dev. Steps that are traced are slower.
 
     Args:
-        path: the file, JSON in Chrome's trace format, compressed where its name ends in ".gz". Its
+        path: the file, JSON in Chrome's trace format, compressed if its name ends in ".gz". Its
             folder must exist when training begins.
-        first_step: of a ``fit``, from 0; the first ones are not typical.
-        num_steps: how many.
+        first_step: of a ``fit``, from 0; the first steps are not typical.
+        num_steps: the number of steps.
 
     Raises:
-        OptionError: an option cannot be.
-        FileNotFoundError: when training begins: there is no such folder.
+        OptionError: an option is invalid.
+        FileNotFoundError: when training begins, the folder does not exist.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Profiler(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         if not self._path.parent.is_dir():
-            raise FileNotFoundError(f"There is no such folder to write a trace into: {self._path}")
+            raise FileNotFoundError(f"The folder for the trace does not exist: {self._path}")
         self._events = []
 
     def on_train_trace(self, traces: list[bytes]) -> None:
@@ -86,7 +86,7 @@ def merged(traces: list[dict[str, Any]]) -> list[Event]:
 
 
 def _of_rank(rank: int, trace: dict[str, Any], later_microseconds: float) -> list[Event]:
-    """One rank's events, with numbers and names of its own, and its time moved."""
+    """One rank's events, with processes renumbered and renamed, and times shifted."""
     numbers: dict[Any, int] = {}
     events = []
     for event in trace["traceEvents"]:

@@ -1,4 +1,4 @@
-"""What loggers write: numbers by name, of logs that may hold lists, and of an optimizer."""
+"""Numbers by name for loggers: those of logs, which may have lists, and of an optimizer."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +25,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def learning_rates(trainer: TrainerProtocol) -> dict[str, float]:
-    """``learning_rate`` of the optimizer, or ``learning_rate/0`` and so on where it has groups."""
+    """``learning_rate`` of the optimizer, or ``learning_rate/0`` and so on for several groups."""
     groups = [] if trainer.optimizer is None else trainer.optimizer.param_groups
     rates = [float(group["lr"]) for group in groups if "lr" in group]
     return dict(_flat("learning_rate", rates[0] if len(rates) == 1 else rates))

@@ -16,18 +16,18 @@ class TensorBoard(ClosingCallback):
     """Writes losses, metrics, learning rates and the Plan for TensorBoard, in Keras's layout.
 
     Values of training are in the run ``train``, those of validation in ``validation``, both under
-    ``epoch_<name>``, so that their curves lie in one chart. ``tensorboard --logdir logs`` shows
-    them. Epochs and steps are counted on over all ``fit`` calls.
+    ``epoch_<name>``, so that one chart shows both curves. ``tensorboard --logdir logs`` shows them.
+    Epochs and steps are counted over all ``fit`` calls.
 
     Args:
         log_dir: the folder.
         update_freq: "epoch", or a number of steps after which the batch's loss and the learning
             rates are written, too (``batch_<name>``).
-        histogram_freq: every so many epochs write how each parameter's values are distributed; 0
-            for never.
+        histogram_freq: write a histogram of each parameter's values after so many epochs; 0 for
+            never.
 
     Raises:
-        OptionError: an option cannot be.
+        OptionError: an option is invalid.
         ExtraError: tensorboard is not installed: ``pip install ".[tensorboard]"``.
     """
 
@@ -90,7 +90,7 @@ class TensorBoard(ClosingCallback):
         """Once per ``fit``; before its first epoch there may be no Plan."""
         if not self._has_plan:
             self._has_plan = True
-            # Indented text is shown as it is.
+            # Markdown shows indented text unchanged.
             text = "\n".join(f"    {line}" for line in str(self.trainer.plan).splitlines())
             self._file("train").add_text("plan", text, self._epoch)
 

@@ -20,19 +20,18 @@ class WandB(ClosingCallback):
     failed.
 
     Args:
-        project: the project's name; None is what W&B is set to (``WANDB_PROJECT``).
-        name: the run's name; None lets W&B make one up.
+        project: the project's name; None for W&B's own setting (``WANDB_PROJECT``).
+        name: the run's name; None lets W&B choose one.
         mode: "online"; "offline", which only writes files, for ``wandb sync``; or "disabled". None
-            is what W&B is set to (``WANDB_MODE``).
-        folder: where its files go; None is the working directory.
-        config: to be noted with the run, such as {"width": 256}.
+            for W&B's own setting (``WANDB_MODE``).
+        folder: for its files; None is the working directory.
+        config: to log with the run, such as {"width": 256}.
 
     Attributes:
-        run: W&B's own object while a ``fit`` is under way, for whatever else you want to log; else
-            None.
+        run: W&B's own object during a ``fit``, to log other values; else None.
 
     Raises:
-        OptionError: an option cannot be.
+        OptionError: an option is invalid.
         ExtraError: wandb is not installed: ``pip install ".[wandb]"``.
     """
 
@@ -62,7 +61,7 @@ class WandB(ClosingCallback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         config = {"seed": self.trainer.seed, "precision": self.trainer.precision, **self._config}
-        # A run that other code has under way goes on.
+        # Other code's active run is not changed.
         self.run = self._wandb.init(**self._options, config=config, reinit="create_new")
         self._has_plan = False
 
