@@ -165,7 +165,7 @@ class FittingRunner(ResumingRunner):
             watched = getattr(asked.on_snapshot, "look", None)
             task = replace(task, record=True, watched_modules=watched)
         if backups is not None:
-            full = task.hooks.full_state or backups.is_asked
+            full = task.hooks.full_state or backups.is_required
             task.hooks = task.hooks._replace(state=True, full_state=full)
         display = None
         if self._shows(asked):

@@ -18,7 +18,7 @@ from lockstep.parallel.worker import Worker
 from lockstep.plan.devices import is_cpu
 from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.train.callbacks.driver import TaskDriver
-from lockstep.train.fault_tolerance.rank_states import RankState, said_of, states_of
+from lockstep.train.fault_tolerance.rank_states import RankState, fault_summary, states_of
 from lockstep.train.multihost.host_channels import HostChannels, bring_groups
 from lockstep.train.runtime.assignment import (
     Assignment,
@@ -79,7 +79,7 @@ class RunningCall:
         if self.assignment.plan.pipeline is not None:
             note_lone_sample(error)
         states = self.states()
-        if note := said_of(states, error):
+        if note := fault_summary(states, error):
             add_note(error, note)
         driver.note_failure(error, states, self.team)
 

@@ -291,8 +291,8 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
         # Callbacks may add logs.
         self.logs = self._journal.once(partial(self._show_epoch, epoch, logs))
         self.history.add(epoch, self.logs)
-        if self._keeper is not None:
-            self._journal.once(partial(self._keeper.on_epoch_end, epoch))
+        if self._writer is not None:
+            self._journal.once(partial(self._writer.on_epoch_end, epoch))
 
     def _show_epoch(self, epoch: int, logs: Logs) -> Logs:
         self._record.end_epoch(epoch, logs)
