@@ -1,4 +1,4 @@
-"""torch's process-wide settings that decide what is computed: the same on every rank."""
+"""torch's process-wide settings that affect results: the same on every rank."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -12,9 +12,9 @@ from torch.backends import cuda, cudnn, mkldnn
 from lockstep import accelerators
 from lockstep.errors import OptionError
 
-_deterministic: Any = torch.utils.deterministic  # its types do not say what it has
+_deterministic: Any = torch.utils.deterministic  # its type stubs lack attributes
 
-# Where torch keeps how exactly float32 is computed, from what is asked last to what decides.
+# torch's settings of float32 precision, from the most general to the one that decides.
 _FP32_PLACES = (
     ("generic", "all"),
     *((backend, op) for backend in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")),
@@ -24,14 +24,14 @@ _Access = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 def _attribute(module: Any, name: str) -> _Access:
-    """How a setting that is an attribute is read, and set."""
+    """Getter and setter of a setting that is an attribute."""
     return lambda: getattr(module, name), lambda value: setattr(module, name, value)
 
 
 def _fp32_precision() -> tuple[Any, ...]:
-    """How exactly float32 is computed, by torch's names of before 2.9 and by its own of today.
+    """The precision of float32, by torch's names before 2.9 and by its current ones.
 
-    After some uses of today's names torch raises an error where the old ones are read: then None.
+    After some uses of the current names torch raises an error on reading the old ones: then None.
     """
     places = (torch._C._get_fp32_precision_getter(*place) for place in _FP32_PLACES)
     old = _or_none(torch.get_float32_matmul_precision), _or_none(lambda: cudnn.allow_tf32)
@@ -44,12 +44,12 @@ def _set_fp32_precision(values: tuple[Any, ...]) -> None:
         torch.set_float32_matmul_precision(matmul)
     if allow_tf32 is not None:
         cudnn.allow_tf32 = allow_tf32
-    for place, value in zip(_FP32_PLACES, places, strict=True):  # the old names change these
+    for place, value in zip(_FP32_PLACES, places, strict=True):  # last: the old names change these
         torch._C._set_fp32_precision_setter(*place, value)
 
 
 def _reduced_sums(dtype: str) -> _Access:
-    """Whether products of 16 bits may be summed in 16 bits, and in parts."""
+    """Access to whether 16-bit products may be summed in 16 bits, and in parts."""
     name = f"allow_{dtype}_reduced_precision_reduction"
 
     def read() -> tuple[bool, bool]:
@@ -68,7 +68,7 @@ def _or_none(read: Callable[[], Any]) -> Any:
         return None
 
 
-# Which kernels compute, and how exactly: how each is read, and set.
+# Settings of kernels and their precision: getter and setter of each.
 _KERNELS: tuple[_Access, ...] = (
     (_fp32_precision, _set_fp32_precision),
     _attribute(mkldnn, "enabled"),
@@ -100,21 +100,21 @@ _KERNELS: tuple[_Access, ...] = (
     _attribute(_deterministic, "fill_uninitialized_memory"),
 )
 
-# What cuBLAS needs to be deterministic. torch reads it once, at a process's first product.
+# cuBLAS needs it to be deterministic. torch reads it once, at a process's first product.
 _WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchSettings:
-    """What a script may have set before ``fit``.
+    """Settings that a script may change before ``fit``.
 
     Attributes:
         default_dtype: of new floating tensors.
-        deterministic: whether only deterministic algorithms may be used.
-        warn_only: whether breaking that only warns.
-        autocast: dtypes of it, for cores and for this process's kind of accelerator; None where
+        deterministic: only deterministic algorithms may be used.
+        warn_only: breaking that only warns.
+        autocast: its dtypes, for the CPU and for this process's kind of accelerator; None where
             it is off.
-        kernels: which kernels may be used, and how exactly they compute.
+        kernels: the permitted kernels and their precision.
     """
 
     default_dtype: torch.dtype
@@ -125,7 +125,7 @@ class TorchSettings:
 
     @classmethod
     def current(cls) -> "TorchSettings":
-        """Those of this process and thread."""
+        """The settings of this process and thread."""
         accelerator = accelerators.kind()
         types = ("cpu",) if accelerator is None else ("cpu", accelerator)
         return cls(
@@ -153,7 +153,7 @@ class TorchSettings:
     def _set(self) -> None:
         torch.set_default_dtype(self.default_dtype)
         now = TorchSettings.current()
-        # It imports torch.compile's machinery, for longer than all else a helper starts with.
+        # It imports torch.compile's modules, which takes longer than all else at a helper's start.
         if self.deterministic:
             os.environ.setdefault(*_WORKSPACE)
         if (now.deterministic, now.warn_only) != (self.deterministic, self.warn_only):
@@ -165,10 +165,10 @@ class TorchSettings:
 
 @contextmanager
 def deterministic_kernels() -> Iterator[None]:
-    """Within the block only kernels that give the same bits in every run.
+    """Within the block torch uses only kernels that give the same bits in every run.
 
-    torch raises an error where an operation has none, with its name. What it is asked for besides,
-    to fill new memory, costs time and changes nothing where no memory is read before it is written.
+    torch raises an error with the name of an operation that has none. Filling new memory is turned
+    off: it costs time and changes nothing if no memory is read before it is written.
     """
     before = TorchSettings.current()
     os.environ.setdefault(*_WORKSPACE)
@@ -181,7 +181,7 @@ def deterministic_kernels() -> Iterator[None]:
 
 
 def rounds_float32(device_type: str) -> bool:
-    """Whether kernels of a device may take float32 for less: TF32, bfloat16."""
+    """True if kernels of a device may compute float32 in less: TF32, bfloat16."""
     backend = "cuda" if device_type == "cuda" else "mkldnn"
     values = (
         torch._C._get_fp32_precision_getter(*one) for one in _FP32_PLACES if one[0] == backend
@@ -190,10 +190,10 @@ def rounds_float32(device_type: str) -> bool:
 
 
 def check_deterministic(device: torch.device) -> None:
-    """Refuse a device on which this process has computed before, and not deterministically.
+    """Check that this process has not computed on a device before without determinism.
 
     Args:
-        device: where this thread works, within ``deterministic_kernels``.
+        device: of this thread, within ``deterministic_kernels``.
 
     Raises:
         OptionError: it has.
@@ -214,19 +214,19 @@ def check_deterministic(device: torch.device) -> None:
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What this thread computes in where it may; None where autocast is off."""
+    """This thread's autocast dtype; None where autocast is off."""
     enabled = torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if enabled else None
 
 
 def _flushes_denormals() -> bool:
-    """Whether numbers below the smallest normal one are 0: torch sets that, but does not tell."""
+    """True if subnormal numbers are flushed to 0; torch has only a setter for that."""
     return not torch.full((1,), 1e-40, dtype=torch.float32).mul_(0.5).item()
 
 
 @contextmanager
 def num_threads(number: int) -> Iterator[None]:
-    """So many compute threads within the block."""
+    """Set the number of compute threads within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -17,7 +17,7 @@ from lockstep.plan.spec import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model, and how it is trained or evaluated.
+    """A model and its training or evaluation.
 
     Attributes:
         plan: the Plan.
@@ -25,7 +25,7 @@ class Workload:
             may be on the meta device.
         loss: the adapted loss; None for predictions.
         updater: the optimizer; None without training.
-        groups: the parameters, by the ranks that have them.
+        groups: the parameters, grouped by the ranks that have them.
         partitions: of the model into stages, by training mode; none without a pipeline.
         rules: for gradients.
         seed: of all random streams.

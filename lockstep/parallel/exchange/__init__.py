@@ -1,5 +1,4 @@
-"""What the ranks of a Plan share in a step, and the messages that control it.
+"""The exchange between the ranks of a Plan in a step, and the messages that control it.
 
-Entry points: ``engine`` (a rank's end of the exchange) and ``control``. How bytes move is in
-``comm``.
+Entry points: ``engine`` (a rank's end of the exchange) and ``control``. ``comm`` moves the bytes.
 """

@@ -1,4 +1,4 @@
-"""Which tensors hosts compress when they send them to one another."""
+"""The tensors that hosts compress when they send them to one another."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from lockstep.plan.spec import Plan
 def compressed_tensors(
     plan: Plan, model: nn.Module, groups: Sequence[ParameterGroup]
 ) -> list[tuple[TensorSpec, Compression]]:
-    """The trained parameters that are compressed between hosts, and how."""
+    """The trained parameters that are compressed between hosts, and their compression."""
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     found: list[tuple[TensorSpec, Compression]] = []
     for group in groups:
@@ -28,7 +28,7 @@ def compressed_tensors(
 def compressions(
     plan: Plan, ranks: Sequence[int], tensors: Sequence[TensorSpec]
 ) -> tuple[Compression | None, ...]:
-    """How hosts with these ranks compress what they send of tensors; empty where they do not."""
+    """The compression of tensors between hosts with these ranks; empty without any."""
     if plan.compression is None or len(members_by_domain(ranks, plan.memory_domains)) == 1:
         return ()
     return tuple(

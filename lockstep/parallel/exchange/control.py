@@ -1,4 +1,4 @@
-"""Control: small objects between rank 0 and the others, apart from the hot path.
+"""Control: small objects between rank 0 and the others, outside of the hot path.
 
 All ranks call the same methods in the same order, as with collectives.
 """
@@ -22,7 +22,7 @@ class Control(ABC):
 
     Attributes:
         rank: this rank.
-        num_ranks: how many there are.
+        num_ranks: number of ranks.
         timeout_seconds: longest wait for another rank.
     """
 
@@ -50,7 +50,7 @@ class Control(ABC):
         return
 
     def bring_groups(self) -> None:
-        """Have every host know the parameters and slots that it has no rank for."""
+        """Send every host the parameters and slots that none of its ranks has."""
         return
 
 
@@ -100,9 +100,9 @@ class FollowerControl(Control):
     """A helper of a team.
 
     Args:
-        context: to its leader.
-        rank: this rank, and
-        num_ranks: how many there are, on all hosts.
+        context: the connection to its leader.
+        rank: this rank.
+        num_ranks: number of ranks on all hosts.
         has_hosts: there are several hosts.
     """
 
@@ -126,7 +126,7 @@ class FollowerControl(Control):
     def share(self, region: SharedRegion | None) -> SharedRegion:
         _, (descriptor,) = self._context.receive()
         shared = open_region(descriptor)
-        shared.close()  # the mapping is all that is needed here
+        shared.close()  # the mapping stays
         return shared
 
     def fill(self, region: SharedRegion, num_bytes: int) -> None:
@@ -135,14 +135,14 @@ class FollowerControl(Control):
 
 
 def open_region(descriptor: int, *, private: bool = False) -> SharedRegion:
-    """Map a region that came as a descriptor; see ``SharedRegion``."""
+    """Map the region of a descriptor; see ``SharedRegion``."""
     return SharedRegion(descriptor, os.fstat(descriptor).st_size, private=private)
 
 
 def unpacked(
     payload: bytes, descriptors: Sequence[int], tensors: Sequence[torch.Tensor] = ()
 ) -> Any:
-    """What ``serialization.pack`` has made; who gets it has buffers of their own in it."""
+    """The object of ``serialization.pack``; the receiver has its own copy of its buffers."""
     regions = [open_region(number, private=True) for number in descriptors]
     try:
         return unpack(payload, next(iter(regions), None), tensors)

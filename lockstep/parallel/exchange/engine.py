@@ -1,4 +1,4 @@
-"""A Plan's engine at one rank: its end of the exchange, and transports to other domains."""
+"""A Plan's engine on one rank: its end of the exchange, and transports to other domains."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from lockstep.plan.decision import ProcessGroup
 from lockstep.plan.program.lowering import stage_graph
 from lockstep.plan.spec import Plan
 
-# Two ranks of different hosts, the lower one first, and what goes between them.
+# Two ranks of different hosts, the lower one first, and the use of the channel between them.
 ChannelUse = Literal["sums", "mail"]
 
 ChannelKey = tuple[int, int, ChannelUse]
@@ -52,7 +52,7 @@ def channel_keys(plan: Plan, groups: Sequence[ParameterGroup]) -> set[ChannelKey
 
 
 def remote_workers(plan: Plan) -> dict[int, int]:
-    """Workers of other hosts than the servers', and the server whose process speaks for each."""
+    """Workers on other hosts than the servers, and the server whose process represents each."""
     servers = range(plan.num_ranks - plan.num_servers, plan.num_ranks)
     here = plan.ranks_of_host(plan.host_of(servers[-1]))
     remote = [rank for rank in range(servers.start) if rank not in here]
@@ -61,13 +61,13 @@ def remote_workers(plan: Plan) -> dict[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbours:
-    """What a rank has of other hosts.
+    """A rank's connections to other hosts.
 
     Attributes:
         host: this host.
         names: of other ranks' hosts, for messages.
-        channels: this rank's for sums, by the rank at the other end.
-        mail_channels: likewise for what stages send.
+        channels: this rank's channels for sums, by the rank at the other end.
+        mail_channels: likewise for the mail of stages.
         crossing: to the other hosts' leaders; None unless this rank leads its host.
         mirrored: see ``HostExchange``.
         timeout_seconds: longest wait for another host.
@@ -83,23 +83,23 @@ class Neighbours:
 
     @property
     def all_channels(self) -> list[Channel]:
-        """Whatever they are for."""
+        """The channels of both uses."""
         return [*self.channels.values(), *self.mail_channels.values()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """What one rank has to meet the other ranks of its Plan with.
+    """One rank's means to connect to the other ranks of its Plan.
 
     Attributes:
         plan: the Plan.
-        spec: the layout of what its ranks share.
+        spec: the layout of the memory that its ranks share.
         rank: this rank.
-        region: what ``ExchangeSpec.create`` has made; None where one rank is alone.
+        region: of ``ExchangeSpec.create``; None for a single rank.
         look_around: see ``StatusBoard``.
         device: this rank's.
-        neighbours: what it has of other hosts, where there are several.
-        meeting: where ranks of process groups find each other, if there are any.
+        neighbours: its connections to other hosts; None without any.
+        meeting: the meeting point of ranks of process groups; None without any.
         residuals: see ``Exchange``.
     """
 
@@ -114,7 +114,7 @@ class Endpoint:
     residuals: Mapping[str, Residual] | None = None
 
     def exchange(self, groups: ProcessGroups | None = None) -> Exchange:
-        """This rank's end of what the Plan's ranks share."""
+        """This rank's end of the exchange."""
         plan, spec, rank = self.plan, self.spec, self.rank
         region, neighbours = self.region, self.neighbours
         if region is None:
@@ -149,7 +149,7 @@ class Endpoint:
         )
 
     def process_groups(self, channels: Iterable[Pair] = ()) -> ProcessGroups | None:
-        """This rank's process groups, if the Plan has any; channels are those between stages."""
+        """This rank's process groups, if the Plan has any; ``channels`` connect stages."""
         plan = self.plan
         if not isinstance(plan.engine, ProcessGroup) or self.meeting is None:
             return None
@@ -177,7 +177,7 @@ class Endpoint:
         """Carries this rank's mail to other hosts, if there are any.
 
         Args:
-            look_around: for who waits for mail in another thread than the rank's own.
+            look_around: for a thread, other than the rank's own, that waits for mail.
         """
         one = self.neighbours
         if one is None:
@@ -186,7 +186,7 @@ class Endpoint:
         return MailChannels(one.mail_channels, one.names, look, one.timeout_seconds)
 
     def _transports(self, groups: ProcessGroups | None) -> dict[int, Transport]:
-        """By the number of a group: what moves its tensors between domains."""
+        """By the number of a group, the transport of its tensors between domains."""
         held = {
             number: group.ranks
             for number, group in enumerate(self.spec.groups)
@@ -207,12 +207,12 @@ class Endpoint:
 def meeting_point_for(
     plan: Plan, *, host: int, address: str, timeout_seconds: float
 ) -> MeetingPoint | None:
-    """Where the ranks of a Plan's process groups find each other, if it has any.
+    """The meeting point of the ranks of a Plan's process groups; None without any.
 
     Args:
         plan: the Plan.
         host: this host.
-        address: of this host, where others reach it.
+        address: of this host, as others reach it.
         timeout_seconds: longest wait for another rank.
     """
     if plan.engine.shares_memory:

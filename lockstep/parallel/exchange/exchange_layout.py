@@ -1,4 +1,4 @@
-"""The layout of what a Plan's ranks share: known before any process starts."""
+"""The layout of the memory that a Plan's ranks share: known before any process starts."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -36,15 +36,15 @@ from lockstep.plan.program.rank_program import (
 )
 from lockstep.plan.spec import Plan
 
-# Messages of one kind in use at once in evaluation: the sender may be so far ahead.
+# Messages of one kind in use at once in evaluation: a sender may be this far ahead.
 _SLOTS_IN_EVALUATION = 3
 
-# Of a share's outputs that go at once, in float64.
+# Elements of a share's outputs in one message, in float64.
 _OUTPUT_ELEMENTS = 1 << 15
 
 
 def exchange_spec(work: Workload) -> ExchangeSpec:
-    """The layout of what ranks share: known before any process starts."""
+    """The layout of the memory that ranks share: known before any process starts."""
     plan = work.plan
     trained = [] if work.updater is None else _trained(work.model)
     rank_of: Callable[[int], int]
@@ -68,7 +68,7 @@ def exchange_spec(work: Workload) -> ExchangeSpec:
 
 
 def replica_specs(work: Workload) -> list[ExchangeSpec]:
-    """What the ranks of each replica share between averages, where it is a pipeline of its own."""
+    """The layout that each replica's ranks share between averages, if replicas are pipelines."""
     plan = work.plan
     if not isinstance(plan.update, AveragedUpdate) or plan.pipeline is None or work.updater is None:
         return []
@@ -76,7 +76,7 @@ def replica_specs(work: Workload) -> list[ExchangeSpec]:
 
 
 def work_of_replica(work: Workload, replica: int) -> Workload:
-    """What one of the replicas that train apart works on by itself."""
+    """The workload of one replica that trains by itself."""
     plan = plan_of_replica(work.plan, replica)
     groups = parameter_groups(plan, work.model, list(work.partitions.values()))
     return replace(work, plan=plan, groups=groups)
@@ -108,10 +108,10 @@ def _group_specs(work: Workload, trained: Sequence[TensorSpec]) -> tuple[GroupSp
 
 
 def _work_bytes(work: Workload, trained: Sequence[TensorSpec]) -> tuple[int, ...]:
-    """Of what workers and servers that do not all wait have in common.
+    """Sizes of the memory that asynchronous workers and servers share.
 
-    The table where they say how far they are, what servers note of slots, second copies, and for
-    other hosts when rows of sparse parameters were changed.
+    These are the progress table, the servers' slot notes, second copies, and, for other hosts, the
+    times at which rows of sparse parameters changed.
     """
     plan, updater = work.plan, work.updater
     if not (plan.is_stale and isinstance(plan.update, ServedUpdate) and updater is not None):
@@ -129,7 +129,7 @@ def _work_bytes(work: Workload, trained: Sequence[TensorSpec]) -> tuple[int, ...
 
 
 def _row_capacity(work: Workload) -> int:
-    """The longest row that a share may offer: statistics, weights of losses, part of outputs."""
+    """The longest row of a share: statistics, weights of losses, or a part of outputs."""
     longest = 0 if work.plan.pipeline is not None else BatchNorms(work.model).row_length
     loss = work.loss
     if loss is None:
@@ -146,7 +146,7 @@ def _group_spec(
     limits: Mapping[str, int],
     sparse: frozenset[str],
 ) -> GroupSpec:
-    """A row for every few shares, or for each rank of a stage; none where a rank is alone."""
+    """The layout of a group: rows for every few shares or each rank of a stage, if several."""
     row_ranks: tuple[int, ...] = ()
     per_row = 0 if plan.pipeline is not None else plan.shares_per_row
     if plan.pipeline is None and not isinstance(plan.update, LocalUpdate):
@@ -190,26 +190,26 @@ def sparse_weights(model: nn.Module) -> frozenset[str]:
 
 
 def _num_buckets(plan: Plan, group: ParameterGroup, tensors: Sequence[TensorSpec]) -> int:
-    """Those of a model without stages can leave while backward runs, from host memory."""
+    """Number of gradient buckets; without stages, on the CPU, they are sent during backward."""
     if plan.engine.shares_memory or len(group.ranks) == 1 or not is_cpu(plan.devices):
         return 0
     return num_buckets([tensor.extent for tensor in tensors], are_early=plan.pipeline is None)
 
 
 def _has_rows(spec: TensorSpec) -> bool:
-    """Whether a weight lies in memory row by row."""
+    """True if a weight lies in memory row by row."""
     return len(spec.shape) == 2 and spec.stride == (spec.shape[1], 1)
 
 
 def mail_specs(work: Workload) -> dict[bool, MailSpec]:
-    """The mailboxes of stages, by whether the model is in training.
+    """The mailboxes of stages, by training mode of the model.
 
-    Pipelines that train apart have those of training each for itself: see ``replica_specs``.
+    Pipelines that train separately have their own mailboxes for training: see ``replica_specs``.
     """
     plan, loss = work.plan, work.loss
     assert plan.pipeline is not None
     graph = stage_graph(plan.pipeline)
-    # Then all microbatches go forward before one goes backward.
+    # With a loss of the whole batch, all microbatches go forward before one goes backward.
     may_take_whole = loss is not None and loss.may_take_whole(in_stages=True)
     in_training = plan.num_shares if may_take_whole else _slots_in_training(plan)
     slots = {True: in_training, False: _SLOTS_IN_EVALUATION}
@@ -227,11 +227,11 @@ def mail_specs(work: Workload) -> dict[bool, MailSpec]:
 
 
 def _slots_in_training(plan: Plan) -> int:
-    """Slots that let no sender wait for one.
+    """The number of slots with which no sender waits for one.
 
-    Before its forward pass k, a sender has done the backward pass of all microbatches but those it
-    has in flight. So have the readers of what it sent, but for their passes for weights, and of
-    these no more are missing than they have in flight themselves.
+    Before its forward pass k, a sender has done the backward pass of all microbatches except those
+    it has in flight. So have the readers of its messages, except for their passes for weights, of
+    which at most as many are missing as they have in flight themselves.
     """
     assert plan.pipeline is not None
     programs = lower_stages(plan, plan.pipeline, plan.num_shares)

@@ -1,8 +1,7 @@
-"""Control between hosts: what rank 0 says reaches every host's leader, and from there all ranks.
+"""Control between hosts: rank 0 sends to every host's leader, which sends to its host's ranks.
 
 Within a host messages are pickled, over links that only its own processes have. Between hosts they
-are trees of plain values and tensors (``comm.codec.message_codec``), which nobody can make do
-anything.
+are trees of plain values and tensors (``comm.codec.message_codec``), which cannot execute code.
 """
 
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from lockstep.launch.rendezvous.control_group import ControlGroup
 from lockstep.launch.workers.team import Team
 from lockstep.parallel.exchange.control import LeaderControl
 
-# A region goes in parts of so many bytes.
+# Bytes of the parts in which a region is sent.
 _PART_BYTES = 1 << 24
 
 
@@ -24,8 +23,8 @@ class HostControl(LeaderControl):
     Args:
         team: this host's other ranks.
         control_group: the other hosts.
-        rank: this rank, and
-        num_ranks: how many there are, on all hosts.
+        rank: this rank.
+        num_ranks: number of ranks on all hosts.
         timeout_seconds: longest wait for a helper.
         look_around: see ``Board``.
         bring_groups: see ``Control``.

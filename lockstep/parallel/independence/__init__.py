@@ -1,7 +1,7 @@
-"""Whether a batch may be divided: tried on a few samples, before the first step.
+"""Tests whether a batch may be divided, on a few samples, before the first step.
 
 Entry points: ``sample_independence`` (a sample's outputs and gradients must not depend on the rest
 of its batch), ``loss_trial`` (the loss of a batch must come from the losses of its shares) and
-``reduction_test`` (is it a mean?). Reading the reduction from the operations is
-``parallel.loss.reduction_inference``.
+``reduction_test`` (is it a mean?). ``parallel.loss.reduction_inference`` infers the reduction from
+the operations.
 """

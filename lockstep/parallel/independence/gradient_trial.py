@@ -1,9 +1,9 @@
-"""Whether the gradient of some samples is the sum of those of its parts, tried on a few.
+"""Tests whether the gradient of a few samples is the sum of the gradients of their parts.
 
 A backward pass may mix samples where the forward pass does not: ``scale_grad_by_freq`` divides by
 how often a row of an embedding is used, a hook divides a gradient by its norm, an autograd function
-takes a mean. So the gradients of three samples, the first of which is there twice, are compared
-with those of the first alone and of the others.
+takes a mean. So the gradient of three samples (the first one occurs twice) is compared with the
+gradients of the first alone and of the others.
 """
 
 import math
@@ -23,17 +23,17 @@ from lockstep.errors import ModelError
 from lockstep.parallel.independence.split_test import begin_again, on_halves, repeated, with_another
 from lockstep.units import first_few
 
-# Of a parameter's gradient, and of the largest one: what rounding may come to, also where a sample
-# falls on the other side of a kink, and less than mixing samples makes; of low precision.
+# Relative to a parameter's gradient, and to the largest one: above rounding errors, also where a
+# sample crosses a kink, and below the effect of mixing samples. Then the same for low precision.
 _TOLERANCE, _FLOOR = 3e-3, 1e-5
 _LOW_TOLERANCE, _LOW_FLOOR = 0.3, 2e-2
 
-# What backward starts from, of some samples, of which the first has such a number: a sum over them.
-# None where nothing takes a gradient.
+# From samples and the number of the first: the scalar that backward starts from, a sum over them.
+# None if nothing requires a gradient.
 RootOf = Callable[[Batch, int], torch.Tensor | None]
 
 
-# What the loss is multiplied by, to see whether gradients are, too.
+# Factors of the loss, to test whether gradients are linear in it.
 _SMALL, _LARGE = 2.0**-7, 2.0**7
 
 
@@ -44,10 +44,10 @@ def check_gradients(model: nn.Module, root_of: RootOf, batch: Batch, *, is_low: 
         model: in training mode.
         root_of: runs it on samples.
         batch: the samples.
-        is_low: it computes in less than float32; autocast within a model is seen.
+        is_low: it computes in less than float32; autocast within a model is detected.
 
     Returns:
-        Whether they are multiplied by what the loss is multiplied by; a hook that clips is not.
+        True if they are linear in the loss; with a hook that clips they are not.
 
     Raises:
         ModelError: they do not add up.
@@ -59,7 +59,7 @@ def check_gradients(model: nn.Module, root_of: RootOf, batch: Batch, *, is_low: 
                 residue = trial.of(few, state)
                 scaled = trial.of_multiples(few, state)
                 break
-            except Exception:  # of a model that takes certain numbers of samples: nobody can say
+            except Exception:  # the model requires other batch sizes: no result
                 residue = None
     if residue is not None:
         _check(residue, is_low=is_low or trial.precision.is_low)
@@ -67,7 +67,7 @@ def check_gradients(model: nn.Module, root_of: RootOf, batch: Batch, *, is_low: 
 
 
 def _few(batch: Batch) -> list[Batch]:
-    """Samples of which the halves are unlike, and have a sample in common, if that can be."""
+    """Samples whose halves differ, and share a sample if possible."""
     if batch.num_samples > 1:
         return [repeated(batch, [0, 1, 0])]
     return [with_another(batch), repeated(batch, [0, 0])]
@@ -75,14 +75,14 @@ def _few(batch: Batch) -> list[Batch]:
 
 @dataclass(frozen=True)
 class _Residue:
-    """Of each parameter, by name: how large its gradient is, and what parts leave of it."""
+    """The norms of each parameter's gradient, and of its difference from the parts' sum."""
 
     sizes: Mapping[str, float]
     left: Mapping[str, float]
 
 
 class _Precision(TorchDispatchMode):
-    """Sees whether anything is computed in less than float32."""
+    """Records whether anything is computed in less than float32."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -90,7 +90,7 @@ class _Precision(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else torch imports torch.compile's machinery, to keep it away: a second."""
+        """Otherwise torch imports torch.compile's modules to disable it, which takes a second."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,7 +101,7 @@ class _Precision(TorchDispatchMode):
 
 
 class _Trial:
-    """Has gradients of parts of some samples taken from those of all, in the parameters' own."""
+    """Subtracts the gradients of parts of some samples from the whole's, in ``.grad``."""
 
     def __init__(self, model: nn.Module, root_of: RootOf) -> None:
         self._model = model
@@ -109,10 +109,10 @@ class _Trial:
         self.precision = _Precision()
         self._trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
         self._sizes: dict[str, float] = {}
-        self._starts: list[int] = []  # of what is to come
+        self._starts: list[int] = []  # first samples of the next runs
 
     def of(self, batch: Batch, state: ModelState) -> _Residue | None:
-        """Of some samples and their halves; None if that says nothing."""
+        """The residue of some samples and their halves; None without a result."""
         for training in (None, False):
             self._begin(batch)
             if on_halves(self._model, self._run, batch, state, training=training) is not None:
@@ -120,7 +120,7 @@ class _Trial:
         return None
 
     def of_multiples(self, batch: Batch, state: ModelState) -> _Residue | None:
-        """Of a small and a large multiple of what backward starts from."""
+        """The residue of a small and a large multiple of the root of backward."""
         self._begin(batch)
         for factor in (_SMALL, _LARGE):
             if not begin_again(self._model, state, None):
@@ -137,9 +137,9 @@ class _Trial:
             parameter.grad = None
 
     def _run(self, part: Batch, factor: float = 1.0) -> None:
-        """Go backward; from the gradients of what comes first those of the rest are taken.
+        """Go backward; subtract the gradients of later runs from those of the first.
 
-        With a factor they are brought to those of the large one.
+        With a factor, the first run's gradients are scaled to those of the large factor.
         """
         with self.precision:
             root = self._root_of(part, self._starts.pop(0))
@@ -157,9 +157,9 @@ class _Trial:
 
 
 def _differing(residue: _Residue, *, is_low: bool) -> dict[str, float]:
-    """The parameters whose gradients differ, and by what part."""
+    """The relative differences of the gradients that differ, by parameter."""
     tolerance, floor = (_LOW_TOLERANCE, _LOW_FLOOR) if is_low else (_TOLERANCE, _FLOOR)
-    # What parts have may be much more than what is left of it all together.
+    # Gradients of parts may be much larger than their sum.
     sizes = {name: max(size, residue.left[name]) for name, size in residue.sizes.items()}
     largest = max(sizes.values(), default=0.0)
     return {

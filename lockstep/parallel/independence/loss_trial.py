@@ -1,9 +1,9 @@
-"""Whether a loss function's values for shares add up to its value for a batch, tried on one share.
+"""Tests on one share whether a loss function's values for shares add up to its value for a batch.
 
-A function may decide by the number of samples (``if len(output) < 3``), or return values or a pair
-that look across samples. So the totals and weights of both halves of a share must add up to those
-of the share, and those of several copies of it, as many as the batch has samples for, must be its
-own, several times. Where they do not, the loss is taken on the whole batch.
+A function may depend on the number of samples (``if len(output) < 3``), or return values or a pair
+that mix samples. So the totals and weights of both halves of a share must add up to those of the
+share, and those of several copies of it, as many as the batch has samples for, must be the same
+multiple of its own. Otherwise the loss is computed on the whole batch.
 """
 
 import itertools
@@ -20,8 +20,8 @@ from lockstep.parallel.independence.reduction_test import difference, tolerance_
 from lockstep.parallel.independence.split_test import Draws
 from lockstep.parallel.loss.share_losses import ShareLoss
 
-# Elements of the largest tensor that is tried with, if one sample has not more: memory is for the
-# share itself.
+# The most elements of a tensor in the test, unless one sample has more: the share itself needs the
+# memory.
 _MOST_ELEMENTS = 1 << 22
 
 LossOf = Callable[[Tree], ShareLoss]
@@ -30,14 +30,14 @@ LossOf = Callable[[Tree], ShareLoss]
 def adds_up(
     loss_of: LossOf, given: Tree, num_samples: int, batch_size: int, held: Sequence[Any] = ()
 ) -> bool:
-    """Whether a loss of parts says what the loss of all is; True where that cannot be tried.
+    """True if the losses of parts give the loss of the whole, or if that cannot be tested.
 
     Args:
         loss_of: computes it.
-        given: what it computes it from: tensors with rows of the samples, and perhaps others.
+        given: its inputs: tensors with rows of the samples, and perhaps others.
         num_samples: of the share.
         batch_size: samples of the batch.
-        held: objects that it may change, to be put back.
+        held: objects that it may change, to be restored.
     """
     ways = {_rows_per_sample(given, num_samples, most=most) for most in (None, 1)}
     if any(None in way for way in ways):  # such as a list with a tensor for each sample
@@ -53,7 +53,7 @@ def adds_up(
 def _adds_up(
     loss_of: LossOf, given: Tree, per_sample: Sequence[int | None], size: int, num_copies: int
 ) -> bool:
-    """Of the first samples, and with such a number of rows in each tensor."""
+    """Test the first ``size`` samples, with ``per_sample`` rows in each tensor."""
     share = slice(0, size)
     if size == 1:
         given = _with_another(given, per_sample)
@@ -70,7 +70,7 @@ def _adds_up(
         if not draws.fit or streams_differ(host, host_streams()):
             return True
         copies = [] if draws.any else [loss_of(_part(given, per_sample, share, num_copies))]
-    except Exception:  # of a function that takes certain numbers of samples
+    except Exception:  # the function requires other batch sizes
         return False
     tolerance = tolerance_of(nn.Module(), found[0])
     copied = found[0] if share.stop == size else found[1]
@@ -83,7 +83,7 @@ def _adds_up(
 def _gradients(
     loss: ShareLoss, part: Tree, per_sample: Sequence[int | None]
 ) -> list[torch.Tensor | None]:
-    """Of what has rows: hooks and autograd functions may mix them in backward."""
+    """Gradients of tensors with rows: hooks and autograd functions may mix rows in backward."""
     leaves = [
         tensor
         for tensor, count in zip(tensors_of(part), per_sample, strict=True)
@@ -111,18 +111,18 @@ def _is_joined(
     distance, size = (
         float(each.double().norm()) for each in (both - torch.cat([one, other]), both)
     )
-    return not distance > max(tolerance, 2e-2) * size  # nor where one is NaN
+    return not distance > max(tolerance, 2e-2) * size  # True for NaN
 
 
 def _rows_per_sample(given: Tree, num_samples: int, *, most: int | None) -> tuple[int | None, ...]:
-    """Of each tensor: 0 where it has none, such as a temperature; None where that is unclear."""
+    """Rows per sample of each tensor: 0 if it has none (a temperature), None if unclear."""
 
     def count(tensor: torch.Tensor) -> int | None:
         if not tensor.dim() or (tensor.is_leaf and tensor.requires_grad):
             return 0
         each, rest = divmod(len(tensor), num_samples)
         if most is not None and each > most:
-            return 0  # as many rows as a multiple of the samples, by chance
+            return 0  # the number of rows is a multiple of the samples by chance
         return None if rest else each
 
     return tuple(map(count, tensors_of(given)))
@@ -131,13 +131,13 @@ def _rows_per_sample(given: Tree, num_samples: int, *, most: int | None) -> tupl
 def _part(given: Tree, per_sample: Sequence[int | None], rows: slice, num_copies: int = 1) -> Tree:
     def take(tensor: torch.Tensor, count: int) -> torch.Tensor:
         part = tensor[rows.start * count : rows.stop * count]
-        return torch.cat([part] * num_copies)  # of its own: it may be changed in place
+        return torch.cat([part] * num_copies)  # a copy: it may be changed in place
 
     return _mapped(take, given, per_sample)
 
 
 def _with_another(given: Tree, per_sample: Sequence[int | None]) -> Tree:
-    """A sample and another one, of which each number is a part of its own."""
+    """A sample and another one: the first divided, each tensor by a different number."""
     divisor = itertools.count(2)
 
     def join(tensor: torch.Tensor, count: int) -> torch.Tensor:
@@ -152,6 +152,6 @@ def _mapped(
     given: Tree,
     per_sample: Sequence[int | None],
 ) -> Tree:
-    """With the tensors that have rows as the function makes them, of these and their numbers."""
+    """Apply the function to each tensor with rows, and its number of rows per sample."""
     each = iter(per_sample)
     return map_tensors(lambda one: function(one, count) if (count := next(each)) else one, given)

@@ -1,13 +1,13 @@
-"""Whether losses of shares say what the loss of them all is, tried with a share and its halves.
+"""Tests with a share and its halves whether the loss of a batch follows from the shares' losses.
 
-A loss that a model or a training step computes inside cannot be taken on the whole batch. It is
-divided among shares as a weighted mean, which it must be: of a share's samples together it must
-come to the mean of what it comes to for each half of them. A mean over what one half has more of
-(padding, a mask), a root or a ratio of means, and what compares samples with each other do not.
+A loss computed inside a model or a training step cannot be computed on the whole batch. It is
+divided among shares as a weighted mean, so it must be one: the loss of a share must be the mean of
+the losses of its halves. A mean over elements that the halves have in different numbers (padding, a
+mask), a root or a ratio of means, and a comparison of samples fail this test.
 
-Tried in evaluation mode, where dropout and BatchNorm's statistics make no difference between a
-share and its halves. What is drawn there nevertheless (noise of a diffusion, of a VAE) is drawn
-once, and each half gets its rows. A model that has no loss in that mode stays in training mode,
+The test runs in evaluation mode, where dropout and BatchNorm's statistics make no difference
+between a share and its halves. Random numbers drawn there (noise of a diffusion, of a VAE) are
+drawn once, and each half gets its rows. A model without a loss in that mode stays in training mode,
 with dropout drawn likewise.
 """
 
@@ -26,7 +26,7 @@ from lockstep.parallel.independence.gradient_trial import check_gradients
 from lockstep.parallel.independence.split_test import on_halves, repeated
 from lockstep.parallel.loss.share_losses import JointLoss, LossAdapter, ShareLoss
 
-# Relative, by what the loss or the model computes in; models often compute their losses in float32.
+# Relative, by dtype of the loss or the model; models often compute their losses in float32.
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
 _LOW_TOLERANCE = 0.05
 
@@ -44,25 +44,25 @@ def check_mean(
     """Compare the loss of some samples with those of their halves; leaves the model as it is.
 
     Args:
-        model: what computes the loss.
+        model: computes the loss.
         loss_of: runs it on samples.
         batch: the samples; see ``on_halves`` for a single one.
-        refused: makes the error of what was received, where it is not that of a whole loss.
-        is_low: it computes in less than float32, whatever its loss is.
+        refused: makes the error from what was received; None for the error of a whole loss.
+        is_low: it computes in less than float32, also if its loss does not.
 
     Returns:
-        Whether its gradient is multiplied by what the loss is; see ``check_gradients``.
+        True if its gradient is linear in the loss; see ``check_gradients``.
 
     Raises:
-        LossError: it is not the weighted mean of them.
-        ModelError: its gradient is not the sum of theirs.
+        LossError: the loss is not the weighted mean of the halves' losses.
+        ModelError: its gradient is not the sum of the halves' gradients.
     """
     with left_alone(model) as state, torch.no_grad():
         try:
             found = on_halves(model, loss_of, batch, state, training=False)
-        except LossError:  # it computes none in evaluation mode
+        except LossError:  # it has no loss in evaluation mode
             found = on_halves(model, loss_of, batch, state, training=True)
-        except Exception:  # of a model that takes certain numbers of samples: nobody can say
+        except Exception:  # the model requires other batch sizes: no result
             return True
     if found is not None:
         received = difference(found, batch.num_samples, tolerance_of(model, found[0]))
@@ -70,7 +70,7 @@ def check_mean(
             raise (refused or _no_mean)(received)
     if not model.training:
         return True
-    # Gradients of two samples may be alike by chance: a loss gives them no numbers of their own.
+    # Gradients of two samples may be equal by chance: a loss does not weight them differently.
     last = repeated(batch, [batch.num_samples - 1, max(batch.num_samples - 2, 0)])
     root_of = partial(_root, loss_of)
     is_linear = check_gradients(model, root_of, batch, is_low=is_low)
@@ -89,21 +89,21 @@ def _root(loss_of: LossOf, batch: Batch, start: int) -> torch.Tensor | None:
 def check_added(
     model: nn.Module, loss: LossAdapter, call: Callable[[Tree], Tree], batch: Batch
 ) -> None:
-    """Compare so what a model adds to the loss of some samples, where it adds anything.
+    """Compare the losses that a model adds for some samples likewise, if it adds any.
 
     Args:
         model: the model.
-        loss: knows what it adds.
+        loss: finds the added losses.
         call: runs the model on inputs.
         batch: the samples.
 
     Raises:
-        LossError: it is not what the loss takes it for.
+        LossError: they do not have the expected reduction.
     """
 
     def added(part: Batch) -> ShareLoss:
         output = call(part.inputs)
-        loss.newly_adds(output)  # and is tried here
+        loss.newly_adds(output)  # notes it: it is tested here
         return loss.added(output, part.num_samples)
 
     if loss.adds:
@@ -113,12 +113,12 @@ def check_added(
 def difference(
     losses: Sequence[ShareLoss | JointLoss], num_samples: int, tolerance: float
 ) -> str | None:
-    """What shows that some losses are no weighted means; None if nothing does."""
+    """The evidence that losses are not weighted means; None without any."""
     whole, *parts = (loss.sums for loss in losses)
     for (total, weight), *shares in zip(whole, *parts, strict=True):
         sums = math.fsum(part[0] for part in shares), math.fsum(part[1] for part in shares)
         if not all(map(math.isfinite, (total, *sums))):
-            continue  # an error of its own
+            continue  # another error
         if not math.isclose(weight, sums[1], rel_tol=1e-6):
             return f"weights {sums[1]:g} of halves, {weight:g} of all {num_samples}"
         if not weight:
@@ -153,7 +153,7 @@ def _no_addition(received: str) -> LossError:
 
 
 def tolerance_of(model: nn.Module, loss: ShareLoss | JointLoss | None = None) -> float:
-    """How much a loss of samples may differ from those of halves, by what it is computed in."""
+    """The tolerated difference between a loss and the mean of its halves', by dtype."""
     values = list(loss.values) if isinstance(loss, ShareLoss) else []
     dtypes = {one.dtype for one in (*values, *model.parameters()) if one.is_floating_point()}
     return max((_TOLERANCES.get(dtype, _LOW_TOLERANCE) for dtype in dtypes), default=1e-3)

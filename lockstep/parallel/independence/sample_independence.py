@@ -1,7 +1,7 @@
-"""Whether what a model makes of a sample depends on the others, tried with a share and its halves.
+"""Tests with a share and its halves whether a sample's outputs depend on the other samples.
 
-Shares of a batch go through the model apart. A model that takes a mean over the batch, that decides
-by all samples at once, or that remembers those before it in an attribute would see parts of it.
+Shares of a batch run through the model separately. A model that takes a mean over the batch, that
+decides by all samples at once, or that keeps earlier samples in an attribute sees only a part.
 """
 
 import math
@@ -26,34 +26,34 @@ from lockstep.parallel.independence.split_test import (
     rows_of,
 )
 
-# Of the largest value: what rounding comes to, also where models compute in float32 inside, and far
-# less than seeing others makes; of what computes in half precision.
+# Relative to the largest value: above rounding errors, also of models that compute in float32
+# inside, and far below the effect of other samples; then for half precision.
 _TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.1
 
 
 def check_sample_independence(
     model: nn.Module, call: Callable[[Tree], Tree], batch: Batch, *, is_low: bool = False
 ) -> bool:
-    """Compare what comes of some samples with what comes of their halves; leaves the model as is.
+    """Compare the outputs of some samples with those of their halves; leaves the model as it is.
 
     Args:
         model: in training mode.
         call: runs it on inputs.
         batch: the samples.
-        is_low: it computes in less than float32, whatever its outputs are.
+        is_low: it computes in less than float32, also if its outputs are float32.
 
     Returns:
-        Whether its gradients are multiplied by what the loss is; see ``check_gradients``.
+        True if its gradients are linear in the loss; see ``check_gradients``.
 
     Raises:
-        ModelError: it makes something else of them.
+        ModelError: the outputs differ.
     """
     has_rows: list[bool] = []
-    # With gradients, which a model may take in its forward pass.
+    # With gradients: a model may compute some in its forward pass.
     with left_alone(model) as state, torch.enable_grad():
         try:
             error = _seen(model, call, batch, state, has_rows, is_low=is_low)
-        except Exception:  # of a model that takes certain numbers of samples
+        except Exception:  # the model requires other batch sizes
             error = _seen_among_others(model, call, batch, state, is_low=is_low)
     if error is not None:
         raise error
@@ -69,7 +69,7 @@ def _root(
     batch: Batch,
     start: int,
 ) -> torch.Tensor | None:
-    """A sum over outputs, each times a number of its own sample and one of its place in it."""
+    """A sum over outputs, each times a factor of its sample and one of its place in the sample."""
     terms = []
     for output, is_row in zip(_tensors(model, call, batch), has_rows, strict=False):
         if is_row and output.is_floating_point() and output.requires_grad:
@@ -81,7 +81,7 @@ def _root(
 
 
 def _numbers(like: torch.Tensor, count: int, first: int = 0) -> torch.Tensor:
-    """Of both signs, the first two, too: a hook may clip on one side only."""
+    """Factors of both signs, also among the first two: a hook may clip on one side only."""
     return (2.5 * torch.arange(first, first + count, device=like.device)).cos().to(like)
 
 
@@ -94,7 +94,7 @@ def _seen(
     *,
     is_low: bool,
 ) -> ModelError | None:
-    """What is wrong with a model, if that shows; of each output, whether it has rows of samples."""
+    """The error of a model that mixes samples; fills ``has_rows``, one bool for each output."""
 
     def look(part: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return _outputs(model, call, part), _kept(model)
@@ -132,7 +132,7 @@ def _seen_among_others(
     *,
     is_low: bool,
 ) -> ModelError | None:
-    """The same, of as many samples each time: either half with the other, and with itself."""
+    """The same with equal numbers of samples: each half with the other half, and with itself."""
     half = batch.num_samples // 2
     early, late = range(half), range(half, 2 * half)
     found = []
@@ -142,7 +142,7 @@ def _seen_among_others(
                 return None
             seed_streams(0)
             found.append(_outputs(model, call, repeated(batch, numbers)))
-    except Exception:  # nobody can say
+    except Exception:  # no result
         return None
     for both, one, other in zip(*found, strict=False):
         if both.dim() and len(both) == len(one) == len(other) and half:
@@ -155,7 +155,7 @@ def _seen_among_others(
 
 
 def _equal_parts(batch: Batch) -> tuple[Batch, Batch]:
-    """As many samples in each: some models remember only what has the size of what comes."""
+    """Two parts of equal size: some models use what they keep only if the size matches."""
     (first, _), size = halves(batch), batch.num_samples
     return rows_of(batch, first), rows_of(batch, slice(size - first.stop, size))
 
@@ -167,7 +167,7 @@ def _after(
     call: Callable[[Tree], Tree],
     state: ModelState,
 ) -> list[torch.Tensor]:
-    """What comes of some samples after others have been there."""
+    """The outputs of some samples after the model has run on others."""
     begin_again(model, state, None)
     call(before.inputs)
     seed_streams(0)
@@ -203,7 +203,7 @@ def _are_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> 
 
 
 def _are_samples(both: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the rows of an output are the samples."""
+    """True if the rows of an output are the samples."""
     if not (both.dim() and one.dim() and other.dim()):
         return False
     shapes = {each.shape[1:] for each in (both, one, other)}
@@ -211,7 +211,7 @@ def _are_samples(both: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> 
 
 
 def _are_pairs(both: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether each sample has a value for each sample."""
+    """True if an output has a value for each pair of samples."""
     if not (both.dim() and one.dim() and other.dim()) or len(both) != len(one) + len(other):
         return False
     shapes = zip(*(each.shape[1:] for each in (both, one, other)), strict=False)
@@ -221,13 +221,13 @@ def _are_pairs(both: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> bo
 def _distance(
     some: Sequence[torch.Tensor], others: Sequence[torch.Tensor], *, is_low: bool
 ) -> float | None:
-    """How far outputs are from each other, as a part of the largest; None for what rounding is."""
+    """The relative distance of outputs; None if it may be rounding."""
     for one, other in zip(some, others, strict=False):
         if one.shape != other.shape or not one.numel() or not one.is_floating_point():
             continue
         size, distance = (float(each.double().abs().max()) for each in (one, one - other))
         low = is_low or one.dtype in (torch.bfloat16, torch.float16)
-        if distance > (_LOW_TOLERANCE if low else _TOLERANCE) * size:  # not where one is NaN
+        if distance > (_LOW_TOLERANCE if low else _TOLERANCE) * size:  # False for NaN
             return distance / size if size else math.inf
     return None
 

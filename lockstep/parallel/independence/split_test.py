@@ -1,4 +1,4 @@
-"""A share of a batch and its halves, run alike: does it matter what else is in a share?
+"""Runs a share of a batch and its halves alike, to test whether samples affect one another.
 
 Random numbers are drawn once, for the whole share, and each half gets its rows. BatchNorm layers
 are in evaluation mode: their statistics are of the whole batch in any case.
@@ -22,17 +22,17 @@ from lockstep.data.order import torch_streams
 from lockstep.data.trees import map_tensors
 from lockstep.parallel.data_parallel.batch_norm import BatchNorms
 
-# From here on, every power of two is a step that is tried: half a percent of the time at most.
+# From here on, every power of two is a tested step: half a percent of the time at most.
 _FIRST_LATER_STEP = 256
 
-# The function, its limits, and what was drawn.
+# The function, its limits, and the drawn values.
 _Draw = tuple[Any, tuple[float, ...], torch.Tensor]
 
 _T = TypeVar("_T")
 
 
 def is_tried(step: int | None) -> bool:
-    """Whether a training step is one of those on which the loss is tried."""
+    """True if the loss is tested in this training step."""
     if step is None:
         return False
     return step == 0 or (step >= _FIRST_LATER_STEP and step & (step - 1) == 0)
@@ -47,16 +47,16 @@ def on_halves(
     training: bool | None,
     draws_by_row: bool = True,
 ) -> list[_T] | None:
-    """What a function makes of some samples and of both halves; None if that says nothing.
+    """A function's results for some samples and for both halves; None if they do not compare.
 
     Args:
-        model: which it runs; its BatchNorm layers are in evaluation mode.
+        model: the function runs it; its BatchNorm layers are in evaluation mode.
         function: of samples.
-        batch: the samples; a single one is joined by another.
-        state: of the model, from which each time it starts.
+        batch: the samples; another one is added to a single one.
+        state: of the model, restored before each run.
         training: the mode of the model; None leaves it.
-        draws_by_row: each half gets its rows of what is drawn for all; else every draw has one
-            value throughout, and it is all the same which row is whose.
+        draws_by_row: each half gets its rows of the whole's random draws; else every draw has one
+            value in all elements, which does not depend on rows.
     """
     run = partial(
         _on_halves, model, function, state=state, training=training, draws_by_row=draws_by_row
@@ -65,7 +65,7 @@ def on_halves(
         return run(batch)
     try:
         return run(with_another(batch))
-    except Exception:  # of a model that has not every order
+    except Exception:  # the model does not accept every order
         return run(repeated(batch, [0, 0]))
 
 
@@ -91,17 +91,17 @@ def _on_halves(
 
 
 def begin_again(model: nn.Module, state: ModelState, training: bool | None) -> bool:
-    """Bring a model back to a state; whether it then looks at no statistics of the batch."""
+    """Restore a model's state; returns True if it then uses no statistics of the batch."""
     state.restore()
     if training is not None:
         model.train(training)
     if isinstance(model, FrontEndModel):
-        model.train(model.training)  # what a front end calls it puts in the mode of all
+        model.train(model.training)  # its front end sets the mode of all layers
     else:
         for module in model.modules():
             if isinstance(module, _BatchNorm):
                 module.eval()
-    return not BatchNorms(model).use_batch_statistics  # of layers that keep none
+    return not BatchNorms(model).use_batch_statistics  # layers without running statistics
 
 
 def halves(batch: Batch) -> tuple[slice, slice]:
@@ -116,12 +116,12 @@ def rows_of(batch: Batch, rows: slice) -> Batch:
 
 
 def repeated(batch: Batch, numbers: Sequence[int]) -> Batch:
-    """Samples of a batch, by their numbers, which may be named several times."""
+    """Samples of a batch by number; a number may occur several times."""
     return _mapped(batch, lambda one: one[[*numbers]], len(numbers))
 
 
 def with_another(batch: Batch) -> Batch:
-    """A sample, and one that is another wherever there is an order to turn around."""
+    """A sample and another one: its elements rolled along the last dim, if there is one."""
     return _mapped(
         batch, lambda one: torch.cat([one, one.roll(1, -1) if one.dim() > 1 else one]), 2
     )
@@ -145,12 +145,12 @@ class Draws(TorchDispatchMode):
         num_samples: of the batch; the first pass runs over all of them.
 
     Attributes:
-        fit: whether the parts have drawn what the whole had, but for the number of samples.
+        fit: the parts have drawn the same as the whole, except for the number of samples.
     """
 
     @property
     def any(self) -> bool:
-        """Whether anything was drawn for the whole."""
+        """True if anything was drawn for the whole."""
         return bool(self._drawn)
 
     def __init__(self, num_samples: int) -> None:
@@ -164,12 +164,12 @@ class Draws(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else torch imports torch.compile's machinery, to keep it away: a second."""
+        """Otherwise torch imports torch.compile's modules to disable it, which takes a second."""
         return False
 
     @contextmanager
     def of(self, rows: slice) -> Iterator[None]:
-        """Around the pass over some samples."""
+        """Entered around the pass over some samples."""
         self._rows = rows
         try:
             with self:
@@ -194,7 +194,7 @@ class Draws(TorchDispatchMode):
         if generator is None and not has_drawn(stream):  # attention without dropout
             return result
         if isinstance(result, torch.Tensor):
-            # Limits may be numbers of samples: those of another number are other draws.
+            # Limits may be numbers of samples: draws with other limits differ.
             limits = tuple(each for each in args if isinstance(each, int | float))
             for drawn in (*_written(func, args, result), result):
                 self._note(func, limits, drawn)
@@ -214,11 +214,11 @@ class Draws(TorchDispatchMode):
             result.copy_(rows)
 
     def _next(self) -> tuple[Any, ...]:
-        """What was drawn for all samples in the place of the next draw."""
+        """The whole's draw in the place of the next draw."""
         return self._rest.pop(0) if self._rest else (None, None, None)
 
     def _rows_of(self, drawn: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
-        """A part's rows of what the whole has drawn; None where it has none."""
+        """A part's rows of the whole's draw; None if it has none."""
         if drawn.shape == shape:
             return drawn
         if drawn.dim() != len(shape):
@@ -232,7 +232,7 @@ class Draws(TorchDispatchMode):
 
 
 def _written(func: Any, args: Sequence[Any], result: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors beside the result that a function has drawn into, such as RReLU's for backward."""
+    """Tensors other than the result that a function draws into, such as RReLU's for backward."""
     return [
         arg
         for arg, described in zip(args, func._schema.arguments, strict=False)

@@ -1,6 +1,6 @@
-"""What the loss of a share contributes to the loss of the global batch.
+"""The contribution of a share's loss to the loss of the global batch.
 
 Entry points: ``share_losses`` (a total and a weight), ``reduction_inference`` (is a scalar a mean
-or a sum?) and ``whole_batch`` (any other loss, computed on all shares' outputs together). Whether a
-batch may be divided at all is tried in ``parallel.independence``.
+or a sum?) and ``whole_batch`` (any other loss, computed on all shares' outputs together).
+``parallel.independence`` tests whether a batch may be divided at all.
 """

@@ -1,15 +1,14 @@
 """Losses that compare outputs with targets: functions of (output, target), and their contract.
 
-A loss function says in one of three ways what a share adds to the loss of the global batch:
+A loss function returns the loss of a share in one of three forms:
 
-- a scalar, of which is known what it is a mean or a sum of (``parallel.loss.reduction_inference``);
-else it is
-  taken on the whole batch (``parallel.loss.whole_batch``);
+- a scalar whose reduction is known (``parallel.loss.reduction_inference``); otherwise the loss is
+  computed on the whole batch (``parallel.loss.whole_batch``);
 - per-sample values of shape (n,);
 - a pair ``(total, weight)``: a sum and the weight of that sum.
 
 torch's own cross-entropy and NLL losses return a scalar whose true denominator depends on
-``ignore_index`` and class weights: they are recognised and asked for the pair.
+``ignore_index`` and class weights: for these the pair is computed.
 """
 
 import inspect
@@ -34,16 +33,16 @@ _AGREED = "The loss must return a scalar, values of shape (n,), or a pair (total
 class FunctionAdapter(LossAdapter):
     """Calls a loss function and reads what it returns."""
 
-    _is_proven = False  # what was read last adds up, whatever the samples are
+    _is_proven = False  # the loss read last is additive for any samples
 
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
         self._takes_weight = _takes(loss, "sample_weight")
-        self._tried: set[tuple[int, int]] = set()  # samples of a share and of the batch
+        self._tried: set[tuple[int, int]] = set()  # sizes of a share and of the batch
 
     @property
     def is_certain(self) -> bool:  # type: ignore[override]
-        """It is one of torch's own."""
+        """True for torch's own losses."""
         return reduction_of(self.loss) is not None
 
     def __call__(self, output: Tree, batch: Batch) -> ShareLoss:
@@ -53,14 +52,14 @@ class FunctionAdapter(LossAdapter):
             return self._read(output, batch)
         try:
             share = self._read(output, batch)
-        except Exception as error:  # perhaps these are too few samples for it
+        except Exception as error:  # it may need more samples
             self.failure = f"{type(error).__name__}: {error}"
             return replace(nothing(output), is_guess=True)
         is_known = share.is_guess or self._adds_up(output, batch)
         return share if is_known else replace(share, is_guess=True)
 
     def _adds_up(self, output: Tree, batch: Batch) -> bool:
-        """Whether shares tell the loss of the batch, tried once for each size of both."""
+        """True if shares give the loss of the batch; tested once for each pair of sizes."""
         sizes = batch.num_samples, self.batch_size
         if self._is_proven or sizes in self._tried:
             return True
@@ -78,7 +77,7 @@ class FunctionAdapter(LossAdapter):
     def _read(self, output: Tree, batch: Batch) -> ShareLoss:
         target, sample_weight, num_samples = batch.targets, batch.sample_weight, batch.num_samples
         self._is_proven = False
-        # Looked at anew for every share: a loss may change between two fits, or in a callback.
+        # Read again for every share: a loss may change between two fits, or in a callback.
         reduction = reduction_of(self.loss)
         by_class = ClassLoss.recognise(self.loss)
         if by_class is not None and isinstance(output, torch.Tensor):
@@ -105,7 +104,7 @@ class FunctionAdapter(LossAdapter):
     def _watched(
         self, output: Tree, target: Tree, sample_weight: torch.Tensor | None, num_samples: int
     ) -> ShareLoss:
-        """What a function of the user's makes of a share; a guess where nobody knows."""
+        """The loss of a share by a user's function; a guess if its reduction is unknown."""
         with KnownMeans((output, target), num_samples) as watching:
             returned = self.loss(output, target)
         share = read_returned(returned, output, sample_weight, num_samples)
@@ -135,7 +134,7 @@ class FunctionAdapter(LossAdapter):
 def read_returned(
     returned: Any, output: Tree, sample_weight: torch.Tensor | None, num_samples: int
 ) -> ShareLoss:
-    """What a loss function has returned for an output, in one of the three ways."""
+    """Read the result of a loss function, in one of the three forms."""
     if isinstance(returned, tuple | list) and len(returned) == 2:
         if sample_weight is not None:
             raise _needs_weight_argument()
@@ -152,14 +151,14 @@ def read_returned(
 
 
 def mean_over(value: torch.Tensor, weight: float) -> ShareLoss:
-    """A scalar that is a mean over as many terms."""
+    """The loss of a scalar that is a mean over ``weight`` terms."""
     return ShareLoss(
         values=(value,), seeds=(weight,), total=value.detach().double() * weight, weight=weight
     )
 
 
 def sum_over(value: torch.Tensor, num_samples: int, batch_size: int) -> ShareLoss:
-    """A scalar that is a sum, and not to be divided: the batch's loss is the sum of the shares'."""
+    """The loss of a scalar that is a sum: the batch's loss is the sum of the shares' losses."""
     total = batch_size * value.detach().double()
     return ShareLoss(
         values=(value,), seeds=(float(batch_size),), total=total, weight=float(num_samples)
@@ -175,7 +174,7 @@ def _per_sample(values: torch.Tensor, sample_weight: torch.Tensor | None) -> Sha
             weight=float(len(values)),
         )
     weights = sample_weight.to(values)
-    # A loss that is not finite makes the total so, also with weight 0: its gradient would be NaN.
+    # A loss that is not finite spreads to the total, even with weight 0: its gradient is NaN.
     return ShareLoss(
         values=(values,),
         seeds=(weights,),
@@ -185,7 +184,7 @@ def _per_sample(values: torch.Tensor, sample_weight: torch.Tensor | None) -> Sha
 
 
 def _pair_or_nothing(returned: Any, output: Tree) -> ShareLoss:
-    """A pair of the user's, whose total may be 0 / 0 or a constant where nothing counts."""
+    """A user's pair; with weight 0 its total may be 0 / 0 or a constant."""
     total, weight = returned
     share = _pair(total, weight)
     if share.weight == 0 and not math.isfinite(share.total):
@@ -206,7 +205,7 @@ def read_weight(weight: Any, whose: str = "a pair whose weight") -> float:
     """A weight as a number.
 
     Raises:
-        LossError: it is none, or depends on what is trained: perhaps it is a second loss.
+        LossError: it is no weight, or depends on trained parameters: it may be a second loss.
     """
     if isinstance(weight, torch.Tensor) and weight.requires_grad:
         raise LossError(_misfit(f"{whose} depends on trainable parameters"))
@@ -247,7 +246,7 @@ def _needs_weight_argument() -> LossError:
 
 
 def missing_targets() -> DataError:
-    """For data that a loss cannot work with."""
+    """The error for data without targets."""
     return DataError(
         "A loss that compares outputs with targets needs targets.",
         received="data without targets",

@@ -1,8 +1,8 @@
 """Several losses with a factor each, on several outputs and targets.
 
-Output, target and loss go together by key, or by position. The loss of a batch is the sum of factor
-times mean, each mean over its own denominator: tokens here, samples there. ``losses.JointLoss``
-says what follows from that.
+Outputs, targets and losses are matched by key, or by position. The loss of a batch is the sum of
+factor times mean, each mean with its own denominator, such as tokens or samples. See
+``share_losses.JointLoss``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class JointAdapter(LossAdapter):
 
     Args:
         loss: the functions by key, or by position.
-        factors: of each of them.
+        factors: one for each function.
     """
 
     def __init__(self, loss: Losses, factors: Sequence[float]) -> None:
@@ -36,12 +36,12 @@ class JointAdapter(LossAdapter):
 
     @property
     def is_certain(self) -> bool:  # type: ignore[override]
-        """All of them are."""
+        """True if all losses are."""
         return all(adapter.is_certain for adapter in self._adapters.values())
 
     @property
     def failure(self) -> str:  # type: ignore[override]
-        """Of the first that has failed."""
+        """The failure of the first loss that failed."""
         return next((one.failure for one in self._adapters.values() if one.failure), "")
 
     def begin(self, batch_size: int, num_filled: int, *, is_part: bool = False) -> None:
@@ -63,7 +63,7 @@ class JointAdapter(LossAdapter):
 def _loss_of(
     name: str, adapter: FunctionAdapter, key: str | int, whole: Tree, batch: Batch
 ) -> ShareLoss:
-    """One of the losses, on its part of outputs and targets."""
+    """Compute one of the losses on its part of outputs and targets."""
     output, target = _part(whole, key), _part(batch.targets, key)
     if output is None:
         raise _no_output(name, _describe(whole))
@@ -76,19 +76,19 @@ def _loss_of(
 
 
 def keyed_losses(loss: Losses) -> dict[Any, Any]:
-    """The functions by what finds their outputs and targets."""
+    """The functions by the key or position of their outputs and targets."""
     return {**loss} if isinstance(loss, Mapping) else dict(enumerate(loss))
 
 
 def part_names(loss: Losses) -> tuple[str, ...]:
-    """How the parts are called in logs: by key, or by position as Keras does, from 1 on."""
+    """Names of the parts in logs: the keys, or positions from 1 on, as in Keras."""
     if isinstance(loss, Mapping):
         return tuple(loss)
     return tuple(f"output_{number}" for number in range(1, len(loss) + 1))
 
 
 def _part(tree: Tree, key: str | int) -> Any:
-    """What lies under a key: of a dict, in an attribute, or at a position; None for nothing."""
+    """The value of a key, an attribute or a position; None if there is none."""
     if isinstance(key, int):
         return tree[key] if isinstance(tree, tuple | list) and key < len(tree) else None
     if isinstance(tree, Mapping):

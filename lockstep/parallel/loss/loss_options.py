@@ -1,4 +1,4 @@
-"""What may be given as a loss, with its factors: checked, and adapted."""
+"""Checks and adapts the user's loss and its factors."""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from lockstep.units import listed
 
 
 def adapt_loss(loss: Any, loss_weights: Any = None) -> LossAdapter:
-    """The adapter of a loss that ``check_loss`` has found nothing wrong with."""
+    """The adapter of a loss that ``check_loss`` accepts."""
     if isinstance(loss, OwnLoss):
         return OwnLossAdapter(loss)
     if not isinstance(loss, Mapping | list | tuple):
@@ -27,7 +27,7 @@ def adapt_loss(loss: Any, loss_weights: Any = None) -> LossAdapter:
 def check_loss(
     loss: object, loss_weights: object, problems: Problems, name: str = "`loss`"
 ) -> None:
-    """Note what cannot be a loss, or factors of several."""
+    """Add a problem for an invalid loss, or for invalid factors of several losses."""
     if isinstance(loss, Mapping | list | tuple):
         _check_several(loss, problems)
         _check_factors(loss, loss_weights, problems)

@@ -1,4 +1,4 @@
-"""What becomes of a step whose loss is not finite, or trains nothing."""
+"""Rules for steps whose loss is not finite, or depends on no parameter."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,21 +14,21 @@ def refuses(
     totals: Sequence[float],
     diagnose: Callable[[int], str],
 ) -> bool:
-    """Whether a step is to be left out because the loss of a share is NaN or infinite.
+    """True if a step must be skipped because the loss of a share is NaN or infinite.
 
-    One such loss makes the whole gradient so, also where its weight is 0.
+    One such loss makes the whole gradient NaN or infinite, even with weight 0.
 
     Args:
-        rule: what becomes of such a step.
+        rule: the treatment of such a step.
         step: the step's number.
         bounds: samples ``[start, stop)`` of each share.
-        totals: of each filled share.
-        diagnose: says where a share's values cease to be finite; empty where nobody knows.
+        totals: total losses of the filled shares.
+        diagnose: returns where a share's values stop being finite; empty if unknown.
 
     Raises:
-        NonFiniteLossError: if that is the rule.
+        NonFiniteLossError: with the rule "raise".
     """
-    if rule == "ignore":  # perhaps nobody knows the totals yet
+    if rule == "ignore":  # the totals may not be known yet
         return False
     share = next((share for share, total in enumerate(totals) if not math.isfinite(total)), None)
     if share is None:
@@ -52,7 +52,7 @@ def _nonfinite_loss(
 
 
 def check_used(step: int, is_any_used: bool) -> None:
-    """A loss that depends on no parameter trains nothing.
+    """Check that the loss depends on a trainable parameter.
 
     Raises:
         LossError: it does not.
@@ -66,7 +66,7 @@ def check_used(step: int, is_any_used: bool) -> None:
 
 
 def unequal_scale(step: int) -> ModelError:
-    """For gradients that must be multiplied after backward, and cannot."""
+    """The error for gradients that must be scaled after backward, and cannot."""
     return ModelError(
         "Hooks must be linear where the loss is not a mean over the samples: gradients are then "
         "divided by its weight after backward, when the weights of all shares are known.",

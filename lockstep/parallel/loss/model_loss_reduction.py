@@ -1,11 +1,10 @@
-"""What a loss that is computed inside a model, or a training step, is a mean over.
+"""Infers the reduction (mean or sum) of a loss computed inside a model or a training step.
 
-Most of them come to one of torch's own losses, to ``mean()`` or ``sum()``, or to a sum over a sum
-of what counts. What these divide by is seen while they run, padding and class weights included, so
-a share weighs what it should. Of all others the loss is taken to be a mean over the samples.
+Most such losses end in one of torch's own losses, in ``mean()`` or ``sum()``, or in a sum divided
+by a sum of weights. Their denominators are recorded while they run, padding and class weights
+included, and give the weight of a share. Any other loss counts as a mean over the samples.
 
-That one sample's values depend on others is not seen: ``parallel.independence.reduction_test``
-finds it.
+Dependence between samples is not detected here, but by ``parallel.independence.reduction_test``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,18 +27,18 @@ _ADDED = frozenset(["add", "add_", "__iadd__", "sub", "sub_", "__isub__", "rsub"
 _SCALED = frozenset(["mul", "mul_", "__imul__", "neg"])
 _DIVIDED = frozenset(["div", "div_", "__idiv__", "__itruediv__", "true_divide"])
 
-# By the tensor, for as long as it lives.
+# Reductions by tensor, for the tensor's lifetime.
 _seen: Any = WeakIdKeyDictionary()
 
 
 def seen_mean(scalar: torch.Tensor) -> Known | None:
-    """What a scalar is that was computed under ``InnerMeans``; None if nobody knows."""
+    """The reduction of a scalar computed under ``InnerMeans``; None if unknown."""
     found: Known | None = _seen.get(scalar)
     return found
 
 
 class InnerMeans(TorchFunctionMode):
-    """Watches a model, or a training step, for scalars that are means or sums."""
+    """Records which scalars of a model, or of a training step, are means or sums."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -59,7 +58,7 @@ class InnerMeans(TorchFunctionMode):
 
 
 def _before(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Known | None:
-    """What comes of scalars that are known, as they are before the function may change them."""
+    """The reduction of a result, from its scalar arguments before the call may change them."""
     scalars = [each for each in args if isinstance(each, torch.Tensor) and not each.dim()]
     found = [_seen.get(scalar) for scalar in scalars]
     if not any(found) or kwargs:
@@ -81,7 +80,7 @@ def _combined(
     found: Sequence[Known],
     numbers: Sequence[float],
 ) -> Known | None:
-    """Of a known scalar with a number, or with another one."""
+    """A known scalar combined with a number, or with another known scalar."""
     if len(found) == 2:
         if name in _DIVIDED:
             return _over_sum(found, scalars[1])
@@ -93,14 +92,14 @@ def _combined(
 
 
 def _over_sum(found: Sequence[Known], divisor: torch.Tensor) -> Known | None:
-    """A sum over a sum of what counts."""
+    """A sum divided by a sum of weights."""
     is_mean = found[0].weight is None and found[1].weight is None and not divisor.requires_grad
     weight = divisor.item() if is_mean else -1.0
     return Known(weight) if weight >= 0 else None
 
 
 def _reduced(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Known | None:
-    """What torch has made a scalar of."""
+    """The reduction by one of torch's losses, or by ``mean`` or ``sum``."""
     if func in OF_CLASSES or func in OF_ELEMENTS:
         return _loss(func, options_of(func, args, kwargs))
     name = name_of(func)

@@ -1,6 +1,6 @@
-"""The loss that a model has computed itself: found in its output, and what it is a mean over.
+"""The loss that a model computes itself: its place in the output, and its reduction.
 
-A training step of the user's own (``parallel.data_parallel.step_functions``) returns one, too.
+A user's training step (``parallel.data_parallel.step_functions``) returns such a loss, too.
 """
 
 import math
@@ -58,18 +58,18 @@ class OwnLossAdapter(LossAdapter):
 class InnerLoss:
     """Reads losses that were computed under ``InnerMeans``.
 
-    What is seen of a scalar must be seen of all: the weights of shares could not be compared else.
+    The reduction must be known for all scalars or for none: else shares' weights do not compare.
     """
 
     def __init__(self) -> None:
-        self._is_seen: dict[bool, bool] = {}  # in training, and without gradients
+        self._is_seen: dict[bool, bool] = {}  # with gradients, and without
 
     def read(self, found: Any, output: Tree, num_samples: int, batch_size: int) -> ShareLoss:
-        """What a share's loss adds.
+        """A share's loss.
 
         Args:
             found: the loss: a scalar, values of shape (n,), or a pair (total, weight).
-            output: what it was found in.
+            output: the output that has the loss.
             num_samples: of the share.
             batch_size: of the global batch.
         """
@@ -91,7 +91,7 @@ class InnerLoss:
 
 
 def _part(output: Tree, place: int | str) -> Any:
-    """The loss in an output, where the user says it is."""
+    """The loss at the user's place in an output."""
     try:
         if isinstance(place, str) and not isinstance(output, Mapping):
             return getattr(output, place)
@@ -105,7 +105,7 @@ def _part(output: Tree, place: int | str) -> Any:
 
 
 def _find(output: Tree) -> Any:
-    """The loss in an output, in whichever of the agreed places."""
+    """The loss at one of the documented places in an output."""
     if isinstance(output, Mapping):
         found = output.get("loss")
     elif hasattr(output, "loss"):
@@ -126,7 +126,7 @@ def _find(output: Tree) -> Any:
 
 
 def _is_pair(output: Any) -> bool:
-    """(total, weight), and not (loss, logits)."""
+    """True for (total, weight), False for (loss, logits)."""
     if len(output) != 2:
         return False
     weight = output[1]
@@ -136,7 +136,7 @@ def _is_pair(output: Any) -> bool:
 
 
 def _mean_over(loss: torch.Tensor, weight: float, output: Tree) -> ShareLoss:
-    """A share's mean; if it is 0 / 0 or a constant, its backward goes from the other outputs."""
+    """A share's mean; if it is 0 / 0 or a constant, backward starts from the other outputs."""
     share = mean_over(loss, weight)
     if weight or (math.isfinite(share.total) and loss.requires_grad):
         return share

@@ -1,4 +1,4 @@
-"""Along which dim of a tensor the samples are, and where a view or a transposition moves them."""
+"""The dim of a tensor's samples, and where a view or a transposition moves it."""
 
 import math
 from collections.abc import Mapping, Sequence

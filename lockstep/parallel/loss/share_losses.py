@@ -1,16 +1,14 @@
-"""What a share's loss contributes to the loss of the global batch.
+"""The contribution of a share's loss to the loss of the global batch.
 
 The loss of a batch is the weighted mean over its samples (or tokens): the sum of all shares' totals
-over the sum of all their weights. What the Trainer is given as its loss is adapted to say so, share
-by share:
+divided by the sum of their weights. An adapter computes total and weight of a share for each kind
+of the Trainer's loss:
 
-- a function of output and target (``parallel.loss.function_losses``), which is given the whole
-batch
-  where nobody knows what it makes of a share (``parallel.loss.whole_batch``);
-- the loss that the model has computed itself (``parallel.loss.model_losses``);
-- several of the former with a factor each (``parallel.loss.joint_losses``). Each has a denominator
-of
-  its own, so a share's part of such a loss is known when all shares' weights are: ``JointLoss``.
+- a function of output and target (``parallel.loss.function_losses``), computed on the whole batch
+  if its reduction is unknown (``parallel.loss.whole_batch``);
+- the loss that the model computes itself (``parallel.loss.model_losses``);
+- several functions with a factor each (``parallel.loss.joint_losses``). Each has its own
+  denominator, so a share's part requires the weights of all shares: ``JointLoss``.
 """
 
 import math
@@ -27,17 +25,17 @@ from lockstep.data.batch_dims import TurnedLoss
 from lockstep.data.map_style.sources import Batch
 from lockstep.data.trees import Tree, tensors_of
 
-# (total, weight) of each part of a share's loss; of the one part where it is one loss.
+# (total, weight) of each part of a share's loss; a single loss is one part.
 Sums = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossParts:
-    """The parts of a loss, as they are named in logs.
+    """The parts of a loss.
 
     Attributes:
-        names: one for each part; none where the loss is one.
-        factors: of each part in the whole.
+        names: the parts' names in logs; empty for a single loss.
+        factors: the factor of each part in the whole.
     """
 
     names: tuple[str, ...] = ()
@@ -48,13 +46,13 @@ class LossParts:
 
     @property
     def log_names(self) -> tuple[str, ...]:
-        """Names of the logs of a loss: of the whole and of every part."""
+        """The names in logs of the whole loss and of every part."""
         return ("loss", *(f"{name}_loss" for name in self.names))
 
     def logs(self, shares: Sequence[Sums]) -> dict[str, float]:
-        """Means over shares: of the whole, and of each part. NaN for what weighs nothing.
+        """Means over shares: of the whole, and of each part. NaN for weight 0.
 
-        Sums are exactly rounded: the order of shares and ranks cannot matter.
+        Sums are exactly rounded, so they do not depend on the order of shares and ranks.
         """
         means = [mean([share[part] for share in shares]) for part in range(len(self.factors))]
         counted = [
@@ -73,23 +71,23 @@ ONE_LOSS = LossParts()
 
 
 def mean(sums: Sequence[tuple[float, float]]) -> float | None:
-    """All totals over all weights; None where these are nothing."""
+    """All totals divided by all weights; None if the weights are 0."""
     weight = math.fsum(weight for _, weight in sums)
     return math.fsum(total for total, _ in sums) / weight if weight else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShareLoss:
-    """A share's loss and how to go backward from it.
+    """A share's loss and its backward pass.
 
     Attributes:
         values: the tensors that backward starts from.
-        seeds: for each of them d total / d value: a number, or a tensor of its shape.
+        seeds: d total / d value for each of them: a number, or a tensor of its shape.
         total: weighted sum of the losses of the share's samples.
-        weight: the sum of their weights. What a device computes of these stays a tensor, so that
-            nobody waits for it.
-        parts: what it is put together from, if it is.
-        is_guess: nobody knows what the loss is a mean of; the weight is the number of samples.
+        weight: the sum of their weights. A total or weight computed on a device stays a tensor, so
+            that the host does not wait for it.
+        parts: sums of its parts, if it has several.
+        is_guess: the reduction is unknown; the weight is the number of samples.
     """
 
     values: tuple[torch.Tensor, ...]
@@ -101,14 +99,14 @@ class ShareLoss:
 
     @property
     def sums(self) -> Sums:
-        """Total and weight, of each part where there are several."""
+        """Total and weight; of each part, if there are several."""
         return self.parts or ((float(self.total), float(self.weight)),)
 
     def backward(self, denominator: torch.Tensor | float) -> None:
         """Add d (total / denominator) to the gradients.
 
-        A share in which nothing counts, so that the denominator is 0, adds nothing; nor does one
-        whose samples have used no trainable parameter.
+        A share with a denominator of 0 adds nothing; nor does one whose samples use no trainable
+        parameter.
         """
         if not (isinstance(denominator, torch.Tensor) or denominator > 0):
             return
@@ -126,16 +124,16 @@ class ShareLoss:
 
 def _as_gradient(seed: torch.Tensor | float, value: torch.Tensor) -> torch.Tensor:
     if isinstance(seed, torch.Tensor):
-        return seed.to(value.dtype).expand_as(value)  # a number that a device has divided, too
+        return seed.to(value.dtype).expand_as(value)  # also a scalar on a device
     return torch.full_like(value, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class JointLoss:
-    """A share's losses, as long as nobody knows what those of the whole batch weigh.
+    """A share's losses before their weights in the whole batch are known.
 
-    The loss of a batch is the sum over the parts of factor times total over weight, totals and
-    weights being sums over the shares.
+    The loss of a batch is the sum over the parts of factor times total divided by weight; totals
+    and weights are sums over the shares.
 
     Attributes:
         losses: one for each part.
@@ -154,12 +152,12 @@ class JointLoss:
 
     @property
     def weights(self) -> list[float]:
-        """Of the parts."""
+        """The weights of the parts."""
         return [float(loss.weight) for loss in self.losses]
 
     @property
     def is_guess(self) -> bool:
-        """Nobody knows what one of them is a mean of."""
+        """True if the reduction of a part is unknown."""
         return any(loss.is_guess for loss in self.losses)
 
     @property
@@ -171,7 +169,7 @@ class JointLoss:
         """The share's part of the loss of a batch, as a total over the batch's samples.
 
         Args:
-            weights: of the parts in the whole batch; one that weighs nothing adds nothing.
+            weights: of the parts in the whole batch; a part of weight 0 adds nothing.
             num_samples: of the whole batch.
         """
         scales = [
@@ -182,11 +180,11 @@ class JointLoss:
 
     @property
     def is_even(self) -> bool:
-        """All parts weigh the same, so their sum has one denominator."""
+        """True if all parts have the same weight, so their sum has one denominator."""
         return len(set(self.weights)) == 1
 
     def joined(self) -> ShareLoss:
-        """The share's part, if it is even, before the others' weights are known."""
+        """The share's part, if ``is_even``; it does not need the weights of other shares."""
         return self._scaled(self.parts.factors, self.weights[0])
 
     def _scaled(self, scales: Sequence[float | None], weight: float) -> ShareLoss:
@@ -205,23 +203,23 @@ class JointLoss:
 
 
 class LossAdapter(ABC):
-    """What the Trainer was given as its loss, made to speak of shares.
+    """Computes the Trainer's loss for shares.
 
     Attributes:
-        loss: what was given.
-        parts: its parts, where it has some.
+        loss: the user's.
+        parts: its parts, if it has several.
         needs_targets: it compares outputs with targets.
-        is_certain: what a share's loss weighs is known, whatever the loss returns.
+        is_certain: the weight of a share's loss is known for any result.
         is_inside: the model computes it.
         uses_whole_batch: it is called once, with the outputs of all shares, because the weight of
             a share's loss is unknown (``parallel.loss.whole_batch``).
         adds: the model adds something to it.
-        gathered_bytes: the most that all shares of a batch have published for that.
-        batch_size: samples of the batch under way.
-        sees_all: what it is called with is all of the batch.
-        is_alone: what it is called with is that, or all that a worker has taken of the batch.
-        is_linear: gradients of the model are multiplied by what the loss is, as far as was tried.
-        failure: what it has raised on a share, if it has; it is called with all of them then.
+        gathered_bytes: the most bytes that all shares of a batch have published for that.
+        batch_size: samples of the current batch.
+        sees_all: it is called with the whole batch.
+        is_alone: it is called with the whole batch, or with all samples that a worker takes of it.
+        is_linear: the model's gradients are linear in the loss, as far as was tested.
+        failure: its error on a share, if any; it is then called with all shares.
     """
 
     loss: Any
@@ -239,21 +237,21 @@ class LossAdapter(ABC):
     failure = ""
 
     def begin(self, batch_size: int, num_filled: int, *, is_part: bool = False) -> None:
-        """A batch is on its way, or a part of one, in so many shares."""
+        """Begin a batch, or a part of one, of ``num_filled`` shares."""
         self.batch_size = batch_size
         self.is_alone = num_filled == 1
         self.sees_all = self.uses_whole_batch or (self.is_alone and not is_part)
 
     def watching(self) -> AbstractContextManager[Any]:
-        """Around the model's forward pass, where the loss is computed in it."""
+        """Entered around the model's forward pass, which may compute the loss."""
         return nullcontext()
 
     def newly_adds(self, output: Tree) -> bool:
-        """Whether the model adds something for the first time; asked once of each batch."""
+        """True if the model adds a loss for the first time; called once per batch."""
         return False
 
     def added(self, output: Tree, num_samples: int) -> ShareLoss:
-        """What the model has added to the loss of a share.
+        """The loss that the model adds to the loss of a share.
 
         Raises:
             NotImplementedError: it adds nothing.
@@ -261,34 +259,34 @@ class LossAdapter(ABC):
         raise NotImplementedError
 
     def may_take_whole(self, *, in_stages: bool) -> bool:
-        """Whether it may turn out that the loss must be taken on whole batches.
+        """True if the loss may have to be computed on whole batches.
 
-        In a pipeline a microbatch goes backward before it is known what several losses of the
-        others weigh.
+        In a pipeline a microbatch goes backward before the weights of other microbatches' losses
+        are known.
         """
         return not self.is_certain or (in_stages and bool(self.parts))
 
     def user_losses(self) -> list[Any]:
-        """The objects that were given, each of which may keep something."""
+        """The user's loss objects, which may have state."""
         given = list(self.loss.values()) if isinstance(self.loss, Mapping) else self.loss
         losses = given if isinstance(given, list | tuple) else [given]
         return [one.loss if isinstance(one, TurnedLoss) else one for one in losses]
 
     @abstractmethod
     def __call__(self, output: Tree, batch: Batch) -> ShareLoss | JointLoss:
-        """The loss of a share, of what the model has made of it.
+        """The loss of a share, from the model's output.
 
         Raises:
-            LossError: the loss is something else than agreed.
+            LossError: the loss has none of the documented forms.
             DataError: there are no targets.
         """
 
 
 def nothing(tensors: Tree) -> ShareLoss:
-    """A share in which nothing counts.
+    """The loss of a share of weight 0.
 
-    It goes backward with zeros, so that BatchNorm layers meet the other shares there, and what it
-    has used counts as used.
+    Its backward pass has gradients of 0, so that BatchNorm layers still exchange rows with other
+    shares, and the parameters it uses count as used.
     """
     values = tuple(tensors_of(tensors))
     return ShareLoss(values=values, seeds=(0.0,) * len(values), total=0.0, weight=0.0)

@@ -1,6 +1,6 @@
-"""torch's own losses: recognised, so that they are asked for what their mean alone does not say.
+"""Recognises torch's own losses, to compute the denominator or the values of their mean.
 
-Those inside a function of the user's are found while it runs
+Those inside a user's function are recognised while it runs
 (``parallel.loss.reduction_inference``).
 """
 
@@ -32,7 +32,7 @@ def _is_torch_loss(loss: Any) -> bool:
 
 
 def _forward_of(loss: nn.Module) -> Any:
-    """What the class computes: a subclass that leaves it alone is as good as torch's own."""
+    """The class's ``forward``: a subclass that inherits it counts as torch's own loss."""
     return getattr(type(loss), "forward", None)
 
 
@@ -100,7 +100,7 @@ class ClassLoss:
 
     @property
     def counts(self) -> bool:
-        """Whether the denominator is a number of targets: sure to be a weight, and maybe 0."""
+        """True if the denominator is a number of targets: a valid weight, which may be 0."""
         return self.class_weight is None
 
     def __call__(

@@ -1,12 +1,12 @@
-"""The loss of a whole batch, of which every rank has some shares.
+"""Computes the loss of a whole batch, of which every rank has some shares.
 
-What a function makes of some samples does not always say what it makes of all: a contrastive loss,
-Dice, the root of a mean, a mean over what is not padding. Such a loss is taken once, on the outputs
-of all shares. They are published for all ranks; every rank puts them together, computes the same
-loss with the same random numbers, and goes backward from its own shares' part of its gradient.
+Some losses of a batch do not follow from its shares' losses: a contrastive loss, Dice, the root of
+a mean, a mean without padding. Such a loss is computed once, on the outputs of all shares. They are
+published for all ranks; every rank concatenates them, computes the same loss with the same random
+numbers, and goes backward from its own shares' part of the gradient.
 
-Outputs go together along their first dim. What has no row per sample must be the same in all
-shares (a temperature): its gradient is the first share's.
+Outputs are concatenated along their first dim. Outputs without a row per sample (a temperature)
+must be the same in all shares: their gradient goes to the first share.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from lockstep.units import format_bytes, listed
 
 @dataclass(frozen=True, kw_only=True)
 class SharePart:
-    """What a share has of a batch.
+    """A share's part of a batch.
 
     Attributes:
         output: the model's.
@@ -40,24 +40,24 @@ class SharePart:
 
     @property
     def tree(self) -> Tree:
-        """What the loss is computed from."""
+        """The inputs of the loss."""
         return self.output, self.batch.targets, self.batch.sample_weight
 
 
 class WholeBatch:
-    """A batch put together.
+    """A batch, concatenated from all shares.
 
     Args:
         exchange: of this rank.
-        own: what this rank's shares have of it.
-        num_filled: how many shares have samples.
+        own: the parts of this rank's shares.
+        num_filled: number of shares with samples.
         device: where the loss is computed.
 
     Attributes:
-        num_bytes: what all shares have published for it.
+        num_bytes: bytes that all shares have published for it.
 
     Raises:
-        LossError: outputs cannot be put together.
+        LossError: outputs cannot be concatenated.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class WholeBatch:
             raise _unlike("values that are no tensors and differ from share to share")
         if len({len(share["tensors"]) for share in shares}) > 1:
             raise _unlike("other numbers of tensors in one share than in another")
-        # Of each share's tensors: those from which this rank's shares go backward are leaves.
+        # The tensors from which this rank's shares go backward are leaves.
         self._leaves = [[_leaf(one, device) for one in share["tensors"]] for share in shares]
         for leaves, share in zip(self._leaves, shares, strict=True):
             for leaf, is_trained in zip(leaves, share["trained"], strict=True):
@@ -105,7 +105,7 @@ class WholeBatch:
 
         Args:
             loss: of the batch.
-            trainable: parameters that the loss may use by itself, such as for a penalty.
+            trainable: parameters that the loss may use directly, such as for a penalty.
         """
         direct = [one for one in trainable if one.requires_grad] if 0 in self._own else []
         gradients = _gradients(loss, [*self._own_leaves(), *direct])
@@ -137,7 +137,7 @@ class WholeBatch:
         return [leaf for share in self._own for leaf in self._leaves[share] if leaf.requires_grad]
 
     def _output(self, column: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One output of all shares; no leaf, so that it may be changed in place as any output."""
+        """One output of all shares; not a leaf, so that it may be changed in place."""
         if any(not tensor.equal(column[0]) for tensor in column[1:]):
             return self._rows(column)
         if not self._has_rows(column):
@@ -153,7 +153,7 @@ class WholeBatch:
         return torch.cat(tuple(column))
 
     def _has_rows(self, column: Sequence[torch.Tensor]) -> bool:
-        """Whether there are equally many for every sample."""
+        """True if every sample has the same number of rows."""
         if any(not tensor.dim() for tensor in column):
             return False
         sizes = [len(tensor) for tensor in column]
@@ -162,7 +162,7 @@ class WholeBatch:
 
 
 def whole_batch_note(loss: LossAdapter) -> str:
-    """What the Plan says of a loss that is taken on whole batches."""
+    """The Plan's note on a loss that is computed on whole batches."""
     much = ""
     if loss.gathered_bytes:
         much = f": {format_bytes(loss.gathered_bytes)} of outputs and targets per step"
@@ -191,7 +191,7 @@ def _leaf(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _gradients(loss: ShareLoss, sources: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Of the loss's total, by the tensor's id; of those that it depends on."""
+    """Gradients of the loss's total, by tensor id, for the sources that it depends on."""
     roots = [
         (value, seed if isinstance(seed, torch.Tensor) else torch.full_like(value, seed))
         for value, seed in zip(loss.values, loss.seeds, strict=True)
