@@ -16,17 +16,17 @@ Logs = dict[str, Any]
 class Callback:
     """Base of callbacks: override what you need.
 
-    ``self.trainer`` and ``self.model`` are set before the first call. What a callback changes is
-    brought to all ranks before training goes on. At any time it may set
-    ``self.trainer.stop_training = True``, options of ``self.trainer.optimizer.param_groups``,
-    weights and buffers of ``self.model``. In ``on_epoch_begin`` and ``on_epoch_end`` it may also
-    freeze or thaw parameters, put modules in another mode, set attributes of modules, add parameter
-    groups and change the optimizer's state, which it finds whole there. It may call ``evaluate``
-    and ``predict``, which then run on rank 0 alone.
+    ``self.trainer`` and ``self.model`` are set before the first call. All ranks get what a callback
+    changes before training continues. At any time it may set ``self.trainer.stop_training = True``,
+    options of ``self.trainer.optimizer.param_groups``, weights and buffers of ``self.model``. In
+    ``on_epoch_begin`` and ``on_epoch_end`` it may also freeze or unfreeze parameters, change the
+    mode of modules, set attributes of modules, add parameter groups and change the optimizer's
+    state, which is complete there. It may call ``evaluate`` and ``predict``, which then run on rank
+    0 alone.
 
     Attributes:
-        is_observer: a class whose callbacks only look on and change nothing sets this to True: then
-            the other ranks need not wait for them at every batch.
+        is_observer: set this to True in a class whose callbacks change nothing: the other ranks
+            then need not wait for them at every batch.
     """
 
     is_observer: bool = False
@@ -37,21 +37,21 @@ class Callback:
     """Steps of a ``fit``, from 0, whose traces of all ranks ``on_train_trace`` gets."""
 
     def acts_in(self, method: str) -> bool:
-        """Whether it does anything in one of its methods, by the method's name.
+        """True if it does anything in the method of this name.
 
-        Training does not stop for a callback that says no. By default it acts where it overrides.
+        Training does not stop for a callback that returns False. By default: if it overrides it.
         """
         return getattr(getattr(self, method), "__func__", None) is not getattr(Callback, method)
 
     @property
     def kind(self) -> str:
-        """What its class is called in a training's state."""
+        """The name of its class in a training's state."""
         return type(self).__name__
 
     def state_dict(self) -> dict[str, Any]:
         """The state it needs to resume in another process: tensors, numbers, texts, lists, dicts.
 
-        It becomes a part of ``trainer.state_dict()``. By default it keeps nothing.
+        It becomes a part of ``trainer.state_dict()``; empty by default.
         """
         return {}
 
@@ -61,9 +61,9 @@ class Callback:
     def takes_state(self, batch: int) -> bool:
         """True if it calls ``trainer.state_dict()`` in the next ``on_train_batch_end``.
 
-        All ranks then bring what they have to rank 0. At the end of an epoch they always do. It is
-        asked after steps after which there is such a state: of replicas that train apart, where
-        they have averaged.
+        All ranks then send their state to rank 0. At the end of an epoch they always do. Called
+        only after steps that have such a state: with local steps, those after which replicas
+        average.
         """
         return False
 
@@ -110,10 +110,10 @@ class Callback:
 
 
 class ClosingCallback(Callback):
-    """One that has something to close when training has ended, however it has."""
+    """A callback that closes something when training ends, also by an error."""
 
     def _close(self, error: BaseException | None) -> None:
-        """Training has ended, or has failed with an error; also called without a beginning."""
+        """Training has ended, or failed with an error; also called if it never began."""
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         self._close(None)
@@ -128,12 +128,12 @@ def acting(callbacks: Sequence[Callback], method: str) -> list[Callback]:
 
 
 def stopping(callbacks: Sequence[Callback], method: str) -> list[Callback]:
-    """Those of them for which all ranks stop, since they may change something."""
+    """Those of them for which all ranks wait, since they may change something."""
     return [callback for callback in acting(callbacks, method) if not callback.is_observer]
 
 
 def traced_steps(callbacks: Sequence[Callback], first_step: int) -> range | None:
-    """The steps that a callback wants traced of a ``fit`` that begins with ``first_step``.
+    """The steps to trace for a callback, in a ``fit`` that begins with ``first_step``.
 
     Raises:
         OptionError: several do; torch's profiler takes one trace at a time.

@@ -1,8 +1,8 @@
-"""Sees whether callbacks have changed more than values.
+"""Detects callbacks' changes of more than values.
 
-Weights lie in shared memory, and options of the optimizer and buffers are sent to all ranks. What
-else a callback may do between two epochs (freeze a layer, change a dropout's rate, add a parameter
-group, load an optimizer's state) makes the ranks be sent everything anew, and this is how it shows.
+Weights lie in shared memory, and options of the optimizer and buffers are sent to all ranks. After
+any other change between two epochs (a frozen layer, another dropout rate, a new parameter group, a
+loaded optimizer state) the ranks are sent everything anew. This module detects such changes.
 """
 
 from collections.abc import Callable, Container, Mapping
@@ -21,11 +21,11 @@ from lockstep.units import first_few
 
 
 class ModelFingerprint(NamedTuple):
-    """A model at one moment: two of them show what has changed in between.
+    """The model at one time; two of them show the changes in between.
 
     Attributes:
-        structure: what there is, what of it is trained, and in which mode.
-        places: where parameters lie.
+        structure: the modules and parameters, which are trained, and the modes.
+        places: addresses of parameters.
         versions: place and version of every buffer, by name.
     """
 
@@ -35,12 +35,12 @@ class ModelFingerprint(NamedTuple):
 
 
 class ModelSnapshotter:
-    """Looks at a model before and after every step that a callback watches, so it must be quick.
+    """Takes fingerprints before and after every step that a callback watches, so it must be quick.
 
-    It knows the modules from the beginning: a model with other modules is of another structure.
+    It lists the modules once: a model with other modules has another structure.
 
     Args:
-        model: what to look at.
+        model: the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -63,12 +63,12 @@ class ModelSnapshotter:
 
 
 class ChangeWatch:
-    """Sees what callbacks change of a model's values while all ranks wait for them.
+    """Detects changes that callbacks make to a model's values while all ranks wait.
 
     Args:
         model: the model.
         readopt: brings parameters that a callback moved back to where all ranks see them.
-        sees_weights: report changed weights, also those that all ranks share.
+        sees_weights: also report changed weights that all ranks share.
     """
 
     def __init__(
@@ -86,22 +86,22 @@ class ChangeWatch:
 
         Args:
             act: calls the callbacks.
-            in_epoch: the epoch goes on with the same modules.
-            plan: whose ranks are told; None where there is nothing to tell.
+            in_epoch: the epoch continues with the same modules.
+            plan: its ranks get the changes; None if no rank needs them.
 
         Raises:
-            OptionError: more than values was changed within an epoch.
+            OptionError: more than values has changed within an epoch.
         """
         model = self._model
         lookout = self._lookout or ModelSnapshotter(model)
         before = lookout.look()
-        # What other ranks do not see change: buffers, and in other domains parameters. What is
-        # written to ``buffer.data`` leaves no trace but the values.
+        # Changes that other ranks do not see: buffers, and parameters in other domains. Writes to
+        # ``buffer.data`` show only in the values.
         is_told = plan is not None and plan.num_ranks > 1
         is_elsewhere = self._sees_weights or (plan is not None and len(plan.domains) > 1)
         known = copied_values(model, with_parameters=is_elsewhere) if is_told else {}
         act()
-        # Between epochs there may be other modules from now on.
+        # Between epochs the modules may change.
         self._lookout = lookout if in_epoch else None
         after = lookout.look() if in_epoch else ModelSnapshotter(model).look()
         if in_epoch and after.structure != before.structure:
@@ -118,7 +118,7 @@ class ChangeWatch:
         return changed_buffers(model, before, after) | unseen
 
 
-# What a setting is, or a dict of these, or a short list.
+# The types of settings; or a dict of these, or a short list.
 _PLAIN = (bool, int, float, str, type(None))
 _MOST_HELD = 100
 
@@ -127,7 +127,7 @@ Settings = dict[tuple[str, str], object]
 
 
 def settings_of(objects: Mapping[str, object], left_out: Container[str]) -> Settings:
-    """The attributes that are numbers, flags and text, or hold such.
+    """The attributes that are, or contain, numbers, flags and text.
 
     Args:
         objects: by name.
@@ -153,14 +153,14 @@ def settings_of(objects: Mapping[str, object], left_out: Container[str]) -> Sett
 
 
 class SettingsWatch:
-    """Detects settings that callbacks change within an epoch, of which ranks have copies.
+    """Detects settings, copied on every rank, that callbacks change within an epoch.
 
-    What a step changes by itself (a layer may count its calls) is no setting, and neither is what
-    was not there when training began.
+    Not settings are attributes that a step changes itself (a layer may count its calls), and those
+    added after training began.
 
     Args:
         find: finds the objects that have settings, by name.
-        left_out: names of attributes that are none.
+        left_out: names of attributes that are no settings.
     """
 
     def __init__(self, find: Callable[[], Mapping[str, object]], left_out: Container[str]) -> None:
@@ -171,7 +171,7 @@ class SettingsWatch:
         self._watched = set(self._last)
 
     def begin_epoch(self) -> None:
-        """All ranks have what there is now."""
+        """All ranks have the current settings."""
         self._objects = self._find()
         self._last = self._look()
 
@@ -201,7 +201,7 @@ class SettingsWatch:
 
 
 def _changed(before: Settings, after: Settings) -> set[tuple[str, str]]:
-    """Those that are there before and after, and are not the same."""
+    """Those that exist before and after, and differ."""
     return {
         key
         for key, value in before.items()
@@ -212,9 +212,9 @@ def _changed(before: Settings, after: Settings) -> set[tuple[str, str]]:
 def changed_buffers(
     model: nn.Module, before: ModelFingerprint, after: ModelFingerprint
 ) -> dict[str, torch.Tensor]:
-    """The buffers that were written to, or made, between two looks.
+    """The buffers that were written to, or made, between two fingerprints.
 
-    Also with the value that they had: another rank may have had another.
+    Also those whose value is unchanged: another rank may have had another.
     """
     if before.versions == after.versions:
         return {}
@@ -226,14 +226,14 @@ def changed_buffers(
 
 
 def structure(model: nn.Module) -> object:
-    """What is trained, and in which mode."""
+    """The trained parameters, and the modules' modes."""
     return [id(module) for module in model.modules()], ModelSnapshotter(model).look().structure
 
 
 def fingerprint(
     model: nn.Module, optimizer: optim.Optimizer | Optimizers | None, plan: Plan
 ) -> object:
-    """Everything that ranks were sent or made, but for values that are brought to them anyway."""
+    """What ranks were sent or have made, but for values, which are sent to them anyway."""
     slots = [_slots_of(each) for each in each_optimizer(optimizer)]
     if plan.num_ranks > 1 or plan.pipeline is not None:  # stages run a trace of the model
         return structure(model), describe(model, list(model.parameters())), slots

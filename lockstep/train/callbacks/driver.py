@@ -26,15 +26,15 @@ class Snapshot:
     Attributes:
         step: the step's number, from 0.
         loss: of the global batch.
-        weight: its weight; 0 means that nothing was updated.
-        gradients: by parameter name; None where the parameter was not used.
-        states: what each rank has of the model's ``state_dict``.
+        weight: its weight; 0 if nothing was updated.
+        gradients: by parameter name; None if the parameter was not used.
+        states: each rank's part of the model's ``state_dict``.
         slots: pieces of the optimizer's slots, of all ranks.
-        is_divided: ranks have parts of the model only.
-        weights: where ranks train apart, what each has trained on. Loss, gradients and slots are
-            then those of the first.
+        is_divided: ranks have only parts of the model.
+        weights: with local steps, the weights that each replica has trained on. Loss, gradients
+            and slots are then those of the first.
         num_samples: of the global batch.
-        noted: what each rank's modules have computed, where that was asked for.
+        noted: values that each rank's modules have computed, in the steps that note them.
     """
 
     step: int
@@ -58,11 +58,11 @@ class Place:
         batch: number of its batch.
         num_steps: made so far by the task under way.
         so_far: losses and metrics of the epoch (``train.fit.epoch_sums``); None before it begins.
-        read: of a stream, the number of batches that were used, and their checksum; else None.
-        replicas: of ranks that train apart, what each has of its own
+        read: for a stream, the number of batches used, and their checksum; else None.
+        replicas: with local steps, the state of each replica of its own
         (``train.checkpointing.replica_state``).
         residuals: of all hosts that compress what they send (``train.optim.error_feedback``).
-        is_lasting: another process could resume from there.
+        is_lasting: another process can resume from there.
     """
 
     epoch: int
@@ -81,13 +81,13 @@ class TaskDriver:
     stop_training = False
     is_interrupted = False
     updater: Updater | None = None
-    """Of the training that is conducted."""
+    """Of the training under way."""
     history: History
-    """Of the training that is conducted."""
+    """Of the training under way."""
     failure: Exception | None = None
-    """Of a callback, or of a stream that is read here; it ends the training as Ctrl-C does."""
+    """Of a callback, or of a stream read here; it ends the training as Ctrl-C does."""
     samples: Any = None
-    """A few, on which all ranks compute the same (``train.validation.rank_consistency``)."""
+    """A few, on which all ranks must compute the same (``train.validation.rank_consistency``)."""
 
     def fail(self, error: Exception) -> None:
         """An action between two steps has failed."""
@@ -126,17 +126,17 @@ class TaskDriver:
         return batches
 
     def wants_state(self, index: int) -> bool:
-        """Whether a callback takes the training's state after this step."""
+        """True if a callback takes the training's state after this step."""
         return False
 
     def record_position(self, place: Place | None) -> None:
         """Callbacks are called at this position next; None if training cannot resume from it."""
 
     def begin_run(self, start: Any, look: Callable[[], list[RankState]]) -> None:
-        """All ranks are about to train, from the ``Resume`` on; ``look`` tells what they are at."""
+        """All ranks begin to train from the ``Resume`` on; ``look`` returns their states."""
 
     def note_failure(self, error: BaseException, states: list[RankState], team: Team) -> None:
-        """Training has failed, and helpers are about to be ended: what all ranks were at."""
+        """Training has failed: the states of all ranks, before the helpers are ended."""
 
     def back_up(self) -> None:
         """After a step and its callbacks: copy the training, if a backup is due."""
@@ -145,10 +145,10 @@ class TaskDriver:
         """An epoch begins in which ranks differ by some steps: copy the training now."""
 
     def begin_apart(self, begun: Any) -> None:
-        """Ranks that train apart begin the steps of an epoch, from the Resume on."""
+        """Ranks with local steps begin the steps of an epoch, from the ``Resume`` on."""
 
     def record_progress(self, stand: Any) -> None:
-        """After the loss of a process: how far they were (``ServedStand``); None if unknown."""
+        """After the loss of a process: the ``ServerProgress``; None if unknown."""
 
     def put_back(self) -> int | None:
         """After a failure: restore the last copy of the training.
@@ -167,7 +167,7 @@ class TaskDriver:
 
         Args:
             directive: their decision.
-            renew_at: where ranks resume if all is sent anew; None within an epoch.
+            renew_at: where ranks resume if they are sent everything anew; None within an epoch.
         """
         return directive
 
@@ -199,7 +199,7 @@ class TaskDriver:
     def watch(self, act: Callable[[], None], *, in_epoch: bool) -> dict[str, torch.Tensor]:
         """Act, and detect changes of the model.
 
-        Parameters whose memory was exchanged are brought back to where all ranks see them.
+        Parameters whose memory was replaced are moved back to the shared memory.
 
         Args:
             act: what rank 0 does.

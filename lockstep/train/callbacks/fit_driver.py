@@ -23,7 +23,7 @@ from lockstep.train.logging.progress import ProgressDisplay
 from lockstep.train.optim.optimizers import each_optimizer
 from lockstep.train.trainer_protocol import TrainerProtocol
 
-# Bad records that are named on the screen; all are counted.
+# The most bad records that the display names; all are counted.
 _MOST_BAD_SHOWN = 10
 _OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -33,15 +33,15 @@ def _modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class FitDriver(RestartingDriver):
-    """Conducts a ``fit``.
+    """Does the work of rank 0 in a ``fit``.
 
     Args:
-        trainer: whose ``stop_training`` callbacks set.
+        trainer: callbacks set its ``stop_training``.
         callbacks: the user's.
         display: the progress display, or None to be silent.
-        readopt: brings parameters that a callback moved back to where all ranks see them.
-        on_snapshot: gets every Snapshot where the task records them.
-        interrupt: what has become of Ctrl-C.
+        readopt: moves parameters that a callback moved back to the shared memory.
+        on_snapshot: gets every Snapshot, if the task records them.
+        interrupt: the handler of Ctrl-C.
         backups: of this ``fit``; None without.
         record: of this ``fit``; None to keep none.
     """
@@ -67,13 +67,13 @@ class FitDriver(RestartingDriver):
         self._clock = InputClock()
         self._step_beginners = acting(callbacks, "on_train_batch_begin")
         self._step_enders = acting(callbacks, "on_train_batch_end")
-        # What callbacks do to weights must be known to be done again.
+        # To replay steps, the journal needs the changes that callbacks make to weights.
         self._watch = ChangeWatch(trainer.model, readopt, sees_weights=self._journal.is_kept)
         self._settings = SettingsWatch(partial(_modules_of, trainer.model), _OF_MODULES)
 
     @property
     def stop_training(self) -> bool:  # type: ignore[override]  # an attribute in the base
-        """Whether a callback wants training to end."""
+        """True if a callback wants training to end."""
         return self._trainer.stop_training
 
     def announce(self, doing: str) -> None:
@@ -224,6 +224,6 @@ class FitDriver(RestartingDriver):
         self.updater.publish_options()
 
     def close(self) -> None:
-        """Leave the screen in order, whatever happened."""
+        """Close the display, also after an error."""
         if self._display is not None:
             self._display.close()

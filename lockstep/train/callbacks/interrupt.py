@@ -1,17 +1,17 @@
-"""Ctrl-C and SIGTERM during ``fit``: training ends with the step that is under way.
+"""Ctrl-C and SIGTERM during ``fit``: training ends after the current step.
 
-In the midst of a step some ranks have updated their slices of the weights and others have not, and
-the optimizer's slots are spread over all of them. So while steps are made the first Ctrl-C is only
-noted; all ranks leave the loop at the same step, the optimizer gets its slots back, and then
-``fit`` raises KeyboardInterrupt. The second Ctrl-C raises it at once. A ``fit`` that writes
-checkpoints writes one first.
+During a step some ranks have updated their slices of the weights and others have not, and the
+optimizer's slots are spread over all of them. So during steps the first Ctrl-C is only noted; all
+ranks leave the loop at the same step, the optimizer gets its slots back, and then ``fit`` raises
+KeyboardInterrupt. The second Ctrl-C raises it at once. A ``fit`` that writes checkpoints writes one
+first.
 
-SIGTERM is what Slurm, Kubernetes and clouds send before they end a machine. A ``fit`` that writes
-checkpoints writes one after the step under way, and leaves with the status that the signal would
-have had. Without checkpoints there is nothing to do: the signal ends the process, as always.
+Slurm, Kubernetes and clouds send SIGTERM before they end a machine. A ``fit`` that writes
+checkpoints writes one after the current step, and exits with the status that the signal would have
+had. Without checkpoints the signal ends the process, as it does by default.
 
-Python runs signal handlers in the main thread only, so this is for a ``fit`` there. A handler of
-the user's own stays in force.
+Python runs signal handlers in the main thread only, so this works only for a ``fit`` there. A
+handler of the user stays in force.
 """
 
 import os
@@ -26,19 +26,19 @@ from typing import Any
 from lockstep.errors import HostError, WorkerError
 from lockstep.tracebacks import note_last
 
-# Longest wait for a step's end after SIGTERM. Whoever sends it often kills 10 s or more later.
+# Longest wait for a step's end after SIGTERM. Its sender often kills 10 s or more later.
 PATIENCE_SECONDS = 7.0
-# Launchers pass on what they were sent: so soon after the first a second one is the same.
+# Launchers forward signals: a second SIGTERM so soon after the first is the same one.
 _SAME_SECONDS = 1.0
 STATUS_OF_SIGTERM = 128 + signal.SIGTERM
 
 
 class Interrupt:
-    """A handler of SIGINT that can hold it back.
+    """A handler of SIGINT that can delay it.
 
     Attributes:
-        is_requested: whether Ctrl-C was pressed and is held back.
-        requested_seconds: when, by the monotonic clock.
+        is_requested: True if Ctrl-C was pressed and is delayed.
+        requested_seconds: its time by the monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -61,11 +61,11 @@ def held_interrupts() -> Iterator[Interrupt]:
     """Within the block an Interrupt handles Ctrl-C, if Python's own handler did.
 
     Raises:
-        KeyboardInterrupt: at the end of the block, if one was held back.
+        KeyboardInterrupt: at the end of the block, if Ctrl-C was delayed.
     """
     previous = _handler_of(signal.SIGINT)
     if isinstance(previous, Interrupt):
-        yield previous  # fit within a callback of another fit, which will see to the rest
+        yield previous  # a fit within a callback of another fit, which does the rest
     elif previous is not signal.default_int_handler:
         yield Interrupt()
     else:
@@ -74,11 +74,11 @@ def held_interrupts() -> Iterator[Interrupt]:
 
 @contextmanager
 def telling_of_interrupts(count: Callable[[], int], keeper: Any = None) -> Iterator[None]:
-    """Within the block, a training, KeyboardInterrupt says what it leaves.
+    """Within the block, a training, a note on KeyboardInterrupt says what it leaves.
 
     Args:
         count: the steps made so far.
-        keeper: writes checkpoints; None where nothing does.
+        keeper: writes checkpoints; None if none are written.
     """
     before = count()
     try:
@@ -114,10 +114,10 @@ def _hold_interrupts() -> Iterator[Interrupt]:
 
 
 class Termination:
-    """A handler of SIGTERM that waits for the end of a step, though not forever.
+    """A handler of SIGTERM that waits for the end of a step, with a limit.
 
     Attributes:
-        is_requested: whether there was one.
+        is_requested: True after a SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -129,14 +129,14 @@ class Termination:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.is_requested:
-            if now - self._first_seconds > _SAME_SECONDS:  # it is the second, or time is up
+            if now - self._first_seconds > _SAME_SECONDS:  # the second, or past the limit
                 raise SystemExit(STATUS_OF_SIGTERM)
             return
         self.is_requested, self._first_seconds = True, now
         self._timer.start()
 
     def close(self) -> None:
-        """No second one is to come."""
+        """Cancel the limit."""
         self._timer.cancel()
 
 
@@ -144,11 +144,11 @@ class Termination:
 def held_termination() -> Iterator[Termination]:
     """Within the block a Termination handles SIGTERM, if nothing else does.
 
-    The process that writes checkpoints ends the call after the step under way. Others, which may
-    have been sent the signal too, wait for that.
+    The process that writes checkpoints ends the call after the current step. Other processes, which
+    may also have been sent the signal, wait for that.
 
     Raises:
-        SystemExit: at the end of the block, if there was one.
+        SystemExit: at the end of the block, after a SIGTERM.
     """
     termination = Termination()
     previous = _handler_of(signal.SIGTERM)
@@ -162,7 +162,7 @@ def held_termination() -> Iterator[Termination]:
     except (WorkerError, HostError) as error:
         if not (termination.is_requested and getattr(error, "is_loss", True)):
             raise
-        lost = error  # other processes were sent the signal, too
+        lost = error  # other processes were also sent the signal
     finally:
         termination.close()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -171,7 +171,7 @@ def held_termination() -> Iterator[Termination]:
 
 
 def _handler_of(number: signal.Signals) -> object:
-    """The handler of a signal; None where it is not this thread's to change."""
+    """The handler of a signal; None if this thread cannot change it."""
     if threading.current_thread() is not threading.main_thread():
         return None
     return signal.getsignal(number)

@@ -1,11 +1,10 @@
 """Changes besides values that a callback on host 0 made between epochs, sent to other hosts.
 
-Processes of a host are sent the model anew, whatever has become of it
-(``train.callbacks.change_detection``). Between hosts nothing is pickled. So what can be told as
-plain values is told: what is trained, modes and attributes of modules, which parameters the
-optimizer has. The rest is refused, by name.
+Processes of one host are sent the whole model anew (``train.callbacks.change_detection``). Between
+hosts nothing is pickled, so only plain values are sent: which parameters are trained, modes and
+attributes of modules, which parameters the optimizer has. Other changes are refused, by name.
 
-Not seen: an object of the user's own class, held by a module, that is changed in itself.
+Not detected: a change inside an object of the user's own class that a module holds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,16 +16,16 @@ from lockstep.comm.codec.message_codec import encode
 from lockstep.errors import OptionError, ShippingError
 from lockstep.units import first_few
 
-# Of a module: what has places and values of its own, and is looked at by itself.
+# Attributes of a module whose contents are compared by themselves.
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 
 
 class ModelLayout:
-    """A model and its optimizers at one moment, but for the values of tensors.
+    """A model and its optimizers at one time, without the values of tensors.
 
     Args:
         model: the model.
-        optimizers: over its parameters.
+        optimizers: of its parameters.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[optim.Optimizer]) -> None:
@@ -49,7 +48,7 @@ class ModelLayout:
         ]
 
     def changes(self, later: "ModelLayout") -> dict[str, Any]:
-        """What to tell the other hosts of what has changed since.
+        """The changes since then, as they are sent to the other hosts.
 
         Raises:
             OptionError: a change that cannot be sent.
@@ -80,7 +79,7 @@ class ModelLayout:
 def take_changes(
     model: nn.Module, optimizers: Sequence[optim.Optimizer], changes: Mapping[str, Any]
 ) -> None:
-    """Have another host's model and optimizers be as host 0's are now, but for values."""
+    """Apply host 0's changes to another host's model and optimizers."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     for (name, attribute), value in changes["attributes"].items():
         modules[name].__dict__[attribute] = value
@@ -95,7 +94,7 @@ def take_changes(
 
 
 def _encoded(value: object) -> bytes | None:
-    """None of what is no plain value."""
+    """The encoded value; None if it is no plain value."""
     try:
         return encode(value)
     except ShippingError:

@@ -35,10 +35,10 @@ class Resume:
         stops: a callback has stopped training there, and one more step is due.
         batch: the number of the epoch's next batch.
         so_far: losses and metrics of the batches before (``train.fit.epoch_sums``).
-        replicas: of ranks that train apart, what each has of its own
+        replicas: with local steps, the state of each replica of its own
         (``train.checkpointing.replica_state``).
         served: progress of asynchronous workers and servers in the epoch.
-        num_ended: batches of the epoch whose end callbacks have seen, with ``served``.
+        num_ended: with ``served``, batches of the epoch whose end callbacks were called for.
     """
 
     epoch: int = 0
@@ -83,7 +83,7 @@ _END = replace(_NOTHING, halt=True)
 
 @dataclass(frozen=True, kw_only=True)
 class RankSync:
-    """A rank among all: its worker, its line to the others, its driver."""
+    """One rank: its worker, its control channel to the others, its driver."""
 
     worker: Worker
     control: Control
@@ -96,7 +96,7 @@ class RankSync:
         *,
         stops_at_once: bool = True,
     ) -> bool:
-        """Let rank 0 act, bring what it changed to all ranks; returns whether to stop.
+        """Let rank 0 act, send its changes to all ranks; returns True to stop.
 
         Args:
             act: what rank 0 does.
@@ -166,14 +166,14 @@ class RankSync:
         return self.control.broadcast(directive) if is_sent else _NOTHING
 
     def is_wanted(self, wish: bool) -> bool:
-        """Rank 0's wish, on every rank."""
+        """The value of rank 0's wish, on every rank."""
         board = self.worker.board
         if board is None:
             return bool(self.control.broadcast(wish))
         return board.announce(wish) if self.control.rank == 0 else board.announced()
 
     def show_slots(self) -> None:
-        """Callbacks find the optimizer's slots where they look for them."""
+        """Put the optimizer's slots into it, for callbacks to see."""
         self.driver.take_slots(self.gathered_slots())
 
     def gathered_slots(self) -> list[PieceSlots]:
@@ -206,7 +206,7 @@ class RankSync:
         return self.worker.is_halted
 
     def pause_validation(self, index: int) -> None:
-        """After a batch of the validation: nothing waits there otherwise, so not at each."""
+        """Every few batches of the validation: let all ranks stop; nothing else waits there."""
         if index % _BATCHES_BETWEEN_PAUSES == 0:
             self.worker.barrier()
             self.check_halt()

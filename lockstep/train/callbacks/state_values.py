@@ -1,7 +1,7 @@
-"""Values of a model's parameters and buffers, by name: taken, set, and copied to go back to.
+"""Values of a model's parameters and buffers, by name: read, set, and copied to restore later.
 
-Values are put back in place: the Parameters, and the shared memory that they may lie in, stay the
-same, so values taken under any strategy are right under any.
+Values are set in place: the Parameters, and the shared memory that they may use, stay the same, so
+values read under any strategy are valid under any other.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ def values_of(model: nn.Module, *, with_parameters: bool = True) -> dict[str, to
 
 @torch.no_grad()
 def set_values(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Give parameters and buffers these values; what is not named stays as it is."""
+    """Give parameters and buffers these values; others stay as they are."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         value = values.get(name, tensor)
         if value is not tensor:
@@ -35,7 +35,7 @@ def copied_values(
     *,
     with_parameters: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Copies of these values: in the memory of those that were copied before, if there are any."""
+    """Copies of these values: in the memory of earlier copies, if there are any."""
     found = values_of(model, with_parameters=with_parameters)
     if before is None:
         return {name: value.clone() for name, value in found.items()}
@@ -45,7 +45,7 @@ def copied_values(
 def changed_values(
     before: Mapping[str, torch.Tensor], model: nn.Module, *, with_parameters: bool = True
 ) -> dict[str, torch.Tensor]:
-    """The tensors of which the model has other values now, or that were not there, by name."""
+    """The model's tensors whose values have changed, or that are new, by name."""
     return {
         name: value
         for name, value in values_of(model, with_parameters=with_parameters).items()

@@ -1,6 +1,6 @@
 """Losses and metrics of an epoch so far, as a state to resume from.
 
-Losses of steps are kept one by one: their sums are exactly rounded, so a resumed epoch has the
+Losses of steps are kept one by one, because their sums are exactly rounded: a resumed epoch has the
 same loss as one that was not interrupted.
 """
 
@@ -26,8 +26,8 @@ def epoch_sums(
     Args:
         results: of the epoch's steps, as this rank knows them.
         metrics: this rank's.
-        control: its line to the others.
-        are_apart: each rank has made steps of its own.
+        control: its control channel.
+        are_apart: each rank has made its own steps.
     """
     steps, states = control.gather(results), metrics.states(control)
     if control.rank != 0:
@@ -40,7 +40,7 @@ def epoch_sums(
 
 
 def _with_all_parts(ranks: Sequence[StepResult]) -> StepResult:
-    """A step, of which each rank knows the parts of its shares' losses."""
+    """A step as one result; each rank knows the parts of its shares' losses."""
     return replace(ranks[0], parts=[sums for result in ranks for sums in result.parts])
 
 
@@ -56,7 +56,7 @@ def steps_as_tree(results: Sequence[StepResult]) -> dict[str, Tree]:
 
 
 def results_so_far(sums: Tree, *, has_parts: bool) -> list[StepResult]:
-    """The steps of an epoch that is resumed.
+    """The steps of a resumed epoch.
 
     Args:
         sums: from ``epoch_sums`` or ``steps_as_tree``.
@@ -79,7 +79,7 @@ def results_so_far(sums: Tree, *, has_parts: bool) -> list[StepResult]:
 def results_of_ranks(
     worker: Worker, control: Control, results: list[StepResult]
 ) -> list[StepResult]:
-    """The steps of an epoch; of ranks that train apart, on rank 0, those of all of them."""
+    """The steps of an epoch; on rank 0, with local steps, those of all ranks."""
     if not worker.has_local_steps:
         return results
     gathered = control.gather(worker.results_of_epoch(results))
@@ -87,7 +87,7 @@ def results_of_ranks(
 
 
 def mean_loss(results: Sequence[StepResult]) -> float:
-    """The loss of an epoch, by exactly rounded sums: the order of ranks cannot matter."""
+    """The loss of an epoch, by exactly rounded sums, which do not depend on the order of ranks."""
     weight = math.fsum(result.weight for result in results)
     return math.fsum(result.total for result in results) / weight if weight else math.nan
 
@@ -97,7 +97,7 @@ def joined_turns(results: Sequence[StepResult], *, has_parts: bool) -> StepResul
 
     Args:
         results: of the steps; all ranks know their losses.
-        has_parts: this rank is the one that holds the parts.
+        has_parts: this rank holds the parts.
     """
     sums = tuple((float(result.total), result.weight) for result in results)
     size = results[0].num_samples

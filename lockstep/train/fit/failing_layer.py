@@ -1,4 +1,4 @@
-"""Errors that a model or a loss raises name the layer and the shapes of the batch."""
+"""Adds the layer and the shapes of the batch to errors that a model or a loss raises."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,12 +26,12 @@ _T = TypeVar("_T")
 def naming_layer(
     model: nn.Module, loss: Any = None, *, inputs: Tree = None, layers: Sequence[str] = ()
 ) -> Iterator[None]:
-    """Within the block, which runs a model, errors are noted the layer they come from.
+    """Within the block, which runs a model, add the layer to errors.
 
     Args:
         model: the model.
-        loss: what is called with its outputs; None for nothing.
-        inputs: of the model, where the block reads no batch of its own.
+        loss: called with its outputs; None for no loss.
+        inputs: of the model, if the block reads no batch.
         layers: names of the layers of a trace that the block may run.
     """
     try:
@@ -57,7 +57,7 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
 
 
 def _place(frames: Sequence[FrameType], model: nn.Module, loss: Any, layers: Sequence[str]) -> str:
-    """The layer, the loss or the metric that was running; nothing where it was none of them."""
+    """The layer, loss or metric that was running; empty if none was."""
     names = {id(module): name for name, module in model.named_modules()}
     other = ""
     for frame in frames:
@@ -78,7 +78,7 @@ def _place(frames: Sequence[FrameType], model: nn.Module, loss: Any, layers: Seq
 
 
 def _runs_loss(frame: FrameType) -> bool:
-    """Whether a loss is taken there, of a share or of the whole batch."""
+    """True if the frame computes a loss, of a share or of the whole batch."""
     is_whole = frame.f_globals.get("__name__") == whole_batch.__name__
     return is_whole or frame.f_code is Passes.loss_of.__code__
 

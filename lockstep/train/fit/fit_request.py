@@ -32,18 +32,18 @@ class FitRequest:
     record: str | os.PathLike[str] | None
     on_snapshot: Any
     memory: MemoryCheckpoints = field(default_factory=MemoryCheckpoints)
-    """What this process has of it in memory."""
+    """The checkpoints in this process's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitData:
-    """A ``fit`` whose data is taken in.
+    """The adapted data of a ``fit``.
 
     Attributes:
-        loss: None where the step has its own.
-        wish: what was asked of the data.
+        loss: None if the step computes it.
+        wish: the options for the data.
         feed: the training data.
-        validation: what is evaluated after every epoch, or None.
+        validation: the data evaluated after every epoch, or None.
     """
 
     loss: LossAdapter | None
@@ -52,5 +52,5 @@ class FitData:
     validation: DataPipeline | None
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         close_all(self.feed, self.validation)

@@ -67,8 +67,8 @@ class _FitRun:
     Attributes:
         rank_sync: the ranks.
         source: the training data, read ahead.
-        tracer: of the steps that are traced.
-        recorder: of the positions at which states are taken.
+        tracer: traces the steps that are due.
+        recorder: records the positions at which states are taken.
         num_epochs: epochs begun.
         num_steps: steps made.
     """
@@ -89,22 +89,22 @@ class FitTask(Task):
         source: the training data.
         validation: the data evaluated after every epoch, or None.
         epochs: the number of epochs.
-        batch_size: samples of a global batch, where the data does not come in batches.
+        batch_size: samples of a global batch, if the data does not come in batches.
         shuffle: take the samples in a new order every epoch.
         seed: of that order.
-        first_epoch: epochs trained before; the orders go on from there.
-        first_step: steps trained before; the random streams go on from there.
+        first_epoch: epochs trained before; the orders continue from there.
+        first_step: steps trained before; the random streams continue from there.
         metrics: this rank's metrics of training.
         hooks: what runs on rank 0 between steps.
         steps_per_epoch: batches of an epoch; None is a pass over the data.
         traced: numbers of the steps to trace, counted from ``first_step``; None for none.
-        start: the first batch of this task; later than the first epoch's where it follows another.
+        start: the first batch of this task; later than the first epoch's if it follows another.
         record: give the driver a Snapshot after every step.
         watched_modules: the steps of which Snapshots include what modules compute; None for none.
-        counts_skipped: log the number of steps of an epoch that were left out.
+        counts_skipped: log the number of skipped steps of an epoch.
         counts_bad: leave bad records out, and log their number.
         validation_metrics: the metrics of the validation; None for those of training.
-        loss_parts: the parts of the loss, where it has several.
+        loss_parts: the parts of the loss, if it has several.
         turns: the losses of several functions that take turns with every batch.
         proves: the ranks first check that they compute the same
             (``train.validation.rank_consistency``).
@@ -196,7 +196,7 @@ class FitTask(Task):
         return self.hooks.step_begin or self.hooks.step_end or self.record or is_stream
 
     def _train_epoch(self, run: _FitRun, epoch: int) -> bool:
-        """Train an epoch; returns whether to stop after it."""
+        """Train an epoch; returns True to stop after it."""
         rank_sync, driver = run.rank_sync, run.rank_sync.driver
         stops = self._begin_epoch(rank_sync, epoch)
         if stops and self.stops_before_steps:
@@ -252,7 +252,7 @@ class FitTask(Task):
         return result
 
     def _end_step(self, rank_sync: RankSync, index: int, result: StepResult, begun: Resume) -> bool:
-        """Let callbacks end a step; returns whether to stop."""
+        """Let callbacks end a step; returns True to stop."""
         end_step = partial(rank_sync.driver.end_step, index, result)
         if not self.hooks.step_end:
             if index >= begun.num_ended:
@@ -266,7 +266,7 @@ class FitTask(Task):
         return rank_sync.sync_callback(end_step)
 
     def _end_epoch(self, run: _FitRun, epoch: int, results: list[StepResult]) -> bool:
-        """Wait for all ranks at an epoch's end; returns whether to stop after it."""
+        """Wait for all ranks at an epoch's end; returns True to stop after it."""
         rank_sync, worker = run.rank_sync, run.rank_sync.worker
         worker.synchronise()
         rank_sync.check_halt()
@@ -286,7 +286,7 @@ class FitTask(Task):
     def _filter_of(
         self, rank_sync: RankSync, source: Source | SharedStream | None
     ) -> BadRecordFilter | None:
-        """What leaves bad records out, if they are to be and there may be some."""
+        """The filter of bad records, if they are skipped and there may be some."""
         if not isinstance(source, CheckedSource):
             return None
         tell = rank_sync.driver.note_bad_records
@@ -297,12 +297,12 @@ class FitTask(Task):
         return self.start if epoch == self.start.epoch else Resume(epoch)
 
     def _num_done(self, epoch: int) -> int:
-        """Batches of the epoch that were made before this task."""
+        """Batches of the epoch that were trained before this task."""
         return self._start_of(epoch).batch
 
     def _begin_sums(self, rank_sync: RankSync, epoch: int) -> list[StepResult]:
         """The steps of the epoch so far; metrics are those of these steps."""
-        rank_sync.driver.record_position(None)  # until a step is made after which a state is wanted
+        rank_sync.driver.record_position(None)  # until a step after which a state is taken
         self.metrics.reset()
         if not self._num_done(epoch) or self._start_of(epoch).served is not None:
             return []
@@ -316,7 +316,7 @@ class FitTask(Task):
         return results_so_far(self.start.so_far, has_parts=control.rank == 0)
 
     def _begin_epoch(self, rank_sync: RankSync, epoch: int) -> bool:
-        """Let callbacks begin an epoch, unless they have; returns whether to stop."""
+        """Let callbacks begin an epoch, unless they have; returns True to stop."""
         if self.start.is_begun and self.start.epoch == epoch:
             rank_sync.driver.rejoin_epoch(epoch)
             return self.start.stops
@@ -344,11 +344,11 @@ class FitTask(Task):
         return ((watched, indices) for indices in self._rest(epoch))
 
     def _rest(self, epoch: int) -> Iterator[torch.Tensor]:
-        """Of the batches that are still to be made of an epoch."""
+        """The indices of an epoch's remaining batches."""
         return islice(self._indices(epoch), self._num_done(epoch), None)
 
     def _indices(self, epoch: int) -> Iterator[torch.Tensor]:
-        """Of the batches of an epoch, where the data is read by index."""
+        """The indices of an epoch's batches, for data that is read by index."""
         assert not isinstance(self.source, SharedStream)
         return epoch_batches(
             self.seed,
@@ -360,7 +360,7 @@ class FitTask(Task):
         )
 
     def _reads(self, worker: Worker) -> Iterator[list[Read]]:
-        """What a rank is going to read in each step, to the last epoch's end."""
+        """The reads of a rank in each step, to the last epoch's end."""
         step = self.first_step
         turns = range(max(len(self.turns.names), 1))
         for epoch in range(self.start.epoch, self.epochs):
@@ -369,7 +369,7 @@ class FitTask(Task):
                 step += 1
 
     def _train_step(self, rank_sync: RankSync, batch: StepBatch) -> StepResult:
-        """One step, or one of each function that takes its turn; none where no record is left."""
+        """One step, or one of each function in turn; none if no record is left."""
         worker = rank_sync.worker
         if self.counts_bad and not len(batch.indices):
             return StepResult(total=0.0, weight=0.0, num_samples=0)
@@ -380,7 +380,7 @@ class FitTask(Task):
         return joined_turns(results, has_parts=worker.rank == 0)
 
     def _losses(self, rank_sync: RankSync, results: Sequence[StepResult]) -> Logs:
-        """The epoch's loss; of several, whose sums are where their shares were, each one, too."""
+        """The epoch's loss; of several, each one, too, gathered from the ranks of their shares."""
         own_parts = self.turns or self.loss_parts
         if not own_parts:
             return {"loss": mean_loss(results)}

@@ -1,6 +1,6 @@
-"""The course of one ``fit``: check, take the data in, settle batch size and rates, train.
+"""The course of one ``fit``: check, adapt the data, choose batch size and rates, train.
 
-What comes before and after is the Trainer's; what happens between the steps is the driver's.
+The Trainer does what comes before and after; the driver does what happens between the steps.
 """
 
 from collections.abc import Sequence
@@ -91,7 +91,7 @@ class FittingRunner(ResumingRunner):
     _loss: LossAdapter | None
 
     def _fit_to_the_end(self, asked: FitRequest) -> History:
-        """Fit; on several hosts, again where one was lost."""
+        """Fit; on several hosts, again after one was lost."""
         start = self._epochs_trained, self._steps_trained
 
         def fit(memory: MemoryCheckpoints) -> History:
@@ -129,7 +129,7 @@ class FittingRunner(ResumingRunner):
         return history
 
     def _fit_on(self, asked: FitRequest, keeper: CheckpointWriter | None) -> History:
-        """Go on with the ``fit`` that was found, if one was."""
+        """Resume the ``fit`` that was found, if one was."""
         search = search_of(asked.batch_size)
         self._check_alone(asked, search)
         fit = self._taken_in(asked, search)
@@ -177,7 +177,7 @@ class FittingRunner(ResumingRunner):
         return bool(asked.verbose) and self._is_chief
 
     def _taken_in(self, asked: FitRequest, search: BatchSizeSearch | None) -> FitData:
-        """Check what needs no data, and take the data in."""
+        """Check what needs no data, and adapt the data."""
         sizes = {
             "batch_size": None if search else asked.batch_size,
             "steps_per_epoch": asked.steps_per_epoch,
@@ -202,7 +202,7 @@ class FittingRunner(ResumingRunner):
         )
         feed = adapt_data(asked.data, wish)
         with closing_on_error(feed):
-            if asked.on_bad_record == "skip":  # before hosts compare samples, of which some are bad
+            if asked.on_bad_record == "skip":  # before hosts compare samples, which may be bad
                 feed = skipping(feed, self._maker(), self._job_context.hosts)
             feed, split = split_off(feed, asked.validation_split, asked.validation_data)
             feed = self._job_context.agreed_feed(feed)
@@ -214,10 +214,10 @@ class FittingRunner(ResumingRunner):
     # --- checkpoints -----------------------------------------------------------------------------
 
     def _pass_over(self, fit: FitData) -> None:
-        """Read streams again up to where they were left.
+        """Read streams again up to the position of the checkpoint.
 
         Raises:
-            DataError: they give something else.
+            DataError: they give other data.
         """
         start = self._start_of(fit.feed)
         validation = fit.validation
@@ -251,7 +251,7 @@ class FittingRunner(ResumingRunner):
     # --- checks ----------------------------------------------------------------------------------
 
     def _check_alone(self, asked: FitRequest, search: BatchSizeSearch | None) -> None:
-        """Refuse what one host alone can do."""
+        """Refuse options that need a single host."""
         hosts = self._job_context.hosts
         has_checkpoint = asked.checkpoint is not None
         reach = self._job_context.reach
@@ -291,7 +291,7 @@ class FittingRunner(ResumingRunner):
             )
 
     def _check_targets(self, fit: FitData) -> None:
-        """Refuse data without targets where there must be some."""
+        """Refuse data without targets if they are required."""
         if fit.loss is not None and self._update_config.train_step is None:
             check_targets(sample_of(fit.feed.source), fit.loss, self.metrics)
         if fit.loss is not None and fit.validation is not None:
@@ -302,7 +302,7 @@ class FittingRunner(ResumingRunner):
     def _find_batch_size(
         self, search: BatchSizeSearch, fit: FitData, console: OutputConsole
     ) -> int:
-        """The batch size that the search finds, or remembers."""
+        """The batch size that the search finds or has cached."""
         training = Training(
             trainer=cast(TrainerProtocol, self),
             loss=None if fit.loss is None else fit.loss.loss,
@@ -379,7 +379,7 @@ class FittingRunner(ResumingRunner):
         return self._agreed(task)
 
     def _agreed(self, task: FitTask) -> FitTask:
-        """The task that all hosts have alike."""
+        """The task, with the same values on all hosts."""
         hosts = self._job_context.hosts
         if hosts is None:
             return task
@@ -396,7 +396,7 @@ class FittingRunner(ResumingRunner):
         on_snapshot: Any,
         backups: Backups | None,
     ) -> History:
-        """Train, with callbacks and progress around."""
+        """Train, with callbacks and progress."""
         self.stop_training = False
         with (
             told_of_errors(self._own_callbacks),
@@ -421,17 +421,17 @@ class FittingRunner(ResumingRunner):
                     driver.begin_train()
                     self._go_on(driver, task.start)
                     self._train(task, loss, driver, task.batch_size)
-                # Schedules have moved on host 0 alone, and some optimizers have stepped there. Also
-                # where Ctrl-C now ends the call on one host, all have got all.
+                # Schedules, and some optimizers, have stepped on host 0 alone. If Ctrl-C now ends
+                # the call on one host, all have received everything.
                 self._job_context.share_values(self.model, driver.updater)
         history: History = self._job_context.from_chief(driver.history)
-        self._job_context.share_values(self.model)  # of layers that other hosts alone have
+        self._job_context.share_values(self.model)  # of layers that only other hosts have
         driver.end_train()
         self._end_together(task)
         return history
 
     def _end_together(self, task: FitTask) -> None:
-        """A call ends well only where it does so on all hosts."""
+        """Wait until the call has succeeded on all hosts."""
         if self._job_context.hosts is not None:
             self._job_context.hosts.wait()
             if task.hooks.callbacks:  # ``on_train_end`` may have set weights

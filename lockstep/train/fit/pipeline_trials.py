@@ -1,6 +1,6 @@
-"""Trials of a whole model before a pipeline divides it: its loss or outputs, and its stages.
+"""Trials of a whole model before a pipeline divides it: of its loss or outputs, and its stages.
 
-Ranks that have the whole model try it on their own shares
+Ranks that have the whole model try it on their own shares instead
 (``parallel.data_parallel.model_passes``).
 """
 
@@ -23,17 +23,17 @@ from lockstep.train.validation.stage_consistency import Crossing, run_stages
 def check_inner_loss(
     assignment: Assignment, loss: LossAdapter, source: Source | None, batch_size: int
 ) -> None:
-    """Try a model on a first batch, where no rank is going to have the whole of it.
+    """Try a model on a first batch, if no rank will have the whole model.
 
     Args:
-        assignment: the Plan and the model; one that has no values yet is not tried.
+        assignment: the Plan and the model; a model without values is not tried.
         loss: of the model.
-        source: samples; None where another host has them.
+        source: samples; None if another host has them.
         batch_size: of the global batch.
 
     Raises:
-        LossError: its loss is not the weighted mean of those of parts of the batch.
-        ModelError: what it makes of a sample depends on others.
+        LossError: its loss is not the weighted mean of the losses of parts of the batch.
+        ModelError: its output for a sample depends on other samples.
     """
     plan, model, device = assignment.plan, assignment.model, assignment.device
     is_due = plan.pipeline is not None

@@ -18,11 +18,11 @@ from lockstep.train.optim.error_feedback import residuals_of_all
 
 @dataclass(frozen=True, kw_only=True)
 class PositionRecorder:
-    """Records positions from which training can go on; every rank calls each method.
+    """Records positions from which training can resume; every rank calls each method.
 
     Attributes:
         rank_sync: the ranks.
-        hooks: what takes states.
+        hooks: the callbacks and backups that take states.
         metrics: this rank's metrics of training.
         source: the training data.
     """
@@ -33,7 +33,7 @@ class PositionRecorder:
     source: Source | SharedStream
 
     def begin_epoch(self, begun: Resume, num_steps: int) -> None:
-        """Before the first step of an epoch: ranks that train apart go on from there."""
+        """Before the first step of an epoch: ranks with local steps resume from there."""
         worker, driver = self.rank_sync.worker, self.rank_sync.driver
         if not worker.has_local_steps:
             return
@@ -48,7 +48,7 @@ class PositionRecorder:
         """After a step: record the position if rank 0 takes the state there.
 
         Args:
-            place: the position, without what the ranks have to tell.
+            place: the position, without the ranks' own parts.
             results: of this rank's steps in the epoch so far.
         """
         rank_sync, worker = self.rank_sync, self.rank_sync.worker
@@ -68,7 +68,7 @@ class PositionRecorder:
         return self.rank_sync.is_wanted(bool(wish))
 
     def record(self, place: Place, results: Sequence[StepResult] = ()) -> None:
-        """Record a position, with the parts of the state that the ranks have of their own."""
+        """Record a position, with the ranks' own parts of the state."""
         worker, control = self.rank_sync.worker, self.rank_sync.control
         if worker.has_own_optimizer and self.hooks.full_state:
             place = replace(place, replicas=replicas_of(worker, results, control))

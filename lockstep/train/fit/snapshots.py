@@ -1,4 +1,4 @@
-"""Snapshots: all that a step has left behind on all ranks, brought to rank 0 for a proof."""
+"""Snapshots: the state of all ranks after a step, sent to rank 0 for a proof."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from lockstep.train.callbacks.rank_sync import RankSync
 
 
 def take_snapshot(rank_sync: RankSync, step: int, result: StepResult, noted: Noted) -> None:
-    """Show the driver what a step has left behind; every rank calls it."""
+    """Give the driver the state after a step; every rank calls it."""
     worker, control = rank_sync.worker, rank_sync.control
     gradients = worker.gradients() if result.weight else {}
     ranks = control.gather(
@@ -49,7 +49,7 @@ def take_snapshot(rank_sync: RankSync, step: int, result: StepResult, noted: Not
 
 @contextmanager
 def noting(worker: Worker, look: WatchedSteps | None, step: int) -> Iterator[Noted]:
-    """Within the block, what modules compute is noted, if the step is among those to look at."""
+    """Within the block, note what modules compute, if the step is among the watched ones."""
     if look is None or step not in look.steps:
         yield {}
         return
@@ -64,7 +64,7 @@ def noting(worker: Worker, look: WatchedSteps | None, step: int) -> Iterator[Not
 
 
 def _state(worker: Worker) -> dict[str, torch.Tensor]:
-    """What this rank has of the model's ``state_dict``, a tied tensor under each of its names."""
+    """This rank's part of the model's ``state_dict``, a tied tensor under each of its names."""
     held, model = worker.local_names(), worker.model
     firsts = {
         id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())

@@ -29,13 +29,13 @@ from lockstep.train.logging.metrics import Metrics
 
 
 class Task(ABC):
-    """Something that all ranks do together.
+    """Work that all ranks do together.
 
     Attributes:
-        name: of the call that it is, for messages.
+        name: of the call, for messages.
         kept: names of the fields that the call cache compares and keeps
         (``train.runtime.call_cache``).
-        source: the data that it runs the model on.
+        source: the data for the model.
     """
 
     name: ClassVar[str]
@@ -47,18 +47,18 @@ class Task(ABC):
         return [self.source]
 
     def changes_from(self, other: "Task") -> dict[str, Any]:
-        """The fields in which this call differs from another one like it, but for what is kept."""
+        """The fields in which this call differs from another one like it, without ``kept``."""
         names = [each.name for each in fields(self) if each.init]  # type: ignore[arg-type]
         own = {name: getattr(self, name) for name in names if name not in self.kept}
         return {name: one for name, one in own.items() if not _is_same(one, getattr(other, name))}
 
     def renew(self, changes: Mapping[str, Any]) -> None:
-        """Have the fields of another call."""
+        """Take over the fields of another call."""
         vars(self).update(changes)
 
     @abstractmethod
     def run(self, worker: Worker, control: Control, driver: TaskDriver) -> Any:
-        """Do it; what rank 0 returns is the result."""
+        """Run the task; rank 0 returns the result."""
 
 
 @dataclass(kw_only=True)
@@ -94,7 +94,7 @@ class PredictTask(Task):
 
     Attributes:
         source: the data.
-        batch_size: of the global batch, where the data does not come in batches.
+        batch_size: of the global batch, if the data does not come in batches.
         steps: the most batches; None for all.
     """
 
@@ -131,7 +131,7 @@ class PredictTask(Task):
     def _end_batch(
         self, index: int, own: list[ShareOutput], control: Control, driver: TaskDriver
     ) -> bool:
-        """After a batch, with this rank's outputs; returns, on all ranks, whether to stop."""
+        """After a batch, with this rank's outputs; returns, on all ranks, True to stop."""
         return False
 
 
@@ -155,11 +155,11 @@ def evaluate(
     Args:
         rank_sync: the ranks.
         source: the data.
-        batch_size: of the global batch, where the data does not come in batches.
+        batch_size: of the global batch, if the data does not come in batches.
         metrics: this rank's metrics.
-        loss_parts: of the loss, where it has some.
-        epoch: of the training that this is a part of, which Ctrl-C may end; None if of none.
-        bad_records: leaves bad records out; None where they are errors.
+        loss_parts: of the loss, if it has several.
+        epoch: of the training around it, which Ctrl-C may end; None if there is none.
+        bad_records: leaves bad records out; None if they are errors.
     """
     worker, control, is_validation = rank_sync.worker, rank_sync.control, epoch is not None
     num_bad = 0
@@ -199,7 +199,7 @@ def evaluate(
 def _reads_in_order(
     worker: Worker, source: Source | SharedStream, batch_size: int
 ) -> Iterator[list[Read]]:
-    """What a rank is going to read of each batch, without training."""
+    """The reads of a rank for each batch, without training."""
     assert not isinstance(source, SharedStream)
     for start, stop in batch_bounds(len(source), batch_size):
         yield worker.reads(torch.arange(start, stop))

@@ -18,7 +18,7 @@ class StepTracer:
     """Traces one rank's steps.
 
     Args:
-        steps: their numbers, counted as those that ``step`` is given; None for no step.
+        steps: their numbers, as passed to ``step``; None for no step.
     """
 
     def __init__(self, steps: range | None) -> None:
@@ -27,7 +27,7 @@ class StepTracer:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around a step."""
+        """Trace the block, a step, if it is due."""
         if number in self._steps and self._profile is None:
             self._profile = profile(activities=_activities())
             self._profile.start()
@@ -38,12 +38,12 @@ class StepTracer:
                 yield
 
     def is_due(self, number: int) -> bool:
-        """Whether the step before this one was the last of them."""
+        """True if the step before this one was the last to trace."""
         return self._profile is not None and number >= self._steps.stop
 
     @property
     def is_running(self) -> bool:
-        """True if a trace has begun and was not taken yet."""
+        """True if a trace has begun and was not taken."""
         return self._profile is not None
 
     def take(self) -> bytes:
@@ -57,7 +57,7 @@ class StepTracer:
             return path.read_bytes()
 
     def close(self) -> None:
-        """End a trace that an error has cut short, so that the process can take another."""
+        """End a trace after an error, so that the process can take another."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
