@@ -1,7 +1,7 @@
-"""Where values cease to be finite: the first layer, found by running the model once more.
+"""Finds the first layer with values that are not finite, by running the model again.
 
-This runs when training is about to end with an error, on the share whose loss was not finite. What
-it finds is a number, so that ranks can tell each other.
+This runs before training ends with an error, on the share whose loss was not finite. Its result is
+a number, so that ranks can exchange it.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,10 +16,10 @@ from lockstep.data.trees import Tree, tensors_of
 
 
 class Diagnosis:
-    """Looks for the first value that is not finite.
+    """Finds the first value that is not finite.
 
     Args:
-        model: where to look.
+        model: the model.
     """
 
     nothing: ClassVar[float] = -1.0
@@ -34,7 +34,7 @@ class Diagnosis:
         """A number for ``text``: of a weight, the inputs, or a module's output.
 
         Args:
-            read: gives the batch.
+            read: returns the batch.
             call: runs the model on it.
         """
         weight = self.of_weights(self._model.parameters())
@@ -45,11 +45,11 @@ class Diagnosis:
             if not _is_finite(batch.inputs):
                 return float(len(self._parameters))
             return self._first_module(partial(call, batch))
-        except Exception:  # the loss is the error to tell of, and this search but a help
+        except Exception:  # the error to report is that of the loss
             return self.nothing
 
     def of_weights(self, weights: Iterable[torch.Tensor]) -> float:
-        """A number for ``text``: of the first of these parameters that is not finite."""
+        """A number for ``text``: the first of these parameters that is not finite."""
         looked_at = {id(weight) for weight in weights}
         for place, parameter in enumerate(self._model.parameters()):
             if id(parameter) in looked_at and not _is_finite(parameter):
@@ -57,7 +57,7 @@ class Diagnosis:
         return self.nothing
 
     def text(self, place: float) -> str:
-        """What a number stands for."""
+        """The text for a number."""
         index = int(place)
         if index < 0:
             return ""

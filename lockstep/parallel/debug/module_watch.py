@@ -1,8 +1,8 @@
-"""What modules take and return in a step, and the gradients of what they return: for proofs.
+"""Records the inputs, outputs and output gradients of modules in a step, for proofs.
 
-Hooks on all modules note these values while a step runs, share by share, in the order in which they
-are computed. Modules that a pipeline runs instruction by instruction are not called, and so not
-noted; those inside of them are. What is computed once more in a backward pass is not noted again.
+Hooks on all modules record these values while a step runs, share by share, in the order of their
+computation. Modules that a pipeline runs instruction by instruction are not called, and so not
+recorded; those inside of them are. Values recomputed in a backward pass are not recorded again.
 """
 
 import math
@@ -24,13 +24,13 @@ INPUT, OUTPUT, GRADIENT = "input", "output", "gradient"
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a value was noted.
+    """The place of a recorded value.
 
     Attributes:
         kind: ``INPUT`` or ``OUTPUT`` of a module, or the ``GRADIENT`` of an output.
         module: its name.
-        call: how often it was called before, for this share.
-        part: number of the tensor, of those that it takes or returns.
+        call: number of its earlier calls for this share.
+        part: number of the tensor among its inputs or outputs.
     """
 
     kind: str
@@ -41,12 +41,12 @@ class Spot:
 
 @dataclass(frozen=True, kw_only=True)
 class Flip:
-    """One unit in the last place that is added to a value, for a proof to find.
+    """A change of a value by one unit in the last place, which a proof must find.
 
     Attributes:
         kind: ``OUTPUT``, or ``GRADIENT`` of an output.
         name: of the module.
-        rank: which computes it.
+        rank: the rank that computes it.
         step: of training, from 0.
     """
 
@@ -58,11 +58,11 @@ class Flip:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedSteps:
-    """What a training is to note.
+    """The steps of a training to record.
 
     Attributes:
-        steps: whose values.
-        flip: what to change; None for nothing.
+        steps: their numbers.
+        flip: the value to change; None for nothing.
     """
 
     steps: range
@@ -74,11 +74,11 @@ Noted = dict[int, list[tuple[Spot, torch.Tensor]]]
 
 
 class ModuleWatch:
-    """Notes values of a model.
+    """Records values of a model.
 
     Args:
         model: the model.
-        flip: to be made in the step under way.
+        flip: the change to make in the current step.
     """
 
     def __init__(self, model: nn.Module, flip: Flip | None = None) -> None:
@@ -89,7 +89,7 @@ class ModuleWatch:
 
     @contextmanager
     def watching(self) -> Iterator[Noted]:
-        """Within the block values are noted; they are what it gives."""
+        """Record values within the block; yields them."""
         self.begin(0)
         noted: Noted = {}
         self._noted = noted
@@ -106,7 +106,7 @@ class ModuleWatch:
             self._noted = {}
 
     def begin(self, share: int) -> None:
-        """A share's forward pass begins in this thread; what was noted of it does not count."""
+        """Begin a share's forward pass in this thread; drops its earlier records."""
         self._here.share = share
         self._here.calls = Counter()
         self._noted.pop(share, None)
@@ -158,7 +158,7 @@ class ModuleWatch:
 
 
 def _is_first_time() -> bool:
-    """Whether this is no recomputation within a backward pass."""
+    """False in a recomputation within a backward pass."""
     return torch._C._current_graph_task_id() == -1
 
 

@@ -1,11 +1,11 @@
-"""A microbatch run: one microbatch on its way through one stage, forward and back.
+"""A microbatch run: the forward and backward pass of one microbatch through one stage.
 
 Forward, the stage's instructions run one by one. A value of another stage is received when the
-first instruction needs it: it becomes a leaf of this microbatch run's own autograd graph. A value
-that others need is sent after its last use here: it is a root from which backward starts.
+first instruction needs it: it becomes a leaf of this run's own autograd graph. A value that other
+stages need is sent after its last use here: it is a root of backward.
 
-Backward, the gradients of the roots are received, and the gradient of each leaf is sent on as soon
-as it is complete.
+Backward, the gradients of the roots are received, and the gradient of each leaf is sent as soon as
+it is complete.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,9 +32,9 @@ class MicrobatchRun:
     Attributes:
         stage: the stage.
         share: the microbatch.
-        part: what belongs to the stage.
+        part: the stage's part of the trace.
         instructions: of the whole trace.
-        model: whose modules the instructions call.
+        model: the instructions call its modules.
         mail: from and to other stages.
     """
 
@@ -56,8 +56,8 @@ class MicrobatchRun:
     def forward(self, inputs: Tree) -> list[Any]:
         """Run the stage's instructions.
 
-        It may run once more, to compute activations again: what has come is still there then, and
-        nothing is sent twice.
+        It may run again, to recompute activations: received values are kept until then, and nothing
+        is sent twice.
 
         Args:
             inputs: the model's, where the stage uses them.
@@ -65,7 +65,7 @@ class MicrobatchRun:
         Returns:
             The model's output, if the stage has it, and all tensors that backward starts from.
         """
-        # No closures that refer to each other: a cycle keeps activations until it is collected.
+        # No closures that refer to each other: a cycle keeps activations until garbage collection.
         self._values = values = {}
         self._inputs = inputs
         output = None
@@ -112,7 +112,7 @@ class MicrobatchRun:
         self._sent[number] = [tensor for tensor in tensors_of(tree) if tensor.requires_grad]
 
     def backward(self, denominator: torch.Tensor | float) -> None:
-        """Go backward, from the loss, divided by ``denominator``, or from what others send."""
+        """Go backward from the loss, divided by ``denominator``, or from received gradients."""
         if self.loss is not None:
             self.loss.backward(denominator)
         roots: list[torch.Tensor] = []
@@ -131,11 +131,11 @@ class MicrobatchRun:
             leaves.complete()
 
     def defer(self, number: int, inputs: torch.Tensor, output_gradients: torch.Tensor) -> None:
-        """Keep the factors of a weight's gradient; without their history, which is gone through."""
+        """Keep the factors of a weight's gradient, without their history, which is used up."""
         self.deferred.append((number, inputs.detach(), output_gradients.detach()))
 
     def end(self) -> None:
-        """Give back what others have lent."""
+        """Give back the received values."""
         self.deferred.clear()
         self.mail.give_back(self.stage, self.share)
         for number, tensors in self._sent.items():
@@ -166,7 +166,7 @@ class _Leaves:
         return take
 
     def complete(self) -> None:
-        """Send the gradients, if they are not on their way already."""
+        """Send the gradients, if they are not sent yet."""
         send, self._send = self._send, None
         if send is not None:
             send(self._gradients)
@@ -174,7 +174,7 @@ class _Leaves:
 
 
 def _sum(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The sum in the order given; what was lent is left as it is."""
+    """The sum in the given order; received gradients are not changed."""
     if not gradients:
         return None
     total = gradients[0]

@@ -1,12 +1,12 @@
-"""The partition: a traced model in the stages of its Plan.
+"""The partition of a traced model into the stages of its Plan.
 
-A stage is a run of the trace's instructions. What an instruction of one stage uses of another is a
-value that crosses: the partition lists what each stage receives and sends. Two kinds of values
-never do. Parameters are fetched where they are used, and the model's own inputs are read by every
-rank that needs them.
+A stage is a sequence of the trace's instructions. A value of one stage that an instruction of
+another uses crosses the cut: the partition lists the values that each stage receives and sends. Two
+kinds of values never cross: parameters are fetched where they are used, and every rank that needs
+the model's inputs reads them.
 
-Where the model draws random numbers, a stage goes on with the stream where the one before it has
-left off, as one device would: the state of the stream crosses like a value.
+If the model draws random numbers, a stage continues the stream of the stage before it, as one
+device would: the state of the stream crosses like a value.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,17 +23,17 @@ class StagePart:
 
     Attributes:
         instructions: their numbers, in order.
-        sent: values that later stages use, and these stages.
-        received: values of earlier stages, and that stage.
+        sent: values that later stages use, and those stages.
+        received: values of earlier stages, and the stage of each.
         uses_inputs: it reads the model's inputs.
-        stream_from: the stage that leaves it the random stream; None where it draws nothing, or
-            begins the stream.
-        stream_to: the stage that it leaves the stream to, or None.
+        stream_from: the stage that sends it the random stream; None if it draws nothing, or starts
+            the stream.
+        stream_to: the stage that it sends the stream to, or None.
         draws: it draws random numbers, or a later part of the step may.
         parameters: names of the parameters it uses.
         buffers: names of its buffers.
         sent_after: values to send after an instruction, their last use in the stage.
-        dropped_after: values to let go of after an instruction.
+        dropped_after: values to drop after an instruction.
     """
 
     instructions: tuple[int, ...]
@@ -51,7 +51,7 @@ class StagePart:
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """A traced model in stages.
+    """A traced model, cut into stages.
 
     Attributes:
         instructions: of the whole trace.
@@ -65,7 +65,7 @@ class Partition:
 
 
 def partition(plan: Plan, trace: Trace, value_bytes: Mapping[int, int]) -> Partition:
-    """Cut a trace as the Plan says.
+    """Cut a trace into the Plan's stages.
 
     Args:
         plan: one with a pipeline.
@@ -93,8 +93,8 @@ def partition(plan: Plan, trace: Trace, value_bytes: Mapping[int, int]) -> Parti
 def stages_of_layers(plan: Plan, trace: Trace) -> list[int]:
     """The stage of each layer of a trace.
 
-    A layer that the Plan does not know (it runs in evaluation only, say) goes with the one before
-    it, and none goes back behind the one before it.
+    A layer that is not in the Plan (it runs only in evaluation, say) gets the stage of the layer
+    before it, and no layer gets an earlier stage than the layer before it.
     """
     by_name = {layer.name: layer.stage for layer in plan.layers}
     stages: list[int] = []
@@ -119,7 +119,7 @@ def _part(
     used = {value: number for number in own for value in references(trace.instructions[number])}
     inputs = {value for value in used if isinstance(trace.instructions[value], Input)}
     sent = _users_elsewhere(trace, stages, own)
-    # A value may be changed in place until its stage has done with it: so it is sent then.
+    # A value may be changed in place until its last use in its stage: it is sent after that.
     last = {value: used.get(value, value) for value in sent}
     for value, changer in trace.rewritten:
         if value in last and stages[changer] == stage:

@@ -1,11 +1,11 @@
-"""Mail between stages: who sends what to whom.
+"""Mail between stages: the senders and readers of messages.
 
 For every value that crosses a cut, each rank of its stage sends messages to the stages that use it.
-There are others for the random stream where a stage goes on with that of another, and in training
-for each user's gradient of a value on the way back.
+Other messages have the random stream, if a stage continues that of another, and in training the
+gradient of a value from each stage that uses it.
 
-Messages are numbered by what their stage has computed on their rank, so sender and readers know the
-number without asking. How they travel: ``comm.p2p.interface``.
+Messages are numbered by their rank's passes of their stage, so sender and readers know the number
+without communication. ``comm.p2p.interface`` carries them.
 """
 
 from collections import Counter
@@ -29,9 +29,9 @@ class MailSpec:
 
     Attributes:
         graph: the stages and their ranks.
-        partition: what crosses.
-        boxes: where ranks share memory, the mailboxes, in the order in which they lie there.
-        channels: where they do not, the channels; see ``GroupMail``.
+        partition: lists the values that cross.
+        boxes: the mailboxes, in their order in memory, if ranks share memory.
+        channels: the channels, if they do not; see ``GroupMail``.
     """
 
     graph: StageGraph
@@ -57,10 +57,10 @@ def mail_spec(
 
     Args:
         graph: the stages and their ranks.
-        partition: what crosses.
+        partition: lists the values that cross.
         num_slots: messages of one kind that may be in use at once.
         training: there are gradients.
-        shares_memory: ranks of a host do.
+        shares_memory: ranks of a host share memory.
     """
     stream_bytes = torch_streams().numel()
     boxes: dict[MailKey, MailboxSpec] = {}
@@ -102,8 +102,8 @@ class StageMail:
     """One rank's view of the mail.
 
     Args:
-        spec: what there is.
-        carrier: brings it.
+        spec: all mail.
+        carrier: carries it.
         rank: this rank.
     """
 
@@ -116,7 +116,7 @@ class StageMail:
         self._num_filled = 0
 
     def begin_pass(self, num_filled: int) -> None:
-        """The first ``num_filled`` shares of another batch are on their way."""
+        """Begin another batch, of ``num_filled`` shares."""
         for sent in self._sent:
             for replica in range(len(sent)):
                 sent[replica] += len(range(replica, self._num_filled, len(sent)))
@@ -125,16 +125,16 @@ class StageMail:
     # --- values ----------------------------------------------------------------------------------
 
     def send(self, stage: int, value: int, share: int, tree: Any) -> None:
-        """Send a value of ``stage`` to all that use it."""
+        """Send a value of ``stage`` to all stages that use it."""
         readers = [self._graph.rank_of(user, share) for user in self._parts[stage].sent[value]]
         self._put(_VALUE, value, stage, share, tree, readers)
 
     def receive(self, value: int, sender: int, share: int) -> Any:
-        """A value of stage ``sender``; it is good until ``give_back``."""
+        """A value of stage ``sender``; it is valid until ``give_back``."""
         return self._take(_VALUE, value, sender, share)
 
     def give_back(self, stage: int, share: int) -> None:
-        """``stage`` needs what it has received for a share no more."""
+        """Give back the values that ``stage`` has received for a share."""
         for value, sender in self._parts[stage].received.items():
             reader = self._parts[sender].sent[value].index(stage)
             self._give_back(_VALUE, value, sender, share, reader)
@@ -142,31 +142,31 @@ class StageMail:
     # --- gradients -------------------------------------------------------------------------------
 
     def send_gradient(self, stage: int, value: int, share: int, gradients: Any) -> None:
-        """Send the gradient of a value that ``stage`` has received back to where it came from."""
+        """Send the gradient of a value that ``stage`` has received back to the value's stage."""
         home = self._parts[stage].received[value]
         self._put(_GRADIENT, value, stage, share, gradients, [self._graph.rank_of(home, share)])
 
     def receive_gradients(self, stage: int, value: int, share: int) -> list[Any]:
-        """What all stages that use a value of ``stage`` have sent back, in their order."""
+        """The gradients from all stages that use a value of ``stage``, in their order."""
         users = self._parts[stage].sent[value]
         return [self._take(_GRADIENT, value, user, share) for user in users]
 
     def give_gradients_back(self, stage: int, value: int, share: int) -> None:
-        """``stage`` needs these gradients no more."""
+        """Give back these gradients."""
         for user in self._parts[stage].sent[value]:
             self._give_back(_GRADIENT, value, user, share, 0)
 
     # --- random streams --------------------------------------------------------------------------
 
     def send_stream(self, stage: int, share: int) -> None:
-        """Leave torch's random stream to the next stage that draws, if there is one."""
+        """Send torch's random stream to the next stage that draws, if there is one."""
         successor = self._parts[stage].stream_to
         if successor is not None:
             readers = [self._graph.rank_of(successor, share)]
             self._put(_STREAM, stage, stage, share, torch_streams(), readers)
 
     def receive_stream(self, stage: int, share: int) -> None:
-        """Go on with torch's random stream where another stage has left it, if one has."""
+        """Continue torch's random stream of an earlier stage, if there is one."""
         before = self._parts[stage].stream_from
         if before is not None:
             set_torch_streams(self._take(_STREAM, before, before, share).cpu())

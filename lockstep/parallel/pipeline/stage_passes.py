@@ -1,12 +1,12 @@
-"""Passes of a rank that holds some of the model's layers, over the microbatches that come by.
+"""Passes of a rank that holds some of the model's layers, over the microbatches of a batch.
 
-    1F0     run stage 1 on microbatch 0: receive what it needs, send on what others need
-    1B0     backward: receive the gradients of what was sent, send on those of what was received
-    1I0     the same without the gradients of large weights, for which
-    1W0     follows later, when there is time
+    1F0     run stage 1 on microbatch 0: receive the values it needs, send those others need
+    1B0     backward: receive the gradients of sent values, send those of received values
+    1I0     the same without the gradients of large weights, which
+    1W0     computes later, when the rank would be idle
 
 Values are received when the first instruction needs them, and gradients are sent as soon as they
-are complete. So two branches that meet late run at the same time.
+are complete. So two branches that join late run at the same time.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,7 +48,7 @@ from lockstep.plan.program.rank_program import (
 
 @dataclass(frozen=True, kw_only=True)
 class StageTools:
-    """What stages are run with in training, apart from batches."""
+    """The objects that run stages in training, without batches."""
 
     model: nn.Module
     partition: Partition
@@ -60,10 +60,10 @@ class StagePasses(Passes):
     """Passes over stages.
 
     Args:
-        work: what all ranks work on.
-        mail: from and to other stages, by whether the model is in training.
-        mail_channels: carries mail to other hosts; None where there are none.
-        groups: of parameters, those that this rank holds.
+        work: common to all ranks.
+        mail: from and to other stages, by training mode.
+        mail_channels: carries mail to other hosts; None without any.
+        groups: the parameter groups that this rank holds.
         options: see ``Passes``.
     """
 
@@ -92,7 +92,7 @@ class StagePasses(Passes):
         self._is_settled = False
 
     def tools(self) -> StageTools:
-        """To run a stage apart from batches."""
+        """The tools to run a stage without batches."""
         assert self._loss is not None
         return StageTools(
             model=self._model,
@@ -147,7 +147,7 @@ class StagePasses(Passes):
         mail.send_stream(stage, share)
 
     def _settle(self, run: Run) -> None:
-        """All microbatches have gone forward: what each adds to the loss is known now."""
+        """Compute each microbatch's loss after the forward passes of all microbatches."""
         self._is_settled = True
         if self._apart:
             for share, loss in self._divided(run, self._apart).items():
@@ -193,7 +193,7 @@ class StagePasses(Passes):
             self._exchange.write(group.number, row, [one.grad for one in group.members])
 
     def diagnose(self, run: Run, share: int) -> str:
-        """The first weight that is not finite, of all ranks' weights."""
+        """Name the first of all ranks' weights that is not finite."""
         diagnosis = Diagnosis(self._model)
         place, board = diagnosis.of_weights(self._trainable), self._exchange.board
         told = [[place]] if board is None else board.tell([place])
@@ -244,13 +244,13 @@ class StagePasses(Passes):
         return len(self._stages) - 1
 
     def _needs_batch(self, stage: int, *, training: bool) -> bool:
-        """Whether a stage has use for a microbatch's samples."""
+        """True if a stage needs a microbatch's samples."""
         part = self._partitions[training].parts[stage]
         begins_stream = part.draws and part.stream_from is None  # reading may draw, too
         return part.uses_inputs or begins_stream or stage == self._last_stage
 
     def _read_for(self, run: Run, stage: int, share: int) -> Batch | None:
-        """A microbatch's samples, where the stage has use for them."""
+        """A microbatch's samples, if the stage needs them."""
         is_needed = self._needs_batch(stage, training=run.is_training)
         return self._read(run, share) if is_needed else None
 
@@ -282,7 +282,7 @@ class StagePasses(Passes):
             return stage_output(self.call, self._loss, forward, batch)
 
     def shown(self, output: Tree) -> Tree:
-        """What users may keep: copies of what an earlier stage has sent."""
+        """An output that users may keep: a copy, because an earlier stage may have sent it."""
         return self.held(super().shown(output))
 
     def held(self, output: Tree) -> Tree:
@@ -301,10 +301,10 @@ def stage_output(
     """Run a stage forward; returns the model's output, if it has that.
 
     Args:
-        call: how the model is called.
-        loss: what may look on.
+        call: calls the model.
+        loss: may watch the forward pass.
         forward: of a ``MicrobatchRun``.
-        batch: the samples, where the stage has use for them.
+        batch: the samples, if the stage needs them.
     """
     inputs = None if batch is None else call.given(batch.inputs)
     if call.channels_last:
@@ -317,7 +317,7 @@ def stage_output(
 
 
 def _settled(run: Run, loss: ShareLoss | JointLoss, output: Tree) -> ShareLoss:
-    """A microbatch's loss, ready to go backward; a guess if others must be known first."""
+    """A microbatch's loss for backward; a guess if it requires the other microbatches' losses."""
     is_alone = run.num_filled == 1
     is_uneven = isinstance(loss, JointLoss) and not (is_alone or loss.is_even)
     if loss.is_guess or is_uneven:
@@ -329,7 +329,7 @@ def _settled(run: Run, loss: ShareLoss | JointLoss, output: Tree) -> ShareLoss:
     return loss
 
 
-# By action, and not in the class: a cycle would keep its shared memory until the collector runs.
+# Outside of the class: a reference cycle would keep its shared memory until garbage collection.
 _HANDLERS: dict[type[Action], Callable[[StagePasses, Run, Any], None]] = {
     Forward: StagePasses._forward,
     Backward: StagePasses._backward,

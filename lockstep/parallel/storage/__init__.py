@@ -1,5 +1,5 @@
-"""Where parameters, gradients and optimizer slots are in memory.
+"""The memory of parameters, gradients and optimizer slots.
 
 Entry points: ``store`` (shared memory of one host) and ``device_store`` (memory of accelerators).
-``meta_init`` builds models of which each rank holds a part.
+``meta_init`` builds models that are distributed over ranks.
 """

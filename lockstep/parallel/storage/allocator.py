@@ -1,11 +1,11 @@
 """Keeps freed memory in the process instead of giving it back to the kernel at every step.
 
 glibc maps every large block anew and unmaps it when it is freed, so each step faults in all its
-activations and gradients page by page, zeroed by the kernel: a quarter of the time of a step where
-these are large. With higher thresholds freed blocks stay in the heap and serve the next step.
+activations and gradients page by page, zeroed by the kernel: a quarter of the time of a step if
+these are large. With higher thresholds freed blocks stay in the heap for the next step.
 
-The setting is the process's, cannot be undone, and costs resident memory up to the largest that a
-step has needed. It changes no result. ``LOCKSTEP_KEEP_FREED_MEMORY=0`` leaves the allocator alone.
+The setting applies to the process, cannot be undone, and keeps as much memory resident as the
+largest step needed. It changes no result. ``LOCKSTEP_KEEP_FREED_MEMORY=0`` disables it.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ _LARGEST_TOP_BYTES = (1 << 31) - 1
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Raise the thresholds, once per process; returns whether that was done."""
+    """Raise the thresholds, once per process; returns True if they are raised."""
     if os.environ.get("LOCKSTEP_KEEP_FREED_MEMORY") == "0" or platform.libc_ver()[0] != "glibc":
         return False
     block = _set(_M_MMAP_THRESHOLD, _LARGEST_BLOCK_BYTES)
@@ -36,7 +36,7 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def temporary_memory() -> Iterator[None]:
-    """What is allocated in the block is not needed at every step: given back when it is freed."""
+    """Within the block, freed memory goes back to the kernel: not every step needs it."""
     if not keep_freed_memory():
         yield
         return

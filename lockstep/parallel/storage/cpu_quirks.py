@@ -1,4 +1,4 @@
-"""What the processor is good at: where torch's own choice of a kernel is slow, or wrong."""
+"""Processors on which torch's choice of a kernel is slow, or wrong."""
 
 import functools
 import platform
@@ -13,7 +13,7 @@ _VECTOR_SIZE = 8  # float32 numbers, with AVX2
 
 @functools.cache
 def has_slow_bfloat16_attention() -> bool:
-    """Whether attention goes backward faster in float32 than in bfloat16.
+    """True if attention's backward pass is faster in float32 than in bfloat16.
 
     On an AMD processor (Zen 4) bfloat16 was measured to take 3.5 times as long.
     """
@@ -22,10 +22,10 @@ def has_slow_bfloat16_attention() -> bool:
 
 @functools.cache
 def lacks_lstm(dtype: torch.dtype) -> bool:
-    """Whether torch cannot run an LSTM under autocast to this type here.
+    """True if torch cannot run an LSTM under autocast to this type here.
 
-    It asks oneDNN for one, which has none in bfloat16 for processors without AVX-512, and none in
-    float16 for most. So one is tried.
+    It uses oneDNN's, which has none in bfloat16 for processors without AVX-512, and none in float16
+    for most processors. So this runs one.
     """
     zeros = torch.zeros(1, 1, 1)
     weights = [torch.zeros(4, 1), torch.zeros(4, 1), torch.zeros(4), torch.zeros(4)]
@@ -38,11 +38,11 @@ def lacks_lstm(dtype: torch.dtype) -> bool:
 
 
 def breaks_channels_last(model: nn.Module) -> bool:
-    """Whether training a model on images with their channels last would corrupt memory here.
+    """True if training a model on images with their channels last would corrupt memory here.
 
-    Without AVX-512, the backward pass of oneDNN (in torch 2.13) writes where it must not for
-    kernels of one pixel that skip pixels and take fewer channels than a vector holds numbers, if
-    these are last: ``Conv2d(4, 6, 1, stride=2)`` ends the process within a few batches.
+    Without AVX-512 and with channels last, the backward pass of oneDNN (in torch 2.13) writes out
+    of bounds for kernels of one pixel with a stride and fewer channels than a vector has numbers:
+    ``Conv2d(4, 6, 1, stride=2)`` ends the process within a few batches.
     See github.com/uxlfoundation/oneDNN/issues/6035.
     """
     return _lacks_avx512() and any(

@@ -1,4 +1,4 @@
-"""What an accelerator's memory held when it was not enough."""
+"""Describes the contents of an accelerator's memory in out-of-memory errors."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from lockstep.units import format_bytes
 
 @contextmanager
 def noting_shortage(device: torch.device) -> Iterator[None]:
-    """Before the first step: say what an error is about that finds no memory within the block."""
+    """Before the first step: add a note to an out-of-memory error in the block."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -28,7 +28,7 @@ def noting_shortage(device: torch.device) -> Iterator[None]:
 
 
 def shortage_note(worker: Worker) -> str:
-    """Which rank had no memory left on which device, and what was there."""
+    """The rank and device without memory, and the contents of the memory."""
     slots = [] if worker.updater is None else worker.updater.slots(with_stored=True)
     parameters = list(worker.model.parameters())
     held: dict[str, Iterable[Any]] = {
@@ -47,7 +47,7 @@ def shortage_note(worker: Worker) -> str:
 
 
 def _bytes_of(values: Iterable[Any]) -> int:
-    """Of tensors that are on an accelerator."""
+    """Bytes of the tensors that are on an accelerator."""
     return sum(
         value.nbytes
         for value in values

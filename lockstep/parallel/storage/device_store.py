@@ -1,11 +1,11 @@
 """Stores of ranks on accelerators: each has its tensors in its own device's memory.
 
-The script's process has the tensors that all others begin with. They travel as in a store that a
-host's ranks share: by a region of its memory, written when a call is sent, which each rank copies
-to its device and forgets.
+The script's process has the initial tensors of all ranks. It sends them as in a store that a host's
+ranks share: in a shared region, written when a call is sent, which each rank copies to its device
+and closes.
 
-What only other ranks have (a stage's parameters) lies in a host's memory on rank 0 while they train
-it. They write it there when rank 0 is to know it.
+Tensors that only other ranks train (a stage's parameters) are in host memory on rank 0. The other
+ranks write them there when rank 0 needs them.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.parallel.storage.store import NamedParameters, TensorStore, copy_to_views, tensor_spec
 from lockstep.plan.layout import flat_offsets
 
-# Tensors in memory that rank 0 maps, and those on a device whose values they are to have.
+# Tensors in memory that rank 0 maps, and the tensors on a device with their values.
 Mirror = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
-# Of parameters, and of slots.
+# Mirrors of parameters, and of slots.
 Mirrors = tuple[Sequence[Mirror], Sequence[Mirror]]
 
 
 class DeviceStore(TensorStore):
-    """Tensors in a device's memory, and the region by which their values come to other ranks.
+    """Tensors in a device's memory, and a region that sends their values to other ranks.
 
     Args:
         specs: of the tensors.
@@ -39,14 +39,14 @@ class DeviceStore(TensorStore):
 
     @classmethod
     def zeros(cls, specs: Sequence[TensorSpec], device: torch.device) -> Self:
-        """New ones, all zeros."""
+        """A new store, all zeros."""
         _, num_bytes = flat_offsets([spec.extent for spec in specs])
         buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         return cls(specs, views_in(buffer, specs))
 
     @classmethod
     def of(cls, parameters: NamedParameters) -> Self:
-        """Parameters where they are; one with holes in its memory gets another."""
+        """A store of parameters in place; one with holes in its memory is moved."""
         specs = [tensor_spec(name, parameter) for name, parameter in parameters]
         for spec, (_, parameter) in zip(specs, parameters, strict=True):
             if parameter.stride() != spec.stride:

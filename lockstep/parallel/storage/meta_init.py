@@ -1,12 +1,12 @@
-"""Models given as a function that makes them: each rank makes its own part, and no other.
+"""Models given as a function that makes them: each rank initializes only its own part.
 
 The function runs with parameters on the meta device, where they have a shape and no memory. Then
-they get addresses, but pages only when they are first written, and that is done by the rank that
-holds them: by ``reset_parameters`` of the module that owns them, then by ``_init_weights(module)``
-of a model around it, as transformers has it, from a random stream that depends on the module's name
-alone. So a model has the same first values under every strategy, and nobody needs memory for all of
-it. Buffers are made as the function makes them, on every rank. A model on the meta device will do
-as well, where it has no buffers.
+they get addresses, but pages only when the rank that holds them first writes them: by
+``reset_parameters`` of the module that owns them, then by ``_init_weights(module)`` of a model
+around it, as in transformers, from a random stream that depends on the module's name alone. So a
+model has the same initial values under every strategy, and no rank needs memory for all of it.
+Every rank makes the buffers, as the function does. A model on the meta device is accepted as well,
+if it has no buffers.
 """
 
 import math
@@ -32,7 +32,7 @@ def build_on_meta(function: Callable[[], nn.Module]) -> nn.Module:
     """Run a function that makes a model; its parameters are on the meta device.
 
     Raises:
-        OptionError: it makes something else.
+        OptionError: it returns no module.
         ModelError: a module has parameters and no ``reset_parameters`` to give them values.
     """
 
@@ -41,7 +41,7 @@ def build_on_meta(function: Callable[[], nn.Module]) -> nn.Module:
             return None
         return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
-    # What such a hook returns takes the parameter's place, though its type does not say so.
+    # The hook's result replaces the parameter, although its type does not say so.
     hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         model = function()
@@ -58,7 +58,7 @@ def build_on_meta(function: Callable[[], nn.Module]) -> nn.Module:
 
 
 def check_on_meta(model: nn.Module) -> None:
-    """Refuse a model on the meta device that cannot be given values.
+    """Check that a model on the meta device can be initialized.
 
     Raises:
         ModelError: it has buffers there, or parameters elsewhere, or see ``build_on_meta``.
@@ -92,12 +92,12 @@ def _check_resets(model: nn.Module) -> None:
 
 
 def _own_reset(module: nn.Module) -> Callable[[], object] | None:
-    # MultiheadAttention has it under a name of its own.
+    # MultiheadAttention has it under another name.
     return getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
 
 
 def _resets_of(module: nn.Module, path: str, model: nn.Module) -> list[Callable[[], object]]:
-    """What gives a module's parameters their first values, as its constructor and its model do."""
+    """The functions of a module and its model that initialize the module's parameters."""
     own = _own_reset(module)
     found = [] if own is None else [own]
     while path:
@@ -108,7 +108,7 @@ def _resets_of(module: nn.Module, path: str, model: nn.Module) -> list[Callable[
 
 
 def allocate(model: nn.Module) -> None:
-    """Give the parameters of a model on the meta device addresses, without memory so far."""
+    """Give the parameters of a model on the meta device addresses, without memory yet."""
     named = list(model.named_parameters())
     made = blank_parameters([tensor_spec(name, parameter) for name, parameter in named])
     places: dict[int, nn.Parameter] = {}
@@ -122,7 +122,7 @@ def allocate(model: nn.Module) -> None:
 
 
 def blank_parameters(specs: Sequence[TensorSpec]) -> list[nn.Parameter]:
-    """Parameters that have addresses, and neither memory nor values yet."""
+    """Parameters with addresses, without memory or values yet."""
     _, num_bytes = flat_offsets([spec.extent for spec in specs])
     store = TensorStore(specs, SharedRegion.create(num_bytes, [(0, num_bytes)]))
     made = [nn.Parameter(view, view.is_floating_point()) for view in store.views]
@@ -132,7 +132,7 @@ def blank_parameters(specs: Sequence[TensorSpec]) -> list[nn.Parameter]:
 
 
 def blank_names(model: nn.Module) -> frozenset[str]:
-    """The parameters that have no values yet."""
+    """Names of the parameters without values yet."""
     return frozenset(
         name for name, parameter in model.named_parameters() if getattr(parameter, _MARK, False)
     )
@@ -140,7 +140,7 @@ def blank_names(model: nn.Module) -> frozenset[str]:
 
 @torch.no_grad()
 def initialize(model: nn.Module, names: Iterable[str], seed: int) -> None:
-    """Give parameters their first values.
+    """Initialize parameters.
 
     Args:
         model: the model.
@@ -155,7 +155,7 @@ def initialize(model: nn.Module, names: Iterable[str], seed: int) -> None:
         named = {key: f"{path}.{key}".lstrip(".") for key in own}
         if not any(name in wanted for name in named.values()):
             continue
-        # A tied parameter is set by the module of its first name; what others hold, by them.
+        # The module of a tied parameter's first name sets it; other ranks set their parameters.
         aside = {
             key: one
             for key, one in own.items()
@@ -165,7 +165,7 @@ def initialize(model: nn.Module, names: Iterable[str], seed: int) -> None:
             module._parameters[key] = nn.Parameter(torch.empty_like(one, device="meta"))
         seed_streams(stream_seed(seed, "init", path))
         resets, given = _resets_of(module, path, model), [key for key in own if key not in aside]
-        if _own_reset(module) is None:  # the model around need not know of this one
+        if _own_reset(module) is None:  # the model around may not initialize this one
             for key in given:
                 own[key].fill_(math.nan)
         for reset in resets:
@@ -182,7 +182,7 @@ def initialize(model: nn.Module, names: Iterable[str], seed: int) -> None:
 
 
 def clear_meta(model: nn.Module) -> None:
-    """All parameters have values now."""
+    """Mark all parameters as initialized."""
     for parameter in model.parameters():
         if getattr(parameter, _MARK, False):
             delattr(parameter, _MARK)

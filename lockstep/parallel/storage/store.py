@@ -1,8 +1,8 @@
 """The stores: one copy of the parameters and of the optimizer's slots, mapped by every replica.
 
 The script's own model is moved into its store in place (``Parameter.data``), so an optimizer step
-of any rank is a change of the script's model, and ``model.state_dict()`` is always the truth. The
-script's optimizer has its slots (momenta, averages) in a store of their own in the same way.
+of any rank changes the script's model, and ``model.state_dict()`` is always up to date. The slots
+(momenta, averages) of the script's optimizer are likewise in a second store.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,12 +24,12 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
 def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """How a parameter lies in memory; a layout with holes or overlaps becomes a contiguous one."""
+    """A parameter's layout in memory; one with holes or overlaps becomes contiguous."""
     return TensorSpec(name, tuple(tensor.shape), dense_stride(tensor), tensor.dtype)
 
 
 def slot_spec(key: SlotKey, parameter: torch.Tensor) -> TensorSpec:
-    """How a slot lies in memory: as its parameter."""
+    """A slot's layout in memory: that of its parameter."""
     spec = tensor_spec(f"{key.parameter}: {key.slot}", parameter)
     return replace(spec, dtype=key.dtype or spec.dtype)
 
@@ -38,7 +38,7 @@ class TensorStore:
     """A region that holds tensors, and views of it in their shapes.
 
     Attributes:
-        is_elsewhere: only other ranks than this one work with them.
+        is_elsewhere: only other ranks use them.
     """
 
     is_elsewhere = False
@@ -58,13 +58,13 @@ class TensorStore:
 
         Args:
             specs: of its tensors.
-            is_reserved: take the memory now; else who first uses it must reserve the region.
+            is_reserved: reserve the memory now; else its first user must reserve it.
         """
         _, num_bytes = flat_offsets([spec.extent for spec in specs])
         return cls(specs, SharedRegion.create(num_bytes, [] if is_reserved else [(0, num_bytes)]))
 
     def copy(self) -> "TensorStore":
-        """Another one with the same values."""
+        """A new store with the same values."""
         other = TensorStore.create(self.specs)
         copy_to_views(other.views, self.views)
         other.region.release_pages()
@@ -73,13 +73,13 @@ class TensorStore:
 
 @torch.no_grad()
 def copy_to_views(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Copy values to where they are to lie, from wherever they are."""
+    """Copy values to views, from any device."""
     for view, value in zip(views, values, strict=True):
         view.copy_(value)
 
 
 class ParameterStore(TensorStore):
-    """Where a model's parameters lie."""
+    """The store of a model's parameters."""
 
     @classmethod
     def adopt(
@@ -109,40 +109,40 @@ class ParameterStore(TensorStore):
         return store
 
     def fits(self, parameters: NamedParameters) -> bool:
-        """Whether these are the parameters the store was made for."""
+        """True if the store was made for these parameters."""
         return self.specs == tuple(tensor_spec(name, parameter) for name, parameter in parameters)
 
     def readopt(self, parameters: NamedParameters) -> None:
-        """Bring back parameters whose memory was exchanged (``p.data = ...``, ``.double()``)."""
+        """Move parameters back whose memory was replaced (``p.data = ...``, ``.double()``)."""
         moved = [
             (view, parameter)
             for view, (_, parameter) in zip(self.views, parameters, strict=True)
             if not _same_memory(parameter, view)
         ]
-        if moved:  # seldom, and this is asked after every step that a callback watches
+        if moved:  # rare; this runs after every step that a callback watches
             self._move_back(moved)
 
     @torch.no_grad()
     @temporary_memory()
     def _move_back(self, moved: Sequence[tuple[torch.Tensor, nn.Parameter]]) -> None:
         for view, parameter in moved:
-            overlaps = self.region.holds(parameter)  # it is another view of the same memory
+            overlaps = self.region.holds(parameter)  # another view of the same memory
             view.copy_(parameter.clone() if overlaps else parameter)
             set_data(parameter, view)
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Have a Parameter or buffer be where ``data`` is, and stay the same object."""
+    """Move a Parameter or buffer to ``data``; it stays the same object."""
     try:
         tensor.data = data
-    except RuntimeError:  # torch lets it move between cores, CUDA and XPU only
+    except RuntimeError:  # torch allows it between CPU, CUDA and XPU only
         is_parameter = isinstance(tensor, nn.Parameter)
         other = nn.Parameter(data, tensor.requires_grad) if is_parameter else data.view_as(data)
         torch.utils.swap_tensors(tensor, other)
 
 
 def move_model(model: nn.Module, device: torch.device) -> None:
-    """Bring a model to a device; its Parameters and buffers stay the same objects."""
+    """Move a model to a device; its Parameters and buffers stay the same objects."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device != device:
             set_data(tensor, tensor.detach().to(device))
@@ -160,7 +160,7 @@ def check_separate(
     parameters: Iterable[tuple[str, nn.Parameter]],
     buffers: Iterable[tuple[str, torch.Tensor]] = (),
 ) -> None:
-    """Refuse parameters that share memory with others, or with buffers: they are about to move.
+    """Check that parameters to be moved share no memory with others, or with buffers.
 
     Raises:
         ModelError: with the names of the two.
@@ -181,7 +181,7 @@ def check_separate(
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First address and the one after the last."""
+    """The first address and the one after the last."""
     reach = sum(
         (extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )

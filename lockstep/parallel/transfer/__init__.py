@@ -1,4 +1,4 @@
-"""Models, losses and data on their way to helper processes.
+"""Sends models, losses and data to helper processes.
 
 Entry point: ``serialization``. ``readers`` reads batches ahead in threads or processes. Data
 between hosts is never pickled: ``comm.codec``.

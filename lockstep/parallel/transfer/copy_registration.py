@@ -1,4 +1,4 @@
-"""What constructors write down elsewhere than in the model, for copies that had no constructor."""
+"""Repeats registrations that constructors make outside of the model, for unpickled copies."""
 
 import sys
 
@@ -8,10 +8,10 @@ _TRANSFORMERS = "transformers.utils.output_capturing"
 
 
 def register_copies(model: nn.Module) -> None:
-    """Have a library know the modules of a model that was unpickled.
+    """Register the modules of an unpickled model with their library.
 
-    transformers notes for each class what its models can record (hidden states, attentions, the
-    logits of routers), and gives None for a class that it does not know.
+    transformers registers for each class what its models can record (hidden states, attentions, the
+    logits of routers), and gives None for an unknown class.
     """
     registry = getattr(sys.modules.get(_TRANSFORMERS), "_CAN_RECORD_REGISTRY", None)
     if registry is None:

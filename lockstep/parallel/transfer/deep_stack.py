@@ -1,7 +1,7 @@
 """Calls that need a deeper stack than a thread has.
 
-pickle goes from each object to those it refers to. Layers that know their neighbours, as those of
-Keras do, are a chain as long as the model is deep.
+pickle recurses from each object to those it refers to. Layers with references to their neighbours,
+as in Keras, form a chain as long as the model is deep.
 """
 
 import sys
@@ -14,12 +14,12 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 _LEVELS = 100_000
-_STACK_BYTES = 1 << 29  # of addresses; memory is taken as the stack grows
-_lock = threading.Lock()  # stack size and limit are those of the process
+_STACK_BYTES = 1 << 29  # of addresses; memory is allocated as the stack grows
+_lock = threading.Lock()  # stack size and limit belong to the process
 
 
 def with_deep_stack(call: Callable[[], _T]) -> _T:
-    """What a call returns, in a thread in which it may go 100,000 levels deep.
+    """Run a call in a thread with a stack of 100,000 levels; returns its result.
 
     Raises:
         BaseException: what the call raises.
@@ -30,7 +30,7 @@ def with_deep_stack(call: Callable[[], _T]) -> _T:
     def run() -> None:
         try:
             outcome.set_result(context.run(call))
-        except BaseException as error:  # whatever it is, the caller gets it
+        except BaseException as error:  # raised in the caller
             outcome.set_exception(error)
 
     with _lock:

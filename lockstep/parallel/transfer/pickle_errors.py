@@ -1,7 +1,7 @@
-"""Packs what is sent to helpers, and names what cannot be sent.
+"""Packs objects for helpers, and names the part that cannot be sent.
 
-Pickling says little of where in a large object it failed. So when it does, the parts are packed one
-by one, then the parts of the part that fails, down to the innermost.
+Pickle's errors hardly tell where in a large object it failed. So after an error the parts are
+packed one by one, then the parts of the part that fails, down to the innermost.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ def pack_named(
     """Pack an object; see ``parcel.pack``.
 
     Args:
-        obj: what to pack.
+        obj: the object.
         parts: its parts by the names a user knows ("the model"), to search when packing fails.
         parameters: Parameters that the receiver has already.
 
@@ -104,7 +104,7 @@ def _children(part: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _used_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function holds of the scopes around it, and the globals that it uses."""
+    """The variables of enclosing scopes and the globals that a function uses."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # it has no value yet
             yield name, cell.cell_contents

@@ -1,15 +1,15 @@
-"""Readers: what reads a rank's next batches while it trains on the present one.
+"""Readers: read a rank's next batches while it trains on the current one.
 
 A rank knows which samples it will read, in which order and after which seeding of the random
-streams (``Worker.reads``). So a reader can make the same reads before they are asked for: in a
-thread of the rank, or in processes of its own (torch's DataLoader, which deals the reads out to its
-workers and brings the results in order).
+streams (``Worker.reads``). So a reader can make the same reads before the rank requests them: in a
+thread of the rank, or in separate processes (torch's DataLoader, which distributes the reads among
+its workers and returns the results in order).
 
-Bits stay those of a rank that reads for itself. A thread shares the random streams with the model,
-so a dataset that draws from them is refused there. A reader process seeds its own streams as the
-rank does, and sends along where they stand after the read; the model's draws go on from there.
+The bits are those of a rank without a reader. A thread shares the random streams with the model, so
+a dataset that draws from them is refused there. A reader process seeds its own streams as the rank
+does, and sends their states after the read; the model's draws continue from these states.
 
-A read that comes in another order than foreseen is made at once, by the rank.
+The rank itself makes a read that comes in another order than expected.
 """
 
 import errno
@@ -49,13 +49,13 @@ from lockstep.parallel.data_parallel.staging import Staged, Staging
 from lockstep.parallel.settings import TorchSettings
 from lockstep.units import format_bytes
 
-# A read that is under way is waited for this long at the end; its thread ends after it anyway.
+# The longest wait at the end for a read in progress; its thread ends after it in any case.
 _END_TIMEOUT_SECONDS = 5.0
 
-# Where torch puts tensors that go from one process to another.
+# torch's folder for tensors sent between processes.
 _SHARED_FOLDER = "/dev/shm"
 
-# A fork of the rank: what a dataset holds open is there, and no __main__ is run again.
+# A fork of the rank: it has the dataset's open files, and does not run __main__ again.
 _START_METHOD = "fork" if sys.platform == "linux" else None
 
 
@@ -68,16 +68,16 @@ _S = TypeVar("_S")
 def reading_ahead(
     source: _S, steps: Iterator[Sequence[Read]], device: torch.device = _CPU
 ) -> Iterator[_S | Source]:
-    """Within the block, a source that is read ahead, if it wants to be.
+    """Within the block, a source that is read ahead, if its options say so.
 
     Args:
-        source: what is read. Arrays are read ahead for an accelerator, which gets the next batch
-            while it computes on the present one.
-        steps: what this rank is going to read in each step.
-        device: where it goes.
+        source: the source. Arrays are read ahead for an accelerator, which gets the next batch
+            while it computes on the current one.
+        steps: this rank's reads in each step.
+        device: the batches' destination.
 
     Raises:
-        WorkerError: a process that reads has died.
+        WorkerError: a reader process has died.
     """
     how = source.ahead if isinstance(source, Source) else None
     if how is None and isinstance(source, ArraySource) and device.type != "cpu":
@@ -89,7 +89,7 @@ def reading_ahead(
         with closing(_SourceAhead(source, steps, how, device)) as ahead:
             yield ahead
     except RuntimeError as error:
-        # Torch raises it from a handler of SIGCHLD, wherever the rank is at that moment.
+        # Torch raises it from a handler of SIGCHLD, at any point of the rank's code.
         if str(error).startswith("DataLoader worker"):
             raise _ended(error) from error
         raise
@@ -97,12 +97,12 @@ def reading_ahead(
 
 @dataclass(frozen=True, kw_only=True)
 class _Result:
-    """What a read has brought.
+    """The result of a read.
 
     Attributes:
-        batch: the samples, or on their way to a device; None where it failed.
-        states: of the random streams after it, where they have moved; None where not.
-        error: why it failed.
+        batch: the samples, which may still be copied to a device; None if it failed.
+        states: of the random streams after it; None if they are unchanged.
+        error: its error, if it failed.
     """
 
     batch: Batch | Staged | None = None
@@ -114,14 +114,14 @@ class _Reader(Protocol):
     """Makes reads in their order."""
 
     def take(self) -> _Result:
-        """The next one's result."""
+        """The result of the next read."""
 
     def close(self) -> None:
-        """End what reads."""
+        """End the thread or the processes."""
 
 
 class _SourceAhead(Source):
-    """A source whose reads are foreseen."""
+    """A source whose reads are known in advance."""
 
     def __init__(
         self,
@@ -169,14 +169,14 @@ class _SourceAhead(Source):
         return bool(self._foreseen) and self._foreseen[0].is_for(indices, dtype)
 
     def _noted(self, reads: Iterator[Read]) -> Iterator[Read]:
-        """The reads, each noted when a reader is told of it."""
+        """The reads, each recorded when a reader gets it."""
         for read in reads:
             self._foreseen.append(read)
             yield read
 
 
 class _Thread:
-    """Reads in a thread, but for the first read: that is made by the rank, and looked at."""
+    """Reads in a thread, except for the first read: the rank makes and checks it."""
 
     def __init__(
         self, source: Source, reads: Iterator[Read], num_ready: int, device: torch.device
@@ -235,12 +235,12 @@ class _Thread:
         try:
             batch = self._source.read(read.indices, read.dtype)
             return _Result(batch=batch if staging is None else staging.stage(batch))
-        except BaseException as error:  # the rank's to raise, whatever it is
+        except BaseException as error:  # the rank raises it
             return _Result(error=error)
 
 
 class _Processes:
-    """Reads in processes of the rank's own."""
+    """Reads in separate processes of the rank."""
 
     def __init__(
         self,
@@ -251,8 +251,8 @@ class _Processes:
         device: torch.device,
     ) -> None:
         with warnings.catch_warnings():
-            # Readers wait more than they compute, so there may be more of them than cores. And what
-            # makes a fork of a process with threads dangerous is not done in them.
+            # Readers wait more than they compute, so there may be more of them than cores. And they
+            # do nothing that is dangerous in a fork of a process with threads.
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
             warnings.filterwarnings("ignore", "This process .* is multi-threaded")
             loader = DataLoader(
@@ -263,7 +263,7 @@ class _Processes:
                 prefetch_factor=-(-num_ready // workers),
                 collate_fn=_unchanged,
                 worker_init_fn=partial(_begin, os.getpid()),
-                pin_memory=device.type != "cpu",  # in a thread, which begins to copy: see _Answer
+                pin_memory=device.type != "cpu",  # in a thread that starts the copy: see _Answer
                 generator=torch.Generator(),  # else it draws its seed from the model's stream
                 multiprocessing_context=_START_METHOD,
             )
@@ -273,18 +273,18 @@ class _Processes:
         try:
             answer: _Answer | _Result = next(self._results)
             return answer if isinstance(answer, _Result) else _opened(answer)
-        except (OSError, EOFError) as error:  # tensors are fetched from the process, which is gone
+        except (OSError, EOFError) as error:  # the process with the tensors has died
             raise _ended(error) from error
 
     def close(self) -> None:
         results, self._results = self._results, iter(())
         results._shutdown_workers()
         for worker in getattr(results, "_workers", ()):
-            worker.kill()  # SIGTERM, by which torch ends those that hang, is not for them
+            worker.kill()  # torch ends hanging workers by SIGTERM, which these ignore
 
 
 class _Orders:
-    """What is read, as a DataLoader's sampler; as plain values, which cost least to send."""
+    """The reads, as a DataLoader's sampler; as plain values, which are cheapest to send."""
 
     def __init__(self, reads: Iterator[Read]) -> None:
         self._reads = reads
@@ -295,12 +295,12 @@ class _Orders:
 
 @dataclass(frozen=True)
 class _Answer:
-    """A result, packed by the process that has read it."""
+    """A result, packed by the reader process."""
 
     packed: bytes
 
     def pin_memory(self) -> _Result:
-        """The result, on its way to the device: what a DataLoader's thread that pins calls."""
+        """The result, being copied to the device; a DataLoader's pinning thread calls this."""
         result = _opened(self)
         if isinstance(result.batch, Batch):
             device = accelerators.current(str(accelerators.kind()))
@@ -327,7 +327,7 @@ class _Reading(Dataset[_Answer]):
         batch = self._source.read(read.indices, read.dtype)
         after = stream_states()
         states = None if same_streams(before, after) else after
-        # Here and not in the queue, where what cannot be packed would be lost without a word.
+        # Packed here and not in the queue, which would drop an unpicklable result without an error.
         try:
             return _packed((batch, states, None))
         except RuntimeError as error:
@@ -368,7 +368,7 @@ def _unchanged(answer: Any) -> Any:
 
 
 def _begin(parent: int, worker: int) -> None:
-    """In a reader process, before its first read."""
+    """Set up a reader process before its first read."""
     leave_signals_to_script()
     die_with(parent)
 

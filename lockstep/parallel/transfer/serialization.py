@@ -1,10 +1,10 @@
-"""Serialized objects: objects on their way to another process, with their tensors in shared memory.
+"""Serialized objects: objects for another process, with their tensors in shared memory.
 
-A serialized object is a pickle (``lockstep.pickling``: what helpers cannot import goes by value) in
-which every CPU tensor and large array is replaced by its place in a shared region, or, where all of
-them are small, in bytes that follow the pickle. Parameters that lie in a store are replaced by
-their number there, so that both sides hold the same memory, and arrays in mapped files by their
-place in the file, which the receiver maps for itself.
+A serialized object is a pickle (``lockstep.pickling``: code that helpers cannot import is sent by
+value) in which every CPU tensor and large array is replaced by its place in a shared region, or, if
+all of them are small, in bytes that follow the pickle. Parameters in a store are replaced by their
+number there, so that both sides use the same memory, and arrays in mapped files by their place in
+the file, which the receiver maps itself.
 """
 
 import io
@@ -31,18 +31,18 @@ from lockstep.pickling import Pickler
 from lockstep.plan.layout import align
 
 _SMALL_ARRAY_BYTES = 4096
-# Tensors of so many bytes are sent, and not shared: to map a region takes longer than to copy them.
+# Tensors up to this size in bytes are sent, not shared: mapping a region takes longer than a copy.
 _MOST_SENT_BYTES = 1 << 17
-_HEADER = struct.Struct("!QQ")  # bytes of the tensors sent, which follow; the next hook's number
+_HEADER = struct.Struct("!QQ")  # bytes of the tensors that follow; the next hook's number
 
-# How an object is reduced for pickling, as ``__reduce_ex__`` gives it; NotImplemented for others.
+# Reduces an object for pickling, as ``__reduce_ex__`` does; NotImplemented for other objects.
 Reduce = Callable[[Any], Any]
 _reduce: ContextVar[Reduce | None] = ContextVar("lockstep_reduce", default=None)
 
 
 @contextmanager
 def reducing(reduce: Reduce) -> Iterator[None]:
-    """Within the block, objects of a front end are packed as it says."""
+    """Within the block, ``reduce`` packs the objects of a front end."""
     token = _reduce.set(reduce)
     try:
         yield
@@ -52,18 +52,18 @@ def reducing(reduce: Reduce) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SerializedObject:
-    """A packed object: bytes, and a region for its tensors, if they are large."""
+    """A packed object: bytes, and a region for its tensors if they are large."""
 
     payload: bytes
     region: SharedRegion | None
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """What is sent along with the payload."""
+        """The descriptors to send with the payload."""
         return () if self.region is None else (self.region.descriptor,)
 
     def close(self) -> None:
-        """Give up the region's descriptor once it has been sent."""
+        """Close the region's descriptor after it was sent."""
         if self.region is not None:
             self.region.close()
 
@@ -76,7 +76,7 @@ def pack(obj: Any, parameters: Sequence[torch.Tensor] = ()) -> SerializedObject:
         parameters: Parameters, and other tensors, that the receiver has already, in this order.
 
     Raises:
-        Exception: whatever pickling a part of the object raises.
+        Exception: pickling a part of the object fails.
     """
     text, pickler = _pickled(obj, parameters)
     is_sent = pickler.num_bytes <= _MOST_SENT_BYTES
@@ -90,18 +90,18 @@ def pack(obj: Any, parameters: Sequence[torch.Tensor] = ()) -> SerializedObject:
 
 
 def describe(obj: Any, parameters: Sequence[torch.Tensor] = ()) -> bytes:
-    """Everything about an object but the values of its tensors."""
+    """An object without the values of its tensors, as bytes."""
     return _pickled(obj, parameters)[0]
 
 
 def describe_values(obj: Any, parameters: Sequence[torch.Tensor] = ()) -> object:
-    """What ``describe`` tells, and where each tensor lies and how often it was written to."""
+    """The result of ``describe``, and the address and version of each tensor."""
     text, pickler = _pickled(obj, parameters)
     return text, [(tensor.data_ptr(), tensor._version) for _, tensor in pickler.tensors]
 
 
 def has_tensors(obj: Any) -> bool:
-    """Whether an object holds or refers to tensors, also in a closure."""
+    """True if an object holds or refers to tensors, also in a closure."""
     return bool(_pickled(obj, ())[1].tensors)
 
 
@@ -131,7 +131,7 @@ def unpack(
 ) -> Any:
     """The object that ``pack`` packed; its tensors lie in the region, or in memory of their own."""
     (length, next_hook), start = _HEADER.unpack_from(payload), _HEADER.size
-    # A module has its hooks by numbers of the sender's: a new hook must not take the place of one.
+    # A module's hooks have numbers of the sender: a new hook must not replace one of them.
     RemovableHandle.next_id = max(RemovableHandle.next_id, next_hook)
     memory: Any = _own_memory(length) if region is None else region.memory
     if region is None:
@@ -140,11 +140,11 @@ def unpack(
 
 
 def _own_memory(num_bytes: int) -> Any:
-    """Memory that begins where torch has tensors begin: what a kernel computes may depend on it."""
+    """Memory aligned like torch's tensors: the results of a kernel may depend on it."""
     return torch.empty(num_bytes, dtype=torch.uint8).numpy()
 
 
-# Where a tensor lies in the region: offset in bytes, dtype, shape, strides.
+# A tensor's place in the region: offset in bytes, dtype, shape, strides.
 _Place = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
@@ -153,7 +153,7 @@ class _Pickler(Pickler):
         super().__init__(file)
         self._numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._places: dict[int, tuple[Any, ...]] = {}
-        self._keep: list[Any] = []  # an id is good only while its object lives
+        self._keep: list[Any] = []  # an id is valid only while its object lives
         self.tensors: list[tuple[_Place, torch.Tensor]] = []
         self.num_bytes = 0
         self.found: set[int] = set()  # numbers of parameters
@@ -181,7 +181,7 @@ class _Pickler(Pickler):
         if reduced is not NotImplemented:
             return reduced
         if isinstance(obj, Optimizer):
-            # Its own pickling drops what subclasses add and what schedulers wrap.
+            # Its own pickling drops attributes of subclasses and wrappers of schedulers.
             contents = optimizer_contents(obj)
             return torch_objects.blank, (type(obj),), contents, None, None, _fill_optimizer
         reduced = torch_objects.reduce(obj, self)
@@ -224,7 +224,7 @@ class _Unpickler(pickle.Unpickler):
         tensor = tensor_in(self._memory, offset, dtype, shape, stride)
         if kind == "array":
             return tensor.numpy()
-        if rest[1] != "cpu":  # a rank has what is on the sender's device on its own
+        if rest[1] != "cpu":  # tensors of the sender's device move to the rank's own
             tensor = tensor.to(accelerators.current(rest[1]))
         if kind == "parameter-like":
             return nn.Parameter(tensor, requires_grad=rest[0])
@@ -241,7 +241,7 @@ def optimizer_contents(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def rebuild_optimizer(kind: type[Optimizer], contents: dict[str, Any]) -> Optimizer:
-    """An optimizer with these attributes, whatever its constructor asks for."""
+    """An optimizer with these attributes, made without its constructor."""
     optimizer: Optimizer = torch_objects.blank(kind)
     _fill_optimizer(optimizer, contents)
     return optimizer

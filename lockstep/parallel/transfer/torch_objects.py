@@ -1,8 +1,8 @@
-"""How objects of torch travel to a helper that pickle does not know, or does otherwise.
+"""Pickles torch objects that pickle does not support, or reduces differently.
 
-Operators go by name. A custom operator that the script defines is defined again by the helper,
-also where the script only names it (``torch.ops.mine.op``). What TorchScript has compiled goes as a
-file of its format.
+Operators are sent by name. The helper defines the script's custom operators again, also if the
+script only refers to them by name (``torch.ops.mine.op``). Compiled TorchScript is sent as a file
+in its own format.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from lockstep.pickling import Pickler, attribute_of
 
 
 def reduce(obj: Any, pickler: Pickler) -> Any:
-    """What ``reducer_override`` is to return of an object; NotImplemented for all others."""
+    """The result of ``reducer_override`` for an object; NotImplemented for all others."""
     if obj is torch.ops:
         return _operators(pickler)
     if isinstance(obj, nn.Module):
@@ -37,8 +37,8 @@ def reduce(obj: Any, pickler: Pickler) -> Any:
 
 
 def _constant(constant: Any, pickler: Pickler) -> Any:
-    # Pickle knows the name only: it would look for that in all modules, find it in the script,
-    # which has imported torch, and look there for it on the other side.
+    # Pickle has only the name: it would search all modules for it, find it in the script, which has
+    # imported torch, and make the receiver search there.
     return getattr, (torch, str(constant).removeprefix("torch."))
 
 
@@ -87,7 +87,7 @@ def _custom(operator: CustomOpDef, pickler: Pickler) -> Any:
 
 
 def _kernel(registered: Any) -> Any:
-    """The function that was registered, out of the one that torch has made of it."""
+    """The user's function inside of torch's wrapper."""
     return inspect.getclosurevars(inspect.unwrap(registered)).nonlocals["fn"]
 
 
@@ -117,19 +117,19 @@ def _module(module: nn.Module) -> Any:
     if isinstance(module, torch.jit.ScriptModule):
         return _script(module)
     if parametrize.is_parametrized(module):
-        # Its class was made for it, on top of the user's, and refuses to be pickled.
+        # torch makes a class for it, a subclass of the user's, which cannot be pickled.
         original = type(module).__mro__[1]
         whole = {**vars(module), "_compiled_call_impl": None}, compiler
         return blank, (original,), whole, None, None, _fill_parametrized
     if compiler is not None:
-        # Its own pickling forgets ``module.compile()``: ranks would not compute alike.
+        # Its own pickling drops ``module.compile()``: ranks would compute differently.
         state = module.__getstate__(), compiler
         return blank, (type(module),), state, None, None, _fill_compiled
     return NotImplemented
 
 
 def _compiler_of(module: nn.Module) -> Any:
-    """Who has compiled it by ``module.compile()``; None where nobody has, or dynamo is disabled."""
+    """The compiler of ``module.compile()``; None if not compiled, or if dynamo is disabled."""
     if module._compiled_call_impl is None:
         return None
     return inspect.getclosurevars(module._compiled_call_impl).nonlocals.get("self")
@@ -165,7 +165,7 @@ def _script(script: Any, pickler: Pickler | None = None) -> Any:
 
 def _load_script(file: bytes) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the script was told
+        warnings.simplefilter("ignore", DeprecationWarning)  # the script has received it
         return torch.jit.load(io.BytesIO(file))
 
 
