@@ -25,8 +25,8 @@ from lockstep.units import format_count
 Arrays = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 DIGITS_EPOCHS, MNIST_EPOCHS = 20, 3
-MOST_ROUNDS = 5  # in which both train in turns: what else the machine does then meets both
-_SPARE_CORES = 0.25  # so much may be missing
+MOST_ROUNDS = 5  # both train in turns, so that other load on the machine affects both
+_SPARE_CORES = 0.25  # this part may be missing
 BATCH_SIZE = 64
 ADAM = partial(torch.optim.Adam, lr=2e-3)
 
@@ -110,30 +110,30 @@ class _Side:
             metrics={"accuracy": torchmetrics.Accuracy(task="multiclass", num_classes=10)},
             strategy=strategy,
         )
-        self.evaluate()  # starts the helpers, so that the times are of training alone
+        self.evaluate()  # starts the helpers, so that times are of training alone
         self.speeds: list[float] = []
         self.loss = 0.0
 
     def train(self, epochs: int) -> None:
-        """Train on for so many epochs."""
+        """Train for this many further epochs."""
         began = time.perf_counter()
         history = self._trainer.fit(self._train, epochs=epochs, batch_size=BATCH_SIZE, verbose=0)
         self.speeds.append(epochs * len(self._train[0]) / (time.perf_counter() - began))
         self.loss = history.history["loss"][-1]
 
     def evaluate(self) -> Mapping[str, float]:
-        """Of the data that is held out."""
+        """Loss and accuracy on the test data."""
         return self._trainer.evaluate(self._test, batch_size=BATCH_SIZE)
 
 
 def _rounds(epochs: int) -> list[int]:
-    """How many epochs each round has."""
+    """The number of epochs of each round."""
     rounds = min(epochs, MOST_ROUNDS)
     return [epochs // rounds + (number < epochs % rounds) for number in range(rounds)]
 
 
 def _warning(devices: int, busy: float | None) -> str:
-    """Why speeds mean nothing on this machine now; empty if they do."""
+    """Why speeds mean nothing on this machine now; empty if they are valid."""
     total = os.cpu_count() or 1
     if busy is None or total - busy > min(devices, usable_cores()) - _SPARE_CORES:
         return ""

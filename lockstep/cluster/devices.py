@@ -1,6 +1,6 @@
-"""What this host has.
+"""The devices, cores and memory of this host.
 
-The only module below ``accelerators`` that may look at torch, and only for accelerators.
+The only module below ``accelerators`` that may import torch, and only for accelerators.
 """
 
 import os
@@ -18,31 +18,31 @@ from lockstep.cluster.topology import Cluster, Device, Host
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 _PROCESSORS = Path("/proc/cpuinfo")
 
-# What drivers of NVIDIA, AMD and Intel put there.
+# Device files of the drivers of NVIDIA, AMD and Intel.
 _DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/kfd", "/dev/dri/renderD128")))
 
 
 def usable_cores() -> int:
-    """Cores' worth of time that this process may use: its affinity and its container's share."""
+    """The number of cores that this process may use, by its affinity and its container's quota."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
     match _container_limit("cpu.max"):
-        case [quota, period]:  # microseconds of computing in so many of time
+        case [quota, period]:  # microseconds of computing per period
             return min(cores, -(-quota // period))
         case _:
             return cores
 
 
 def memory_bytes() -> int:
-    """Memory in bytes: the host's, or as much of it as the container may use."""
+    """Memory in bytes: the host's, or the container's limit."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *_container_limit("memory.max")])
 
 
 def processor_line(name: str) -> str:
-    """What ``/proc/cpuinfo`` says of the first core; empty where it does not."""
+    """The value in ``/proc/cpuinfo`` for the first core; empty if there is none."""
     try:
         lines = _PROCESSORS.read_text().splitlines()
     except OSError:  # another system
@@ -57,7 +57,7 @@ def processor_name() -> str:
 
 
 def _container_limit(name: str) -> list[int]:
-    """Numbers of a control group's file (Linux, cgroup v2); none where there is no limit."""
+    """Numbers of a control group's file (Linux, cgroup v2); none if there is no limit."""
     try:
         words = (_CONTROL_GROUP / name).read_text().split()
     except OSError:
@@ -68,8 +68,8 @@ def _container_limit(name: str) -> list[int]:
 def discover() -> Cluster:
     """This host alone: one CPU device per usable core, and its accelerators.
 
-    These are looked for only where torch is loaded already, or the system has a driver of one:
-    planning must not wait for torch where it finds nothing.
+    These are looked for only if torch is already imported or the system has an accelerator's
+    driver: without accelerators, planning must not wait for torch.
     """
     cores = usable_cores()
     cpu = [
@@ -92,11 +92,11 @@ def _may_have_accelerators() -> bool:
 
 
 def _accelerators() -> list[Device]:
-    """Those of the one kind that torch was built for. No device is initialized for it."""
+    """Those of the one kind that torch was built for; initializes no device."""
     import torch
 
     kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None or kind.type == "mps":  # Apple's has no float64, and nothing to join it
+    if kind is None or kind.type == "mps":  # Apple's has no float64 and no collectives
         return []
     return [
         Device(kind=kind.type, index=index, memory_bytes=0)
@@ -105,9 +105,9 @@ def _accelerators() -> list[Device]:
 
 
 def described(device: Device) -> Device:
-    """An accelerator with its memory and model, as far as its backend tells them.
+    """An accelerator with its memory and model, as far as its backend has them.
 
-    It is initialized for it: a process that then trains on cores has it in use all the same.
+    This initializes the device: a process that then trains on cores still occupies it.
     """
     import torch
 
@@ -121,7 +121,7 @@ def described(device: Device) -> Device:
 
 
 def _lack() -> str:
-    """Why torch finds no accelerator; empty where it is not loaded."""
+    """Why torch finds no accelerator; empty if torch is not imported."""
     if "torch" not in sys.modules:
         return ""
     import torch

@@ -1,6 +1,6 @@
-"""How much memory this process may still take: less than the host has free, in a container.
+"""How much memory this process may still take: in a container, less than the host has free.
 
-And how many processes the kernel has killed because there was no more.
+Also the number of processes that the kernel has killed for lack of memory.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from lockstep.units import format_bytes
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """What can still be taken, and what limits it."""
+    """The memory that can still be taken, and what limits it."""
 
     num_bytes: int
     limit: str
@@ -23,22 +23,22 @@ class FreeMemory:
 
 @dataclass(frozen=True)
 class Kills:
-    """How many processes the kernel has killed because memory ran out, and among which."""
+    """The number of processes that the kernel has killed for lack of memory, and among which."""
 
     count: int
     among: str
 
 
 def memory_kills(root: Path = Path("/")) -> Kills | None:
-    """The kernel's count, which it raises before it kills; None where it does not tell.
+    """The kernel's count, which it increases before it kills; None if unknown.
 
     Args:
-        root: where ``proc`` and ``sys`` are.
+        root: the folder of ``proc`` and ``sys``.
     """
     groups = [
         folder / name
         for folder in _control_groups(root)
-        for name in ("memory.events", "memory.oom_control")  # of version 2, and of version 1
+        for name in ("memory.events", "memory.oom_control")  # of cgroup version 2, and of version 1
     ]
     for path in (*groups, root / "proc/vmstat"):
         counts = [line.split()[1] for line in _lines(path) if line.startswith("oom_kill ")]
@@ -48,16 +48,16 @@ def memory_kills(root: Path = Path("/")) -> Kills | None:
 
 
 def free_memory(root: Path = Path("/")) -> FreeMemory | None:
-    """The tightest limit on this process; None where the system does not tell.
+    """The tightest limit on this process; None if unknown.
 
     Args:
-        root: where ``proc`` and ``sys`` are.
+        root: the folder of ``proc`` and ``sys``.
     """
     return min(_limits(root), key=lambda free: free.num_bytes, default=None)
 
 
 def memory_ceiling(root: Path = Path("/")) -> int | None:
-    """What this process could take if nothing else ran: the host's memory, or a tighter limit."""
+    """Memory for this process if nothing else ran: the host's memory, or a tighter limit."""
     return min(_ceilings(root), default=None)
 
 
@@ -109,12 +109,12 @@ def _reclaimable(folder: Path) -> int:
     """File pages that the kernel gives up when memory is needed."""
     lines = (line.split() for line in _lines(folder / "memory.stat"))
     found = {name: int(value) for name, value in lines}
-    prefix = "total_" if "total_inactive_file" in found else ""  # version 1: with groups below
+    prefix = "total_" if "total_inactive_file" in found else ""  # version 1: includes child groups
     return sum(found.get(f"{prefix}{name}_file", 0) for name in ("inactive", "active"))
 
 
 def _number(path: Path) -> int | None:
-    """A file's number; None where there is no file, or it says "max"."""
+    """A file's number; None if there is no file, or it says "max"."""
     return next((int(line) for line in _lines(path) if line.strip().isdigit()), None)
 
 

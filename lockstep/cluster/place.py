@@ -1,7 +1,7 @@
-"""A process's place in a job of many: which host it is on, and which of its processes it is.
+"""A process's place in a job of many: its host, and its number among the processes there.
 
-A *host* is what the launcher says it is: processes of different hosts never share memory, even
-where they could.
+The launcher defines what a *host* is: processes of different hosts never share memory, even if they
+could.
 """
 
 import ipaddress
@@ -10,10 +10,9 @@ from typing import Literal
 
 import msgspec
 
-# How far a Plan goes where a launcher has started several processes. "one process": each trains
-# for itself, whatever the others do; "one host": there must be no others; "roles": they
-# train together, and of several on one host it must be known which are parameter servers; "all
-# hosts": they train together.
+# The processes that a Plan spans, if a launcher has started several. "one process": each trains
+# by itself; "one host": there must be no other hosts; "roles": they train together, and if a host
+# has several, it must be known which are parameter servers; "all hosts": they train together.
 Reach = Literal["one process", "one host", "roles", "all hosts"]
 
 MAX_PORT = 65535
@@ -25,29 +24,29 @@ _WRITTEN_ADDRESS = re.compile(
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a host listens: a name or IP address, and a port."""
+    """The address at which a host listens: a name or IP address, and a port."""
 
     name: str
     port: int
 
     def __str__(self) -> str:
-        # An IPv6 address has colons of its own.
+        # An IPv6 address contains colons.
         return f"[{self.name}]:{self.port}" if ":" in self.name else f"{self.name}:{self.port}"
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it is of this machine wherever it is read, and nobody else reaches it."""
+        """True if every machine that reads it reaches only itself by it."""
         try:
             return self.name == "localhost" or ipaddress.ip_address(self.name).is_loopback
-        except ValueError:  # a name, which may be anybody's
+        except ValueError:  # a name, which may be of any machine
             return False
 
     @staticmethod
     def parse(text: str) -> "Address":
-        """The address that is written ``name:port``, an IPv6 address in brackets.
+        """Parse ``name:port``, with an IPv6 address in brackets.
 
         Raises:
-            ValueError: it is written otherwise; the message is what was received.
+            ValueError: it has another form; the message is what was received.
         """
         match = _WRITTEN_ADDRESS.fullmatch(text)
         if match is None or not 0 < int(match["port"]) <= MAX_PORT:
@@ -56,21 +55,21 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """What the launcher says of this process.
+    """This process, as its launcher describes it.
 
     Attributes:
         launcher: its name, for messages: "TF_CONFIG", "torchrun", "srun", "lockstep run".
-        job: tells this job from others on the same hosts, and one start of it from the next.
+        job: identifies this job on its hosts, and each start of it.
         host: the number of this host.
-        num_hosts: how many there are.
+        num_hosts: the number of hosts.
         process: the number of this process among those of its host.
-        num_processes: of this host; where there is one, it starts helpers for its other devices.
-        rendezvous: where host 0 listens, in order of preference: it takes the first that is free.
-        devices: how many this host is to compute on; None where the launcher does not say.
-        num_ranks: processes on all hosts, where each of them is one device; else None.
+        num_processes: of this host; if there is one, it starts helpers for its other devices.
+        rendezvous: addresses of host 0 in order of preference: it takes the first that is free.
+        devices: their number on this host; None if the launcher does not say.
+        num_ranks: processes on all hosts, if each of them has one device; else None.
         is_one_machine: all hosts are this machine, by their addresses.
-        num_servers: of all hosts' processes, the last ones, which are parameter servers.
-        min_hosts: so many hosts go on where the others do not come; None is all.
+        num_servers: parameter servers; the last processes of all hosts.
+        min_hosts: this many hosts continue if the others do not join; None is all.
     """
 
     launcher: str
@@ -88,10 +87,10 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def leads(self) -> bool:
-        """Whether this process speaks for its host."""
+        """True if this process leads its host."""
         return self.process == 0
 
     @property
     def num_servers_here(self) -> int:
-        """Of this host's processes, those that are parameter servers."""
+        """The number of this host's processes that are parameter servers."""
         return self.num_processes - (self.devices or 0) if self.num_servers else 0

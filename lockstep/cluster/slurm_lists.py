@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 
-# More than Slurm manages: what is longer is a mistake, and must not fill the memory.
+# More than Slurm manages: a longer list is a mistake, and must not fill the memory.
 MAX_NODES = 1 << 16
 
 _NODES = re.compile(r"(?:[^\[\],\s]|\[[0-9,-]+\])+")
@@ -19,7 +19,7 @@ def expand_nodes(text: str) -> tuple[str, ...]:
     """The names of a node list, in its order.
 
     Raises:
-        ValueError: it is none, or longer than any; the message is what was received.
+        ValueError: it is no node list, or too long; the message is what was received.
     """
     nodes: list[str] = []
     for part in _split(text):
@@ -34,7 +34,7 @@ def expand_counts(text: str) -> tuple[int, ...]:
     """The counts per node, by node.
 
     Raises:
-        ValueError: these are none, or more than there are nodes; the message is what was received.
+        ValueError: these are no counts, or too many; the message is what was received.
     """
     counts: list[int] = []
     for part in text.split(","):
@@ -57,7 +57,7 @@ def _split(text: str) -> list[str]:
 
 
 def _expand(part: str, text: str) -> Iterator[str]:
-    """All names of ``rack[1-2]node[01-02]``, the first brackets slowest."""
+    """All names of ``rack[1-2]node[01-02]``, varying the first brackets slowest."""
     start, bracket, rest = part.partition("[")
     if not bracket:
         yield part

@@ -2,7 +2,7 @@
 
 import msgspec
 
-# More replicas than this per core only wait for one another.
+# With more replicas per core they only wait for one another.
 MAX_CPU_REPLICAS_PER_CORE = 8
 
 
@@ -12,8 +12,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: torch's name of its type: "cpu", "cuda", "xpu".
         index: among those of its kind.
-        memory_bytes: a core's part of the host's; an accelerator's own, where it was asked (0).
-        model: what its maker calls it, where it was asked.
+        memory_bytes: a core's part of the host's; an accelerator's own, or 0 before it is queried.
+        model: its maker's name of it, if queried.
     """
 
     kind: str
@@ -28,17 +28,17 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """A host: what the launcher calls one. Processes of one host share memory.
+    """A host, as the launcher defines it. Processes of one host share memory.
 
     Attributes:
         name: for messages.
-        num_cores: that may be used.
+        num_cores: usable cores.
         devices: of all kinds.
-        num_given: devices that the launcher gives to this job; None where it does not say, 0 where
-            there are parameter servers only.
+        num_given: devices that the launcher assigns to this job; None if it does not say, 0 if
+            there are only parameter servers.
         num_servers: parameter servers that the launcher has started.
         arithmetic: hosts where this is the same compute the same bits.
-        lack: why there is no accelerator, in a sentence; empty where there is one.
+        lack: why there is no accelerator, in a sentence; empty if there is one.
     """
 
     name: str
@@ -55,23 +55,23 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def accelerators(self) -> tuple[Device, ...]:
-        """The host's devices that are no cores, by index."""
+        """The host's devices other than cores, by index."""
         return tuple(device for device in self.devices if device.kind != "cpu")
 
 
 def num_devices(cluster: "Cluster") -> int:
-    """Devices for a job: what launchers give it, else all accelerators, else one per core."""
+    """Devices for a job: those that launchers assign, else all accelerators, else one per core."""
     return sum(host.num_given or len(host.accelerators) or host.num_cores for host in cluster.hosts)
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """All hosts at hand."""
+    """All available hosts."""
 
     hosts: tuple[Host, ...]
 
     @property
     def cores(self) -> "Cluster":
-        """The same without accelerators, for what trains on cores alone."""
+        """The same without accelerators, for training on cores alone."""
         cores = (
             msgspec.structs.replace(host, devices=host.devices_of("cpu")) for host in self.hosts
         )

@@ -1,8 +1,8 @@
 """The job: the processes that run the same script, each of which is a replica.
 
-A launcher has started them, and none serves another as it would in a call of a Trainer: each goes
-through the user's own loop. They meet once, and from then on where they exchange something, all at
-the same calls in the same order.
+A launcher has started them. Unlike the helpers of a Trainer none serves another: each runs the
+user's own loop. They meet once, and afterwards whenever they exchange something, all at the same
+calls in the same order.
 
 The processes of a host share memory. Its first one leads: it makes what they share and hands it to
 the others (``launch.workers.external_workers``). The leaders of several hosts know each other
@@ -44,21 +44,21 @@ from lockstep.train.multihost.host_channels import HostChannels, meeting_point_o
 from lockstep.train.multihost.hosts import Hosts
 from lockstep.train.runtime.serving import RemoteHosts, channels_abroad
 
-# Numbers that a replica tells the others at once, in float64.
+# The most numbers that a replica sends at once, in float64.
 _ROW_NUMBERS = 1 << 12
-# Rows between two barriers at which they are counted anew.
+# Rows between two barriers, each of which resets their count.
 _MOST_ROWS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Handed:
-    """What a leader hands to the other replicas of its host, beside descriptors.
+    """What a leader sends the other replicas of its host, besides descriptors.
 
     Attributes:
         hosts: the number of replicas on each host.
-        regions: how many there are.
+        regions: the number of regions.
         abroad: the other hosts, if there are any.
-        meeting: where ranks of process groups find each other, if there are any.
+        meeting: the meeting point of ranks of process groups, if any.
     """
 
     hosts: tuple[int, ...]
@@ -69,14 +69,14 @@ class _Handed:
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """What this replica's host has in common, as this replica has it.
+    """What the replicas of a host share, as this replica has it.
 
     Attributes:
-        region: of an exchange; None where there is one replica alone.
-        stores: descriptors of further regions, where another replica has made them.
-        neighbours: what this replica has of other hosts; None where there are none.
-        meeting: where ranks of process groups find each other, if there are any.
-        kept: what must live as long.
+        region: of an exchange; None if there is only one replica.
+        stores: descriptors of further regions, if another replica has made them.
+        neighbours: this replica's connections to other hosts; None if there are none.
+        meeting: the meeting point of ranks of process groups, if any.
+        kept: objects that must live as long.
     """
 
     region: SharedRegion | None
@@ -91,7 +91,7 @@ class Job:
 
     Args:
         timeout_seconds: longest wait for another replica.
-        engine: a backend of torch.distributed that moves tensors; None to share memory.
+        engine: a backend of torch.distributed to move tensors; None for shared memory.
 
     Attributes:
         hosts: the number of replicas on each host.
@@ -119,17 +119,17 @@ class Job:
 
     @property
     def num_replicas(self) -> int:
-        """On all hosts."""
+        """The number of replicas on all hosts."""
         return sum(self.hosts)
 
     @property
     def leads(self) -> bool:
-        """Whether this replica makes what those of its host share."""
+        """True if this replica makes what its host's replicas share."""
         return self._attachment is None
 
     @property
     def is_first_host(self) -> bool:
-        """Whether the values of this host are those that count."""
+        """True if all other hosts take over the values of this one."""
         return self.host == 0
 
     # --- meeting ---------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Job:
             return
         self._others = find_hosts(self.timeout_seconds)
         assert self._others is not None
-        self.host = self._others.host  # among those that have come
+        self.host = self._others.host  # among those that have joined
         self.hosts = tuple(self._others.from_all(place.num_processes))
         self.rank = sum(self.hosts[: self.host])
         if place.num_processes > 1:
@@ -149,7 +149,7 @@ class Job:
             )
 
     def _open_exchange(self, place: Place | None) -> Exchange:
-        """What replicas tell each other apart from any optimizer goes over this."""
+        """The exchange for all messages of replicas that are not an optimizer's."""
         if self._attachment is not None:
             assert place is not None
             handed, shared = self._take(lambda hosts: sum(hosts[: place.host]) + place.process)
@@ -191,10 +191,10 @@ class Job:
     def share(
         self, regions: Sequence[SharedRegion], groups: Sequence[ParameterGroup] = ()
     ) -> Shared:
-        """Have regions that the leader of each host has made; every replica calls it.
+        """Share the regions that each host's leader has made; every replica calls it.
 
         Args:
-            regions: on a leader, those that it has made; on the others nothing.
+            regions: on a leader, those that it has made; on others, empty.
             groups: parameters whose gradients are exchanged with other hosts.
         """
         if not self.leads:
@@ -245,7 +245,7 @@ class Job:
         self._team.finish(self.timeout_seconds)
 
     def _take(self, rank_in: Callable[[Sequence[int]], int]) -> tuple[_Handed, Shared]:
-        """What the leader of this host hands over."""
+        """What the leader of this host sends."""
         assert self._attachment is not None
         body, descriptors = _taken.pop(self._attachment.serve_call())
         handed: _Handed = pickle.loads(body)
@@ -274,8 +274,8 @@ class Job:
 
         Args:
             spec: its layout.
-            shared: with the memory for it.
-            position: says what all replicas must come to, for messages.
+            shared: has the memory for it.
+            position: says which call all replicas must make, for messages.
             mirrored: see ``Neighbours``.
         """
         lookout = LoopWatchdog(
@@ -307,14 +307,14 @@ class Job:
         return exchange
 
     def bring(self, region: SharedRegion) -> None:
-        """On leaders: have a region hold what that of the first host holds."""
+        """On leaders: copy the first host's region into those of the others."""
         if self._others is not None and len(self.hosts) > 1:
             self._others.broadcast_region(region, 0, is_current=self.is_first_host)
 
     # --- what replicas tell each other -----------------------------------------------------------
 
     def tell_row(self, row: torch.Tensor) -> torch.Tensor:
-        """Every replica's numbers, float64 of shape (replicas, n); all tell as many."""
+        """Every replica's numbers, float64 of shape (replicas, n); all send the same number."""
         parts = [self._tell_part(part) for part in row.split(_ROW_NUMBERS)]
         return torch.cat(parts, dim=1)
 
@@ -344,10 +344,10 @@ class Job:
         ]
 
     def check_equal(self, facts: dict[str, str]) -> None:
-        """Every replica must have the same facts, or all raise what differs first.
+        """Check that every replica has the same facts; all raise the first difference.
 
         Raises:
-            OptionError: with the fact's name, and what two replicas have.
+            OptionError: with the fact's name, and the values of two replicas.
         """
         told = self.tell(facts)
         for name, first in told[0].items():
@@ -365,7 +365,7 @@ class Job:
         self._exchange.barrier()
 
     def close(self) -> None:
-        """Part from the others."""
+        """Disconnect from the others."""
         if self._team is not None:
             self._team.close()
         if self._attachment is not None:
@@ -373,16 +373,16 @@ class Job:
 
 
 def take(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
-    """On a replica that does not lead: keep what its leader hands over; returns what finds it."""
+    """On a replica that does not lead: keep what its leader sends; returns the key to it."""
     key = b"%d" % len(_taken)
     _taken[key] = body, descriptors
     return key
 
 
-# From ``take`` to ``Job``, between which only bytes go.
+# From ``take`` to ``Job``, which can pass each other only bytes.
 _taken: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
 
-# This process's, once it has met the others.
+# The job of this process, once it has met the others.
 _jobs: list[Job] = []
 
 
@@ -390,7 +390,7 @@ def begin(timeout_seconds: float, engine: str | None) -> Job:
     """Meet the other replicas.
 
     Raises:
-        OptionError: that has been done, otherwise.
+        OptionError: they have met before, with other arguments.
     """
     if _jobs:
         (job,) = _jobs
@@ -407,7 +407,7 @@ def begin(timeout_seconds: float, engine: str | None) -> Job:
 
 
 def current() -> Job:
-    """The job, begun with defaults where it has not begun yet."""
+    """The job; begun with defaults if it has not begun."""
     return _jobs[0] if _jobs else begin(DEFAULT_TIMEOUT_SECONDS, None)
 
 
@@ -422,10 +422,10 @@ def _part() -> None:
 
 
 def _check_devices() -> None:
-    """A process is one replica, so the only process of a host must not be given more devices.
+    """Refuse several devices for a host's only process: a process is one replica.
 
     Raises:
-        OptionError: it is.
+        OptionError: there are several.
     """
     devices = find_devices(os.environ)
     if devices is not None and devices > 1:

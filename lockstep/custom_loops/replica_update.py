@@ -1,8 +1,8 @@
 """The update that all replicas make together, between a backward pass and the next forward pass.
 
-It is the end of a Worker's step (``parallel.worker``) without passes: gradients come into this
-replica's row, each replica sums its slice of all rows in the fixed tree, steps the optimizer on it,
-and sees what the others have stepped. What weighs how much is known when all have met.
+It is the end of a Worker's step (``parallel.worker``) without passes: each replica copies its
+gradients into its row, sums its slice of all rows in the fixed tree, updates that slice, and reads
+the slices that the others have updated. The weights of replicas are known when all have met.
 """
 
 import copy
@@ -37,18 +37,18 @@ from lockstep.train.runtime.serving import open_store
 
 
 class StatefulOptimizer(Protocol):
-    """The user's optimizer, as far as its whole state goes."""
+    """The user's optimizer, with its whole state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it: numbers, text and tensors."""
+        """The whole state: numbers, text and tensors."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Go on from it."""
+        """Resume from a state."""
 
 
 # The only group of parameters.
 _GROUP = 0
-# In the place of a factor: this replica's loop has ended.
+# In place of a factor: this replica's loop has ended.
 _JOINED = -1.0
 
 
@@ -57,10 +57,10 @@ class Contribution:
     """What a replica brings to an update.
 
     Attributes:
-        gradients: one per trained parameter; None where there is none.
-        factor: by what they are to be multiplied, to be sums over samples.
+        gradients: one per trained parameter; None if it has none.
+        factor: multiplies them, which makes them sums over samples.
         weight: the number of samples.
-        is_given: the script has said how many there are.
+        is_given: the script has passed this number.
     """
 
     gradients: Gradients
@@ -70,25 +70,25 @@ class Contribution:
 
 
 class ReplicaUpdate:
-    """One replica's part. Making it is a call of all replicas, after which they are alike.
+    """One replica's part. All replicas make it together, and then have the same values.
 
     Args:
         job: the replicas.
         updater: of the user's optimizer.
-        optimizer: what loads and tells its whole state.
-        parameters: what it steps, by name.
-        values: other tensors that are to be equal, by name.
-        facts: what else must be the same on all replicas.
+        optimizer: loads and returns its whole state.
+        parameters: those that it updates, by name.
+        values: other tensors that must be equal, by name.
+        facts: other values that must be the same on all replicas.
         rules: for gradients.
 
     Raises:
         DeviceError: a parameter that is not on the CPU.
-        OptionError: on all replicas, what is not the same.
+        OptionError: on all replicas, with what differs.
 
     Attributes:
         step: the number of the next update.
         trained: the parameters that are trained.
-        frozen: those that are not, by name.
+        frozen: the other parameters, by name.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ReplicaUpdate:
         described = _described({**parameters, **values})
         job.check_equal({**facts, "the model's parameters": described})
         spec = self._layout()
-        # Kept, since it has what the exchange needs for as long as it is used.
+        # Kept, since the exchange needs it for as long as it is used.
         self._shared = job.share([]) if self._is_alone else self._become_alike(spec, values)
         if self._shared.neighbours is not None:
             for channel in self._shared.neighbours.all_channels:
@@ -135,7 +135,7 @@ class ReplicaUpdate:
         self._versions = self._present_versions()
 
     def _layout(self) -> ExchangeSpec:
-        """Of what replicas exchange: a row of gradients for each."""
+        """The layout of what replicas exchange: a row of gradients for each."""
         count, ranks = self._job.num_replicas, tuple(range(self._job.num_replicas))
         tensors = tuple(map(tensor_spec, self._names, self.trained))
         has_buckets = not (self._is_alone or self._job.engine is None)
@@ -144,7 +144,7 @@ class ReplicaUpdate:
             num_shares=count,
             tensors=tensors,
             row_limits=(0,) * len(self.trained),
-            # What a script does with gradients before `step` must count: none leaves early.
+            # The script may change gradients before `step`: none is reduced early.
             num_buckets=num_buckets(extents, are_early=False),
         )
         group = GroupSpec(
@@ -158,7 +158,7 @@ class ReplicaUpdate:
     # --- being alike -----------------------------------------------------------------------------
 
     def _become_alike(self, spec: ExchangeSpec, values: Mapping[str, torch.Tensor]) -> Shared:
-        """Have one copy of the parameters on this host, with the values of the first replica."""
+        """Make one copy of the parameters on this host, with the first replica's values."""
         job, updater = self._job, self._updater
         keys = updater.slot_keys()
         options = updater.options_spec()
@@ -192,7 +192,7 @@ class ReplicaUpdate:
     def _make_stores(
         self, layouts: Sequence[Sequence[TensorSpec]], values: Mapping[str, torch.Tensor]
     ) -> list[TensorStore]:
-        """On the leader of a host: what its replicas share, in the order of the layouts."""
+        """On the leader of a host: the stores of its replicas, in the order of the layouts."""
         stores: list[TensorStore] = [
             ParameterStore.adopt(list(self._parameters.items())),
             *map(TensorStore.create, layouts[1:]),
@@ -222,7 +222,7 @@ class ReplicaUpdate:
 
     @property
     def places(self) -> Sequence[torch.Tensor] | None:
-        """Where this replica's gradients may be formed, by trained parameter."""
+        """Memory for this replica's gradients, by trained parameter."""
         return self._gradients.places(self._job.rank)
 
     # --- updating --------------------------------------------------------------------------------
@@ -232,14 +232,14 @@ class ReplicaUpdate:
 
         Args:
             contribution: of this replica.
-            has_joined: it has nothing more to bring.
+            has_joined: its loop has ended.
 
         Returns:
-            Whether some replica had not joined.
+            True if some replica had not joined.
 
         Raises:
-            OptionError: on all replicas, where only some have said how many samples they have.
-            ModelError: parameters were changed or moved by others than this.
+            OptionError: on all replicas, if only some have passed their number of samples.
+            ModelError: parameters were changed or moved outside of updates.
         """
         self._check_parameters()
         exchange, rank = self._exchange, self._job.rank
@@ -253,7 +253,7 @@ class ReplicaUpdate:
             rank,
             _JOINED if has_joined else contribution.factor,
             contribution.weight,
-            # Of the marks of a loss: the weight was given, and it was not.
+            # Two marks of a loss are used for this: the weight was passed, and was not.
             is_refused=contribution.is_given and not has_joined,
             is_guess=not contribution.is_given and not has_joined,
         )
@@ -262,7 +262,7 @@ class ReplicaUpdate:
         is_over = all(factor == _JOINED for factor in told.totals)
         if any(told.weights) and not is_mixed and not is_over:
             self._update(told.totals, told.weights)
-        exchange.end_step()  # nobody tells anything else before all have heard it
+        exchange.end_step()  # no replica sends anything else before all have read it
         if is_mixed:
             raise OptionError(
                 "All replicas must give `step` a weight, or none of them.",
@@ -305,7 +305,7 @@ class ReplicaUpdate:
         return [(one.data_ptr(), one._version) for one in self.trained]
 
     def _check_parameters(self) -> None:
-        """Refuse to go on with parameters that are no longer where, or what, an update left.
+        """Refuse parameters whose memory or values have changed since the last update.
 
         Raises:
             ModelError: with a parameter's name.
@@ -332,7 +332,7 @@ class ReplicaUpdate:
                 )
 
     def accept_parameters(self) -> None:
-        """All replicas have set parameters to the same; every replica calls it."""
+        """Accept values that all replicas have set alike; every replica calls it."""
         self._job.barrier()
         self._versions = self._present_versions()
 
@@ -344,11 +344,11 @@ class ReplicaUpdate:
         return self._optimizer.state_dict()
 
     def gather_slots(self) -> None:
-        """Have the user's optimizer hold its whole state, on every replica."""
+        """Give the user's optimizer its whole state, on every replica."""
         updater = self._updater
         if self._is_alone:
             return
-        if not updater.is_known:  # the first replica steps it alone
+        if not updater.is_known:  # only the first replica steps it
             told = self._job.tell(self._optimizer.state_dict() if self._job.rank == 0 else None)
             if self._job.rank:
                 self._optimizer.load_state_dict(told[0])
@@ -390,7 +390,7 @@ def _check_on_cpu(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def _described(tensors: Mapping[str, torch.Tensor]) -> str:
-    """What must be the same on all replicas."""
+    """The names, shapes and types, which must be the same on all replicas."""
     return str(
         {
             name: (tuple(one.shape), str(one.dtype), one.requires_grad)

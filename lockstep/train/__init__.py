@@ -1,1 +1,1 @@
-"""The Trainer and what a person meets around it."""
+"""The Trainer, and what users see around it."""

@@ -1,6 +1,6 @@
 """Optimizers, losses and metrics by name, as Keras users write them.
 
-Names are those of torch (``torch.optim``, ``torch.nn.functional``), and Keras's where these mean
+Names are those of torch (``torch.optim``, ``torch.nn.functional``), and those of Keras that mean
 the same.
 """
 
@@ -33,7 +33,7 @@ _LOSSES: dict[str, Callable[[], nn.Module]] = {
     "binary_cross_entropy_with_logits": nn.BCEWithLogitsLoss,
 }
 
-# Keras's names that mean something else: of probabilities, and not of logits.
+# Names that mean something else in Keras: of probabilities, and not of logits.
 _OTHERS = {
     "sparse_categorical_crossentropy": "cross_entropy",
     "categorical_crossentropy": "cross_entropy",
@@ -41,7 +41,7 @@ _OTHERS = {
 
 
 def loss_named(loss: Any) -> Any:
-    """A loss, or several, with names replaced by what they mean.
+    """A loss, or several, with names replaced by functions.
 
     Raises:
         OptionError: an unknown name.
@@ -84,7 +84,7 @@ def optimizer_named(optimizer: Any) -> Any:
 
 
 def metrics_named(metrics: Any, loss: Any) -> Any:
-    """Metrics by name; those that are given as names are made to fit the loss.
+    """Metrics by name; those passed as names are made to fit the loss.
 
     Raises:
         OptionError: an unknown name, or one that does not fit this loss.
@@ -112,10 +112,10 @@ def _metric(name: str, loss: Any) -> Any:
 
 
 def _accuracy(loss: Any) -> Any:
-    """Accuracy over classes, or binary accuracy, as the loss says what the outputs are.
+    """Accuracy over classes, or binary accuracy, as the loss requires.
 
     Raises:
-        OptionError: it does not.
+        OptionError: the loss does not say what the outputs are.
     """
     by_class = ClassLoss.recognise(loss) if callable(loss) else None
     if by_class is not None:

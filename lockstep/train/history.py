@@ -1,4 +1,4 @@
-"""What ``fit`` returns."""
+"""The result of ``fit``."""
 
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -24,7 +24,7 @@ class History:
     restarts: list[str] = field(default_factory=list)
 
     def add(self, epoch: int, logs: dict[str, Any]) -> None:
-        """Note an epoch's values."""
+        """Add an epoch's values."""
         self.epoch.append(epoch)
         for name, value in logs.items():
             self.history.setdefault(name, []).append(value)
@@ -40,7 +40,7 @@ class History:
         )
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        """What notebooks and IPython show."""
+        """The representations for notebooks and IPython."""
         return {"text/plain": str(self)}
 
     def to_frame(self) -> Any:
@@ -56,7 +56,7 @@ class History:
         """Draw values over the epochs, those of training and of validation together.
 
         Args:
-            names: of values without ``val_``, such as "loss"; none are all.
+            names: of values without ``val_``, such as "loss"; all if none are passed.
 
         Returns:
             A ``matplotlib.figure.Figure``: notebooks show it, ``savefig(path)`` writes it.

@@ -1,4 +1,4 @@
-"""What a Trainer is made of: its model, in the precision asked for, and where samples are in it."""
+"""Makes a Trainer's model, in its precision, and checks the dims of its samples."""
 
 import copy
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from lockstep.train.validation.checks import prepare_model
 def made_models(
     model: nn.Module | Callable[[], nn.Module], precision: str
 ) -> tuple[nn.Module, nn.Module]:
-    """The model, and one of the same shape to look at: itself, or one without memory."""
+    """The model, and one of the same shape to inspect: itself, or one without memory."""
     if isinstance(model, nn.Module) and not any(one.is_meta for one in model.parameters()):
         prepare_model(model, precision)
         return model, model
@@ -37,7 +37,7 @@ def made_up_sample(source: Source | SharedStream) -> Source:
     """One sample of zeros, with the shapes of the samples of an empty source.
 
     Raises:
-        DataError: the source does not tell these shapes.
+        DataError: the source does not have these shapes.
     """
     inputs = getattr(source, "inputs", None)
     if next(tensors_of(inputs), None) is None:
@@ -51,10 +51,10 @@ def made_up_sample(source: Source | SharedStream) -> Source:
 
 
 def check_scope(dims: BatchDims) -> None:
-    """The scope's ``batch_dim`` is for Keras models: a Trainer must not seem to have it.
+    """Refuse a scope's ``batch_dim``: it is for Keras models, and a Trainer ignores it.
 
     Raises:
-        OptionError: it has another.
+        OptionError: the scope's is not the Trainer's.
     """
     if current_dims() and current_dims() != dims:
         raise OptionError(

@@ -1,4 +1,4 @@
-"""What a Trainer tells of a training without making it: its Plan, and the proof of it."""
+"""What a Trainer can say of a training without doing it: its Plan, and the Plan's proof."""
 
 from dataclasses import replace
 from importlib import import_module
@@ -34,7 +34,7 @@ class ProvingRunner(FittingRunner):
         """The Plan by which ``fit`` would train on this data, without training.
 
         Args:
-            data: as in ``fit``. Of what can only be iterated, the first batch is read.
+            data: as in ``fit``. The first batch of an iterable is read.
             y: likewise.
             batch_size: likewise.
 
@@ -65,9 +65,9 @@ class ProvingRunner(FittingRunner):
     ) -> Any:
         """Prove that the strategy gives the weights that one device would have given.
 
-        Both sides train copies of the model and the optimizer in float64; the Trainer's own stay as
-        they are. Clipping, accumulation, averages and schedules are not part of the proof: the
-        report notes those that the Trainer has.
+        Both sides train copies of the model and the optimizer in float64; the Trainer's own are not
+        changed. Clipping, accumulation, averages and schedules are not part of the proof: the
+        report lists those that the Trainer has.
 
         Args:
             data: as in ``fit``.
@@ -84,7 +84,7 @@ class ProvingRunner(FittingRunner):
         Raises:
             OptionError: there is no strategy, loss or optimizer.
         """
-        public = import_module("lockstep")  # as a script asks: this floor imports none above it
+        public = import_module("lockstep")  # at run time, since this floor imports none above it
         if self.strategy is None:
             raise OptionError(
                 "verify compares a strategy with one device.",

@@ -1,8 +1,8 @@
-"""Modules that helpers need for what they are sent, and that may be imported before they are born.
+"""Modules that helpers need, and that are safe to import before helpers fork.
 
-A helper imports what defines the classes of what it is sent: seconds, in every helper of every
-Trainer. Their template can do it once for all. It forks, though, and a user's own modules may start
-threads or open files as they are imported. So it imports those of packages that are known not to.
+A helper imports the modules that define the classes of what it is sent: seconds, in every helper of
+every Trainer. The template can import them once for all helpers. But it forks, and a user's own
+modules may start threads or open files on import. So it imports only packages known not to.
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What ``repr`` of a Trainer shows of its parts: one line, however large they are."""
+"""Describes a Trainer's parts for its ``repr``, each in one line."""
 
 from collections.abc import Mapping
 from functools import partial

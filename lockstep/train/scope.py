@@ -17,7 +17,7 @@ def current_strategy() -> Any:
 
 
 def current_dims() -> BatchDims:
-    """Where the innermost scope says that samples are."""
+    """The dims of the samples, by the innermost scope."""
     return _dims.get()
 
 

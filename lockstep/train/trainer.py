@@ -65,8 +65,8 @@ class Trainer(ProvingRunner):
 
     Args:
         model: the model; it is trained in place. Or a function that makes it: then each rank of a
-            pipeline makes only its own part, with the values that ``reset_parameters`` of its
-            modules gives, and ``trainer.model`` is the whole by address.
+            pipeline makes only its own part, with values from its modules' ``reset_parameters``,
+            and ``trainer.model`` is the whole by address.
         loss: ``loss(output, target)`` returning a scalar, values of shape (n,), or a pair (total,
             weight). A scalar that is not known to be a mean or a sum over the samples is computed
             on the outputs of the whole batch. Several, in a dict or list, each for the model's
@@ -209,7 +209,7 @@ class Trainer(ProvingRunner):
         return f"Trainer({', '.join([type(self.model).__name__, *shown])})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Callbacks stay here, with the helpers."""
+        """The state without callbacks and helpers."""
         return {**super().__getstate__(), "callbacks": [], "schedule": None}
 
     def log_names(self) -> list[str]:
@@ -221,7 +221,7 @@ class Trainer(ProvingRunner):
 
     @property
     def loss_scale(self) -> float | None:
-        """By how much losses are scaled at present, with ``precision="fp16-mixed"``."""
+        """The current loss scale, with ``precision="fp16-mixed"``."""
         scale = self._update_config.rules.loss_scale
         return None if scale is None else scale.scale
 
@@ -341,7 +341,7 @@ class Trainer(ProvingRunner):
         Args:
             data: as in ``fit``.
             y: likewise.
-            batch_size: samples of a global batch; None is 32, or what the data has for itself.
+            batch_size: samples of a global batch; None is 32, or the data's own.
             sample_weight: as in ``fit``.
 
         Returns:
@@ -384,12 +384,12 @@ class Trainer(ProvingRunner):
 
         Args:
             inputs: arrays or tensors, a tuple of them (positional arguments) or a dict (keyword
-                arguments), or a Dataset, DataLoader or other iterable of batches as in ``fit``, of
-                whose items the first part is taken where they are tuples.
-            batch_size: samples of a global batch; None is 32, or what the data has for itself.
+                arguments), or a Dataset, DataLoader or other iterable of batches as in ``fit``; of
+                items that are tuples, the first part is taken.
+            batch_size: samples of a global batch; None is 32, or the data's own.
 
         Returns:
-            What the model returns, with all samples along the first dim of every tensor.
+            The model's outputs, with all samples along the first dim of every tensor.
         """
         return self._call("predict", lambda: self._predict_all(inputs, batch_size))
 
@@ -425,7 +425,7 @@ class Trainer(ProvingRunner):
 
     @property
     def _one_optimizer(self) -> optim.Optimizer | None:
-        """The optimizer, where there are not several."""
+        """The optimizer; None if there are several."""
         one: optim.Optimizer | None = self.optimizer
         return None if isinstance(self.optimizer, Optimizers) else one
 

@@ -1,6 +1,6 @@
-"""What callbacks, and what works for a Trainer, see of it.
+"""The Trainer's interface for callbacks and for modules that work for a Trainer.
 
-A protocol and not the class, so that these need not import the Trainer that imports them.
+It is a protocol, so that these modules need not import the Trainer, which imports them.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from lockstep.train.history import History
 
 
 class TrainerProtocol(Protocol):
-    """A ``Trainer``, as others see it; see there.
+    """The interface of a ``Trainer``; see there.
 
     Attributes:
-        model: what is trained.
-        optimizer: what updates it; None where it is not trained.
+        model: the model that is trained.
+        optimizer: updates it; None if it is not trained.
         metrics: by name.
         callbacks: called during every ``fit``.
         schedule: of the learning rate, or None.
@@ -69,21 +69,21 @@ class TrainerProtocol(Protocol):
         """Read weights."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All of which the training consists."""
+        """The whole state of the training."""
 
     def state_onto(self, before: Any) -> dict[str, Any]:
         """``state_dict()``, in the memory of an earlier one."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from a state."""
+        """Resume from a state."""
 
     def record_position(self, place: Place | None, history: History) -> None:
-        """Callbacks are called there next."""
+        """Callbacks are called at this position next."""
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within the block the model has the averaged weights."""
 
     def rewound(self) -> AbstractContextManager[None]:
-        """Within the block train on trial."""
+        """Restore the training's state after the block."""
 
     def __getstate__(self) -> dict[str, Any]: ...

@@ -1,11 +1,11 @@
-"""The network between hosts, measured: bandwidth and latency of each pair, and how clocks differ.
+"""Measures the network between hosts: bandwidth and latency of each pair, and clock offsets.
 
-Each pair has a connection of its own, and one pair measures at a time: what they share would make
-each look slower than it is. Times are taken where bytes arrive, so that what waits in buffers does
-not count as sent.
+Each pair has its own connection, and one pair measures at a time: at once, they would share the
+network and measure less. Times are taken where bytes arrive, so that bytes in buffers do not count
+as sent.
 
-One connection carries what is measured. Where several together carry more (a fast network, or a
-long way), training that opens several is faster than is said here.
+One connection carries all data. If several connections together are faster (on a fast network, or
+over a long distance), so is training that opens several.
 """
 
 import select
@@ -28,11 +28,11 @@ from lockstep.launch.untrusted import decode_untrusted
 NUM_PINGS = 20
 MEASURING_SECONDS = 0.5  # of each direction, about
 
-# A host that is silent for so long is given up.
+# A host that is silent for this long is given up.
 SILENCE_SECONDS = 30.0
 
-# Volumes grow until one takes long enough, at most by this factor: a slow network is not to be
-# flooded by what its buffers made look fast.
+# Volumes grow until one takes long enough, at most by this factor: buffers can make a slow network
+# look fast, and it must not be flooded.
 _FIRST_BYTES = 1 << 16
 _GROWTH = 4
 _MARGIN = 1.25
@@ -47,13 +47,13 @@ Clock = Callable[[], float]
 
 
 class PairReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies between two hosts.
+    """The network between two hosts.
 
     Attributes:
         first: number of the one host.
         second: number of the other.
-        round_trip_seconds: of a few bytes, there and back; the median.
-        offset_seconds: by how much the second's clock is ahead of the first's.
+        round_trip_seconds: of a few bytes; the median.
+        offset_seconds: how far the second's clock is ahead of the first's.
         there: bytes per second from the first to the second.
         back: bytes per second from the second to the first.
     """
@@ -67,11 +67,11 @@ class PairReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostSurvey(msgspec.Struct, frozen=True, kw_only=True):
-    """What one host has to say of the network.
+    """One host's part of the survey.
 
     Attributes:
         address: its own, on the interface that leads to the others.
-        pairs: those of which it is the first.
+        pairs: the pairs of which it is the first host.
     """
 
     address: str
@@ -81,7 +81,7 @@ class HostSurvey(msgspec.Struct, frozen=True, kw_only=True):
 def survey_network(
     control_group: ControlGroup, seconds: float = MEASURING_SECONDS, clock: Clock = time.time
 ) -> list[HostSurvey]:
-    """Measure every pair of hosts. Called by all hosts of a control group of several.
+    """Measure every pair of hosts. All hosts of a control group of several call it.
 
     Args:
         control_group: of the hosts.
@@ -89,10 +89,10 @@ def survey_network(
         clock: this host's.
 
     Returns:
-        On host 0 what each host says; nothing on the others.
+        On host 0 each host's part; nothing on the others.
 
     Raises:
-        HostError: another host failed, is gone, or keeps silent.
+        HostError: another host failed, was lost, or is silent.
     """
     pairs = list(combinations(range(control_group.num_hosts), 2))
     channels = open_channels(
@@ -125,7 +125,7 @@ def survey_network(
 def measure_pair(
     talk: "Conversation", pair: tuple[int, int], seconds: float, clock: Clock = time.time
 ) -> PairReport:
-    """The first host's part: it asks, and learns everything."""
+    """The first host's part: it sends requests, and gets all results."""
     round_trips, offsets = zip(*(_ping(talk, clock) for _ in range(NUM_PINGS)), strict=True)
     there = _pour(talk, seconds)
     back = _drain(talk)
@@ -133,7 +133,7 @@ def measure_pair(
         first=pair[0],
         second=pair[1],
         round_trip_seconds=statistics.median(round_trips),
-        # The quickest answer says most exactly when it was given (RFC 5905, clock filter).
+        # The quickest answer has the most exact offset (RFC 5905, clock filter).
         offset_seconds=offsets[round_trips.index(min(round_trips))],
         there=there,
         back=back,
@@ -151,7 +151,7 @@ def answer_pair(talk: "Conversation", seconds: float, clock: Clock = time.time) 
 
 
 class Conversation:
-    """A connection to another host that carries plain bytes; nobody waits on it for ever.
+    """A connection to another host that carries plain bytes; all waits have a limit.
 
     Args:
         channel: the connection.
@@ -170,7 +170,7 @@ class Conversation:
         self._retry(self._flush, select.POLLOUT)
 
     def receive(self, num_bytes: int) -> bytes:
-        """Wait for so many bytes."""
+        """Wait for this many bytes."""
         buffer = memoryview(bytearray(num_bytes))
         while num_bytes > 0:
             num_bytes -= self.receive_into(buffer[-num_bytes:])
@@ -203,8 +203,8 @@ class Conversation:
 
 
 def _ping(talk: Conversation, clock: Clock) -> tuple[float, float]:
-    """Seconds of a round trip, and how far the other's clock is ahead."""
-    # The round trip is around all that the clock says, so one that was held up counts as long.
+    """Seconds of a round trip, and of the other clock's lead."""
+    # Time around the clock's readings, so that a delay between them lengthens the round trip.
     began, sent = time.perf_counter(), clock()
     talk.send(_PING.pack(sent))
     theirs_arrived, theirs_sent = _PONG.unpack(talk.receive(_PONG.size))
@@ -213,14 +213,14 @@ def _ping(talk: Conversation, clock: Clock) -> tuple[float, float]:
 
 
 def _pour(talk: Conversation, seconds: float) -> float:
-    """Send more and more until it takes long enough; returns bytes per second at last.
+    """Send more and more until it takes long enough; returns the last bytes per second.
 
-    A volume that takes long is sent twice, and the quicker one counts: the other may have met a
-    process that was not running.
+    A volume that takes long is sent twice, and the quicker one counts: during the other the
+    receiving process may not have been running.
     """
     chunk = memoryview(bytes(_CHUNK_BYTES))
     num_bytes = _FIRST_BYTES
-    speeds: list[float] = []  # with so many bytes
+    speeds: list[float] = []  # with this number of bytes
     while True:
         talk.send(_VOLUME.pack(num_bytes))
         for start in range(0, num_bytes, _CHUNK_BYTES):
@@ -237,7 +237,7 @@ def _pour(talk: Conversation, seconds: float) -> float:
 
 
 def _drain(talk: Conversation) -> float:
-    """The other side of it: take what comes, and say how long each volume took to come."""
+    """The receiver's part of ``_pour``: answer each volume with the seconds that it took."""
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     last, speed = 0, 0.0
     while True:

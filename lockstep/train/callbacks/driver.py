@@ -187,7 +187,7 @@ class TaskDriver:
         """The traced steps are over: all ranks' traces."""
 
     def observe_state(self, snapshot: Snapshot) -> None:
-        """The state after a step, where the task records it."""
+        """The state after a step, if the task records it."""
 
     def take_slots(self, slots: list[PieceSlots]) -> None:
         """Let callbacks see the optimizer's slots, assembled from all ranks."""

@@ -259,7 +259,7 @@ class FitTask(Task):
                 rank_sync.act(end_step)
             rank_sync.check_halt()
             return begun.stops
-        if rank_sync.worker.local_names() is not None:  # callbacks may look at the whole model
+        if rank_sync.worker.local_names() is not None:  # callbacks may read the whole model
             rank_sync.collect_buffers()
         if self.hooks.slots:
             rank_sync.show_slots()
