@@ -1,9 +1,8 @@
-"""Mean and variance over the whole batch, for layers of front ends that normalise by themselves.
+"""Mean and variance over the whole batch, for layers of front ends that normalise themselves.
 
 As in ``parallel.data_parallel.batch_norm``, each share contributes count, mean and sum of squared
-deviations. Here the layer goes on with the moments in its own way, so the gradients that come back
-are those of mean and variance. Every share's output depends on them, and what comes back is summed
-over the shares.
+deviations. Here the layer itself uses the moments, so backward receives the gradients of mean and
+variance. Every share's output depends on them, so these gradients are summed over the shares.
 """
 
 from typing import Any
@@ -25,11 +24,11 @@ def global_moments(
 
     Args:
         inputs: of a share.
-        dims: all but that of the features.
+        dims: all except that of the features.
         statistics: gathers the shares' rows.
-        weights: 1 where a value counts and 0 where it does not, as large as the inputs; None where
-            all count.
-        epsilon: added to the number of values that are divided by.
+        weights: 1 for values that count and 0 for others, as large as the inputs; None if all
+            count.
+        epsilon: added to the number of values, the divisor.
 
     Returns:
         Two tensors of shape (features,).
@@ -52,7 +51,7 @@ class _GlobalMoments(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         row = _row(inputs.to(exact_type(inputs)), dims, weights)
         count, mean, variance = statistics.forward(row)
-        # Where epsilon is added, the mean is not quite the mean, nor the variance around it.
+        # With epsilon the mean is not exact, and the variance is not around the exact mean.
         divisor = count + epsilon
         shifted = mean * (count / divisor)
         variance = (variance * count + count * (mean - shifted) ** 2) / divisor
@@ -81,7 +80,7 @@ def _row(values: torch.Tensor, dims: list[int], weights: torch.Tensor | None) ->
         count = mean.new_full((1,), values.numel() // len(mean))
         return torch.cat([count, mean, variance * count])
     values, weights = values.double(), weights.double()
-    count = weights.sum(dims)[:1]  # as many of each feature
+    count = weights.sum(dims)[:1]  # equal for all features
     mean = (values * weights).sum(dims) / count.clamp(min=1)
     shape = [1 if dim in dims else -1 for dim in range(values.dim())]
     squares = ((values - mean.reshape(shape)) ** 2 * weights).sum(dims)

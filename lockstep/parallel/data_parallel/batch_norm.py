@@ -1,13 +1,13 @@
 """BatchNorm whose statistics are those of the global batch.
 
 torch's SyncBatchNorm does this for GPUs only. Here each share contributes (count, mean, sum of
-squared deviations) per channel; the shares' figures are merged in their order by the parallel
+squared deviations) per channel; the shares' rows are merged in their order by the parallel
 algorithm of Chan, Golub and LeVeque (1979), which keeps the variance accurate where a plain sum of
 squares would cancel. Backward gathers the two sums that the gradient of the normalisation needs
 (Ioffe and Szegedy 2015, section 3).
 
-Not the layers are changed but the function that all of them call, ``F.batch_norm``, and that only
-while a pass runs (``parallel.data_parallel.functional_patch``).
+The layers are not changed: the function that all of them call, ``F.batch_norm``, is replaced while
+a pass runs (``parallel.data_parallel.functional_patch``).
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
 class BatchNorms:
-    """The BatchNorm layers of a model, numbered, so that shares can tell which one they are at."""
+    """The BatchNorm layers of a model, numbered, so that shares can compare their positions."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = [
@@ -60,12 +60,12 @@ class BatchNorms:
 
     @property
     def row_length(self) -> int:
-        """Longest row that these layers gather."""
+        """The longest row that these layers gather."""
         return max((2 + 2 * num_features_of(layer) for _, layer in self._layers), default=0)
 
     @property
     def use_batch_statistics(self) -> bool:
-        """Whether any layer, in its present mode, normalises by the batch at hand."""
+        """True if any layer, in its current mode, normalises by the batch."""
         return any(
             layer.training or getattr(layer, "running_mean", layer) is None
             for _, layer in self._layers
@@ -82,18 +82,18 @@ class BatchNorms:
 
 
 def _marks(layer: nn.Module) -> tuple[object, ...]:
-    """What tells a layer from others where it computes."""
+    """The objects that identify a layer when it computes."""
     return (layer.running_mean, layer.weight) if isinstance(layer, _BatchNorm) else (layer,)
 
 
 class GlobalStatistics:
-    """Where it is applied, batch statistics in this thread are those of the global batch.
+    """Replaces batch statistics in a thread by those of the global batch.
 
     Args:
         norms: the model's layers.
         gather: of the share that runs in the block.
-        part: of the batch's loss that the share's loss will be taken for after it went backward;
-            1 where that is divided by the batch's weight before.
+        part: the share's part of the batch's loss, if its loss is scaled after backward; 1 if it
+            is divided by the batch's weight before.
     """
 
     def __init__(self, norms: BatchNorms, gather: Gather, part: float = 1.0) -> None:
@@ -103,7 +103,7 @@ class GlobalStatistics:
 
     @contextmanager
     def applied(self, *, is_compiled: bool = False) -> Iterator[None]:
-        """In force within the block, in which a model runs that may be compiled."""
+        """Apply within the block, which runs a model that may be compiled."""
         token = _current.set(self)
         try:
             with _redirection.to(self.batch_norm, is_compiled=is_compiled):
@@ -112,7 +112,7 @@ class GlobalStatistics:
             _current.reset(token)
 
     def of(self, layer: object) -> "LayerStatistics":
-        """What gathers the rows of a layer of a front end."""
+        """The statistics of a front end's layer."""
         return self._of(self._norms.number_of(layer))
 
     def _of(self, number: int) -> "LayerStatistics":
@@ -129,7 +129,7 @@ class GlobalStatistics:
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> torch.Tensor:
-        """What ``F.batch_norm`` is within the block."""
+        """The replacement of ``F.batch_norm`` within the block."""
         if not training:
             return torch.batch_norm(
                 input, weight, bias, running_mean, running_var, False, 0.0, eps, False
@@ -148,7 +148,7 @@ class GlobalStatistics:
 
 
 def note_lone_sample(error: BaseException) -> None:
-    """Say in an error of torch's that a microbatch had one sample, if that is what it is about."""
+    """Add a note to torch's error about a microbatch of one sample."""
     if "Expected more than 1 value per channel" in str(error):
         add_note(
             error,
@@ -163,15 +163,15 @@ _current: ContextVar[GlobalStatistics | None] = ContextVar("global_statistics", 
 
 
 def global_statistics() -> GlobalStatistics | None:
-    """Those that are in force in this thread."""
+    """The global statistics applied in this thread."""
     return _current.get()
 
 
 class LayerStatistics:
-    """Gathers one layer's rows, and sees that all shares are at the same layer.
+    """Gathers one layer's rows, and checks that all shares are at the same layer.
 
-    They meet in host memory, and are brought together there: only what comes of them goes back to
-    the device. Who offers a row waits for what the device computes of it.
+    Rows are exchanged and merged in host memory: only the result is copied back to the device. A
+    share waits until the device has computed its row.
     """
 
     def __init__(self, norms: BatchNorms, number: int, gather: Gather, part: float) -> None:
@@ -181,7 +181,7 @@ class LayerStatistics:
         self._part = part
 
     def forward(self, row: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """(count, mean, biased variance) of all shares, of a share's, with squared deviations."""
+        """(count, mean, biased variance) of all shares, from the row of one share."""
         count, mean, variance = merge(self._checked(row, 2 * self._number))
         return count, sent(mean, row.device), sent(variance, row.device)
 
@@ -250,7 +250,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight, mean, variance)
         ctx.eps, ctx.total, ctx.statistics, ctx.dims = eps, total, statistics, dims
         ctx.has_bias = bias is not None
-        # Here and not after: a checkpoint that recomputes ends as soon as it has what was saved.
+        # Here and not after: a checkpoint's recomputation ends once it has the saved tensors.
         settle(mean, variance, total)
         return output
 
@@ -285,7 +285,7 @@ def _in(dtype: torch.dtype, tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def exact_type(inputs: torch.Tensor) -> torch.dtype:
-    """Of statistics: float32 also for inputs in less."""
+    """The dtype of statistics: float32 also for inputs in less."""
     is_low = inputs.dtype in (torch.bfloat16, torch.float16)
     return torch.float32 if is_low else inputs.dtype
 

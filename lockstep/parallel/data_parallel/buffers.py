@@ -1,11 +1,11 @@
-"""Buffers that several shares of one rank must not see each other change.
+"""Isolates the buffers of several shares of one rank from each other's changes.
 
 One forward pass over the whole batch changes a buffer once (running statistics, a power iteration,
-a count of calls). So every share of a rank starts from the buffers that the step began with, and
-those that its first share leaves behind are kept. In a pipeline so does every microbatch, but for
-the statistics of BatchNorm.
+a count of calls). So every share of a rank starts from the step's initial buffers, and the buffers
+after its first share are kept. In a pipeline the same holds for every microbatch, except for the
+statistics of BatchNorm.
 
-A ``forward`` may write to a buffer, or assign another tensor in its place. Both are put back.
+A ``forward`` may write to a buffer, or assign another tensor in its place. Both are restored.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -22,8 +22,8 @@ class Kept(NamedTuple):
     """A model's buffers at one moment.
 
     Attributes:
-        tensors: the buffers themselves, by place; None where there was none.
-        values: each of them once, and its values.
+        tensors: the buffers themselves, by place; None for a missing one.
+        values: each of them once, with a copy of its values.
     """
 
     tensors: list[torch.Tensor | None]
@@ -31,7 +31,7 @@ class Kept(NamedTuple):
 
 
 class Buffers:
-    """A model's buffers, to be kept and put back.
+    """Copies and restores a model's buffers.
 
     Args:
         model: the model.
@@ -39,7 +39,7 @@ class Buffers:
     """
 
     def __init__(self, model: nn.Module, names: Collection[str] | None = None) -> None:
-        # Where they are, not what they are: a forward pass may assign other tensors.
+        # Their places, not the tensors: a forward pass may assign other tensors.
         self._places = [
             (module._buffers, name)
             for path, module in model.named_modules()
@@ -52,13 +52,13 @@ class Buffers:
 
     @torch.no_grad()
     def keep(self) -> Kept:
-        """A copy of them all."""
+        """A copy of all buffers."""
         tensors = [buffers.get(name) for buffers, name in self._places]
         unique = list({id(one): one for one in tensors if one is not None}.values())
         return Kept(tensors, list(zip(unique, _copies(unique), strict=True)))
 
     def are_as_in(self, kept: Kept) -> bool:
-        """Whether none has changed; of those on a device nobody asks, and they may have."""
+        """True if none has changed; buffers on a device are not compared and count as changed."""
         tensors = [buffers.get(name) for buffers, name in self._places]
         return all(now is then for now, then in zip(tensors, kept.tensors, strict=True)) and all(
             not accelerators.computes(buffer) and buffer.equal(values)
@@ -67,9 +67,9 @@ class Buffers:
 
     @contextmanager
     def as_in(self, kept: Kept) -> Iterator[None]:
-        """Within the block they have the values that were kept, and afterwards those of before.
+        """Set the kept values within the block, and restore the current ones after it.
 
-        No version moves: what a backward pass needs of them is computed again in the block.
+        Versions do not change: the block recomputes values of these buffers for a backward pass.
         """
         now = self.keep()
         self._set(kept)
@@ -84,18 +84,18 @@ class Buffers:
             buffer.data.copy_(values)
 
     def _put_back(self, kept: Kept) -> None:
-        """The same tensors in the same places."""
+        """Put the same tensors in the same places."""
         for (buffers, name), tensor in zip(self._places, kept.tensors, strict=True):
             if buffers.get(name) is not tensor:
                 buffers[name] = tensor
 
     @torch.no_grad()
     def restore(self, kept: Kept) -> None:
-        """Put back what has changed; the others may be needed by a backward pass as they are.
+        """Restore changed buffers only: a backward pass may need the others unmodified.
 
-        Values are compared: torch's own BatchNorm changes running statistics without moving the
-        version. On a device that would wait for each of them: there all are written, and no version
-        moves.
+        Values are compared: torch's own BatchNorm changes running statistics without a new version.
+        On a device comparisons would wait for each buffer: there all are written, without a new
+        version.
         """
         self._put_back(kept)
         written = []
@@ -108,7 +108,7 @@ class Buffers:
 
 
 def _is_written_unasked(buffer: torch.Tensor) -> bool:
-    """It is on a device, and was not expanded: that cannot be written."""
+    """True for a buffer on a device that is not expanded: an expanded one cannot be written."""
     dims = zip(buffer.shape, buffer.stride(), strict=True)
     is_expanded = any(size > 1 and stride == 0 for size, stride in dims)
     return accelerators.computes(buffer) and not is_expanded
@@ -123,14 +123,14 @@ def _copies(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """To each first the second: on a device one kernel does it for many of one type."""
+    """Copy each second tensor to the first: on a device one kernel copies many of one type."""
     for dtype in {source.dtype for _, source in pairs}:
         own = [pair for pair in pairs if pair[1].dtype == dtype]
         torch._foreach_copy_([target for target, _ in own], [source for _, source in own])
 
 
 class ChangedOnce:
-    """Has a batch change buffers once, as the first of its microbatches does.
+    """Makes a batch change buffers once, by its first microbatch.
 
     Args:
         buffers: of a stage.
@@ -142,12 +142,12 @@ class ChangedOnce:
         self._changes = False
 
     def begin(self) -> None:
-        """Another batch is on its way."""
+        """Begin another batch."""
         self._first = None
 
     @contextmanager
     def in_microbatch(self) -> Iterator[None]:
-        """Around the forward pass of a microbatch: it sees what the first one has seen."""
+        """Entered around a microbatch's forward pass: all start from the same buffers."""
         if self._first is None:
             self._first = self._buffers.keep()
             yield

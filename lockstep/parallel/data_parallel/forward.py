@@ -1,10 +1,10 @@
 """The forward pass of a share: the model called in the Plan's precision and memory format.
 
-Convolutions, pooling and the layers between them run faster on images whose channels lie together
-(``torch.channels_last``). Values and shapes are the same in either format, and so is what a model
-may do with them, but for what goes by strides, such as ``view`` across dims that no longer lie
-together: torch refuses that. A share whose forward pass is refused runs once more in torch's own
-format, from the same random streams and buffers, and so does everything after that step.
+Convolutions, pooling and the layers between them run faster on images in the format
+``torch.channels_last``. Values and shapes are the same in either format, and so are the operations,
+except for those that depend on strides, such as ``view`` across dims that are no longer contiguous:
+torch raises an error. A share whose forward pass fails so runs again in torch's own format, from
+the same random streams and buffers, and so does everything after that step.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ from lockstep.parallel.storage.cpu_quirks import (
 )
 from lockstep.plan.spec import Plan
 
-# Of the data and the loss, by the Plan's precision.
+# Dtypes of the data and the loss, by the Plan's precision.
 DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
@@ -36,7 +36,7 @@ DTYPES = {
     "bf16": torch.float32,
 }
 
-# Of parameters and buffers.
+# Dtypes of parameters and buffers.
 PARAMETER_DTYPES = {**DTYPES, "bf16": torch.bfloat16}
 
 _attention = Redirection("scaled_dot_product_attention")
@@ -46,16 +46,16 @@ _LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 
 class ModelCall:
-    """Calls a model as its Plan says.
+    """Calls a model in its Plan's precision and memory format.
 
     Args:
         model: the model.
         plan: precision and memory format.
         device: where the model is.
-        dims: where the samples are in what the model takes and returns.
+        dims: of the samples in the model's inputs and outputs.
 
     Attributes:
-        channels_last: images come to the model in that format, where the Plan wants it.
+        channels_last: the Plan's choice to give the model images in that format.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ModelCall:
         self._buffers = Buffers(model)
 
     def __call__(self, inputs: Tree) -> Any:
-        """The model's outputs, in float32 also where it computes in less."""
+        """The model's outputs, in float32 also if it computes in less."""
         given = self.given(inputs)
         if self._converts:
             given = map_tensors(channels_last, given)
@@ -83,16 +83,16 @@ class ModelCall:
         return self.rows(output, inputs)
 
     def given(self, inputs: Tree) -> Tree:
-        """Inputs as the model takes them."""
+        """Inputs in the model's form and precision."""
         turned = self._dims.given_inputs(inputs, DTYPES[self._plan.precision])
         return narrowed(turned, self._plan.precision)
 
     def rows(self, output: Tree, inputs: Tree) -> Tree:
-        """What the model has returned for inputs, with samples first."""
+        """The model's output for inputs, with samples first."""
         return self._dims.output_rows(output, inputs)
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Around calls of the model or its parts: they compute in the Plan's precision."""
+        """Entered around calls of the model or its parts; sets the Plan's precision."""
         return computing_in(self._plan.precision, self._device.type)
 
     def widened(self, output: Tree) -> Tree:
@@ -100,10 +100,10 @@ class ModelCall:
         return map_tensors(_widened, output) if self._is_low else output
 
     def attempt(self, body: Callable[[], None]) -> bool:
-        """Run ``body``, which calls the model; once more if the memory format makes it fail.
+        """Run ``body``, which calls the model; again if the memory format makes it fail.
 
         Returns:
-            Whether it did.
+            True if it failed.
         """
         if not self.channels_last or self._model.training in self._given_up:
             body()
@@ -126,19 +126,19 @@ class ModelCall:
     def give_up_format(self) -> None:
         """From now on run the model in torch's own format, in its present mode.
 
-        In training every rank does so after the same step, so that the bits stay those of any
+        In training every rank does so after the same step, so that the bits do not depend on the
         number of ranks.
         """
         self._given_up.add(self._model.training)
 
     @property
     def is_low(self) -> bool:
-        """Whether it computes in less than float32, whatever its outputs are."""
+        """True if it computes in less than float32, also if its outputs are float32."""
         is_float32 = DTYPES[self._plan.precision] == torch.float32
         return self._is_low or (is_float32 and rounds_float32(self._device.type))
 
     def applied(self) -> AbstractContextManager[Any]:
-        """Around a pass, forward or backward, in which the model or parts of it are called."""
+        """Entered around a forward or backward pass that calls the model or parts of it."""
         is_compiled = self._plan.compiled
         stack = ExitStack()
         if self._plan.precision in _LOW_PRECISION and self._device.type == "cpu":
@@ -151,7 +151,7 @@ class ModelCall:
 def attend_in_float32(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """``F.scaled_dot_product_attention`` under autocast: in float32, with a result in less."""
+    """``F.scaled_dot_product_attention`` under autocast: in float32, with a rounded result."""
     if not torch.is_autocast_enabled("cpu") or query.dtype == torch.float64:
         plain: torch.Tensor = _attention.plain(query, key, value, *args, **kwargs)
         return plain
@@ -173,7 +173,7 @@ def _widened_mask(argument: Any) -> Any:
 
 
 def running_lstms(precision: str, *, is_compiled: bool = False) -> AbstractContextManager[None]:
-    """Around passes on the CPU: LSTMs that it lacks in this precision run in float32."""
+    """Entered around passes on a CPU: runs LSTMs in float32 if it has none in this precision."""
     dtype = _LOW_PRECISION.get(precision)
     if dtype is None or not lacks_lstm(dtype):
         return nullcontext()
@@ -181,7 +181,7 @@ def running_lstms(precision: str, *, is_compiled: bool = False) -> AbstractConte
 
 
 def run_lstm_in_float32(*args: Any) -> tuple[torch.Tensor, ...]:
-    """``torch.lstm`` under autocast: in float32, with results in less."""
+    """``torch.lstm`` under autocast: in float32, with rounded results."""
     if not torch.is_autocast_enabled("cpu"):
         plain: tuple[torch.Tensor, ...] = _lstm.plain(*args)
         return plain
@@ -192,13 +192,13 @@ def run_lstm_in_float32(*args: Any) -> tuple[torch.Tensor, ...]:
 
 
 def computing_in(precision: str, device_type: str) -> AbstractContextManager[Any]:
-    """Around what a model computes in a precision."""
+    """Entered around computations of a model in a precision."""
     dtype = _LOW_PRECISION.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
 
 
 def narrowed(inputs: Tree, precision: str) -> Tree:
-    """A model's inputs in its own precision, where that is less than the data's."""
+    """A model's inputs in its own precision, if that is less than the data's."""
     dtype = PARAMETER_DTYPES[precision]
     if dtype == DTYPES[precision]:
         return inputs
@@ -206,7 +206,7 @@ def narrowed(inputs: Tree, precision: str) -> Tree:
 
 
 def call_model(model: Callable[..., Any], inputs: Tree) -> Any:
-    """A tuple is positional arguments, a dict keyword arguments, anything else the one argument."""
+    """Call a model: a tuple gives positional, a dict keyword arguments, else one argument."""
     if isinstance(inputs, tuple):
         return model(*inputs)
     if isinstance(inputs, dict):
@@ -215,10 +215,10 @@ def call_model(model: Callable[..., Any], inputs: Tree) -> Any:
 
 
 def channels_last(tensor: torch.Tensor) -> torch.Tensor:
-    """An image tensor (n, channels, height, width) with its channels together in memory.
+    """An image tensor (n, channels, height, width) with its channels last in memory.
 
-    The strides say so also of images with one channel, which torch's own ``contiguous`` leaves as
-    they are: convolutions go by the strides.
+    Images with one channel get these strides, too, which torch's own ``contiguous`` does not set:
+    convolutions choose by strides.
     """
     if tensor.dim() != 4 or not tensor.is_floating_point():
         return tensor
@@ -238,10 +238,10 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def modes_of(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Put a model in training or evaluation mode, and give every module its own mode back.
+    """Put a model in training or evaluation mode, and restore the mode of every module.
 
-    In training, a model that is in training mode keeps its modules' modes: what the user has put
-    in evaluation mode (a frozen backbone's BatchNorm) stays so.
+    In training, a model that is in training mode keeps its modules' modes: modules that the user
+    has put in evaluation mode (a frozen backbone's BatchNorm) stay in it.
     """
     if training and model.training:
         yield

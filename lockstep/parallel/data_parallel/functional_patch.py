@@ -1,4 +1,4 @@
-"""Sends a function of ``torch.nn.functional`` elsewhere while a pass runs.
+"""Redirects a function of ``torch.nn.functional`` while a pass runs.
 
 Layers look these functions up at every call, so no module is changed: subclasses that do more than
 their base, and layers that run again in backward (activation checkpointing), are redirected, too.
@@ -15,11 +15,11 @@ import torch.nn.functional as F
 
 
 class Redirection:
-    """Redirects one function, in the threads that ask for it and while any does.
+    """Redirects one function, only in threads inside a block of ``to``.
 
     Args:
         name: of the function.
-        owner: the module, or the class, that it is looked up in.
+        owner: the module, or the class, that has it.
     """
 
     def __init__(self, name: str, owner: ModuleType | type[Any] = F) -> None:
@@ -35,8 +35,8 @@ class Redirection:
         """Within the block, calls in this thread go to ``target``.
 
         Args:
-            target: what is called instead.
-            is_compiled: the caller is compiled: ``target`` is not to be compiled with it, for it
+            target: the replacement.
+            is_compiled: the caller is compiled: ``target`` must not be compiled with it, because it
                 may wait for other ranks.
         """
         with self._lock:
@@ -59,7 +59,7 @@ class Redirection:
                     setattr(self._owner, self._name, self.plain)
 
     def _function(self) -> Callable[..., Any]:
-        """What stands in for the function: a plain one, so that it can be a method, too."""
+        """The patched function: a plain function, so that it can be a method, too."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             target = getattr(self._own, "target", None)

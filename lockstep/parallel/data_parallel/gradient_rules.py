@@ -173,7 +173,7 @@ class GradientJudge:
         if self.rules.clip_value is not None:
             _clamp(used, self.rules.clip_value)
         most = self.rules.clip_norm
-        # As torch.nn.utils.clip_grad_norm_ has it.
+        # As in torch.nn.utils.clip_grad_norm_.
         if most is not None and not (factor := most / (norm + 1e-6)) >= 1:
             torch._foreach_mul_(used, factor)
 
@@ -236,7 +236,7 @@ def _blocks_of(piece: BoundPiece, sizes: Sequence[int] | None) -> Sequence[torch
         return ()
     if sizes is None or gradient.is_sparse:
         return (_elements(gradient),)
-    if gradient.stride() != piece.tensor.stride():  # the blocks are of the parameter's memory
+    if gradient.stride() != piece.tensor.stride():  # blocks follow the parameter's memory
         gradient = torch.empty_like(piece.tensor).copy_(gradient)
     flat = gradient.as_strided((gradient.numel(),), (1,))
     blocks: Sequence[torch.Tensor] = flat.split(list(sizes))
@@ -244,7 +244,7 @@ def _blocks_of(piece: BoundPiece, sizes: Sequence[int] | None) -> Sequence[torch
 
 
 def _elements(gradient: torch.Tensor) -> torch.Tensor:
-    """All of a gradient; of a sparse one the rows that it has, each of them once."""
+    """All elements of a gradient; for a sparse one those of its rows, each of them once."""
     return gradient._values() if gradient.is_sparse else gradient
 
 
@@ -254,7 +254,7 @@ def _clamp(gradients: list[torch.Tensor], most: float) -> None:
 
 
 def _exact_terms(values: Sequence[float]) -> list[float]:
-    """A few numbers whose sum is exactly that of the values: to be told, and summed by others."""
+    """A few numbers whose sum is exactly that of the values, for other ranks to add."""
     terms: list[float] = []
     for _ in range(_TERMS):
         terms.append(math.fsum([*values, *(-term for term in terms)]))

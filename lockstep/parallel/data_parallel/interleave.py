@@ -1,12 +1,12 @@
-"""Runs several shares of one rank together, where a layer needs all of them at once.
+"""Runs several shares of one rank together, if a layer needs all of them at once.
 
 BatchNorm's statistics are those of the whole batch, so a share cannot finish its forward pass
-before every other one has come as far. A rank with several shares runs each in a thread of its own,
-one at a time and always in the same order: at a meeting a share hands on to the next, and goes on
-when it is its turn again. Only one thread ever computes, so the result depends on no timing.
+before every other one has reached the same layer. A rank with several shares runs each in its own
+thread, one at a time and always in the same order: at a meeting a share lets the next one run, and
+continues at its next turn. Only one thread computes at a time, so the result does not depend on
+timing.
 
-What a share must not see others change (random streams, buffers) is kept and restored around its
-meetings.
+A share's own random streams and buffers are saved and restored around its meetings.
 """
 
 import threading
@@ -21,12 +21,12 @@ from lockstep.parallel.settings import TorchSettings
 
 
 class Interleaver:
-    """Runs bodies in turns; inside a body, ``meet`` waits until all others have come as far.
+    """Runs bodies in turns; inside a body, ``meet`` waits until all others call it.
 
     Args:
-        keep: copies what is each body's own.
-        restore: puts it back.
-        device: where they compute.
+        keep: copies a body's own state.
+        restore: restores it.
+        device: of their computation.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Interleaver:
         """Run all bodies to their ends.
 
         Raises:
-            Exception: what the first body that failed has raised.
+            Exception: the error of the first body that failed.
         """
         self.current = 0
         if len(bodies) == 1:
@@ -57,7 +57,7 @@ class Interleaver:
         self._failure = None
         settings = torch.is_grad_enabled(), torch.get_num_threads(), TorchSettings.current()
         started = [
-            # As daemons: a body that hangs, and was given up, must not keep the script from ending.
+            # As daemons: an abandoned body that hangs must not keep the script from ending.
             threading.Thread(target=self._run_body, args=(index, body, *settings), daemon=True)
             for index, body in enumerate(bodies)
         ]
@@ -67,7 +67,7 @@ class Interleaver:
             self._turns[0].release()
             for thread in started:
                 thread.join()
-        except BaseException as error:  # a signal's handler has: whose turn comes now must not act
+        except BaseException as error:  # from a signal handler: the next body must not run
             self._failure = self._failure or error
             raise
         failure, self._failure = self._failure, None
@@ -76,7 +76,7 @@ class Interleaver:
             raise failure
 
     def meet(self) -> None:
-        """Let every other body come to its own ``meet``; then go on.
+        """Let every other body run to its own ``meet``; then continue.
 
         Raises:
             ModelError: another body has ended instead.
@@ -97,7 +97,7 @@ class Interleaver:
             )
 
     def _left_behind(self, own: int) -> bool:
-        """Whether a body has ended without coming to this meeting."""
+        """True if a body has ended before this meeting."""
         return any(
             finished and meetings < self._meetings[own]
             for finished, meetings in zip(self._finished, self._meetings, strict=True)
@@ -115,13 +115,13 @@ class Interleaver:
         torch.set_num_threads(threads)
         try:
             self._wait_for_turn(index)
-            accelerators.use(self._device)  # which each thread chooses for itself
-            # On a GPU all backward passes share a thread of autograd's, unless told otherwise: the
-            # one that waits for its turn there would keep the others from coming.
+            accelerators.use(self._device)  # a setting of each thread
+            # On a GPU all backward passes share a thread of autograd by default: one that waits for
+            # its turn there would block the others.
             with settings.applied(), torch.autograd.set_multithreading_enabled(False):
                 body()
         except _Abandoned:
-            pass  # another body has failed: its error is the one to tell
+            pass  # another body has failed: its error is raised
         except BaseException as error:
             self._failure = self._failure or error
         self._finished[index] = True

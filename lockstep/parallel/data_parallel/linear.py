@@ -1,14 +1,13 @@
-"""Linear layers whose weight gradients are formed where they are needed.
+"""Linear layers whose weight gradients are computed in the memory of the exchange.
 
-Autograd gives every gradient memory of its own, from where it would have to be copied to memory
-that all ranks see. For large weights that copy, and the sum over the shares, cost more than the
-optimizer's step. So while a pass runs, ``F.linear`` on the model's own weights goes to an autograd
-function that hands the two factors of the weight's gradient, inputs and output gradients, to the
-exchange: it multiplies them right into shared memory, or puts them up as they are
-(``comm.collectives.shm_gradient_buffer``). So does ``torch.matmul(input, weight)``, whose weight
-lies the other way round, (ins, outs): that is what Keras's Dense layers call.
+Autograd allocates every gradient, which would have to be copied to memory that all ranks share. For
+large weights that copy, and the sum over the shares, cost more than the optimizer's step. So while
+a pass runs, ``F.linear`` on the model's own weights calls an autograd function that gives the two
+factors of the weight's gradient, inputs and output gradients, to the exchange: it multiplies them
+into shared memory, or publishes the factors (``comm.collectives.shm_gradient_buffer``). So does
+``torch.matmul(input, weight)``, which Keras's Dense layers call, with a weight (ins, outs).
 
-Forward and input gradient go to the library that multiplies faster on this processor
+The faster library on this processor computes outputs and input gradients
 (``comm.collectives.products``).
 """
 
@@ -24,7 +23,7 @@ from lockstep.comm.collectives.products import has_faster_onednn, product
 from lockstep.parallel.data_parallel.functional_patch import Redirection
 
 # Gets the number of a weight of shape (a, b), and the factors of its gradient, of shapes (n, b) and
-# (n, a): inputs and output gradients, or the other way round.
+# (n, a): inputs and output gradients, or in reverse.
 Take = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 _linear = Redirection("linear")
@@ -32,7 +31,7 @@ _matmul = Redirection("matmul", torch)
 
 
 class LinearLayers:
-    """The weights whose layers run here.
+    """Linear layers of some weights.
 
     Args:
         weights: trainable parameters of two dims, by number.
@@ -40,13 +39,13 @@ class LinearLayers:
 
     def __init__(self, weights: Mapping[int, torch.Tensor]) -> None:
         self._numbers = {id(weight): number for number, weight in weights.items()}
-        self._weights = dict(weights)  # an id is good only while its object lives
+        self._weights = dict(weights)  # an id is valid only while its object lives
         self._ends = {number: get_gradient_edge(weight).node for number, weight in weights.items()}
         self._casts: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._take: Take | None = None
 
     def applied(self) -> AbstractContextManager[None]:
-        """``F.linear`` and ``torch.matmul`` go here within the block, in this thread."""
+        """Redirects ``F.linear`` and ``torch.matmul`` within the block, in this thread."""
         return self._redirected() if self._weights else nullcontext()
 
     @contextmanager
@@ -56,7 +55,7 @@ class LinearLayers:
 
     @contextmanager
     def taken(self, take: Take) -> Iterator[None]:
-        """Within the block, backward hands factors to ``take`` instead of giving gradients."""
+        """Within the block, backward gives factors to ``take`` instead of gradients."""
         self._take = take
         try:
             yield
@@ -64,10 +63,10 @@ class LinearLayers:
             self._take = None
 
     def take(self, number: int, factors: tuple[torch.Tensor, torch.Tensor]) -> bool:
-        """Hand on the factors of a weight's gradient, if that is what this backward is for.
+        """Pass on the factors of a weight's gradient, if this backward computes ``.grad``.
 
         Backward may run within the forward pass or within another backward (``autograd.grad`` for a
-        penalty, an implicit layer): its gradients are asked for there and go nowhere else.
+        penalty, an implicit layer): its gradients are used only there.
         """
         if self._take is None or not _is_reached(self._ends[number]):
             return False
@@ -75,7 +74,7 @@ class LinearLayers:
         return True
 
     def cast(self, number: int, dtype: torch.dtype) -> torch.Tensor:
-        """A weight in the type to compute in: one copy per pass, however often it is used."""
+        """A weight in the type of the computation: one copy per pass for all its uses."""
         weight = self._weights[number].detach()
         if weight.dtype == dtype:
             return weight
@@ -85,13 +84,13 @@ class LinearLayers:
         return self._casts[key]
 
     def begin_pass(self) -> None:
-        """The weights may have changed."""
+        """Drop the casts: the weights may have changed."""
         self._casts.clear()
 
     def linear(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """What ``F.linear`` is while a pass runs."""
+        """The replacement of ``F.linear`` while a pass runs."""
         number = self._numbers.get(id(weight))
         if number is None or not _is_ordinary(input, weight, weight.shape[1], bias):
             plain: torch.Tensor = _linear.plain(input, weight, bias)
@@ -105,7 +104,7 @@ class LinearLayers:
         return output
 
     def matmul(self, input: torch.Tensor, other: torch.Tensor, **out: Any) -> torch.Tensor:
-        """What ``torch.matmul`` is while a pass runs."""
+        """The replacement of ``torch.matmul`` while a pass runs."""
         number = self._numbers.get(id(other))
         if (
             number is None
@@ -124,7 +123,7 @@ class LinearLayers:
 def _is_ordinary(
     input: torch.Tensor, weight: torch.Tensor, ins: int, bias: torch.Tensor | None = None
 ) -> bool:
-    """Whether this is a call on plain tensors, in a pass that may go backward."""
+    """True for a call on plain tensors, in a pass that may go backward."""
     return (
         not torch.compiler.is_compiling()
         and torch.is_grad_enabled()
@@ -141,15 +140,15 @@ def _is_ordinary(
 
 
 def _is_reached(end: torch.autograd.graph.Node) -> bool:
-    """Whether the backward that runs now leads to the ``.grad`` of the parameter behind ``end``."""
+    """True if the current backward accumulates the ``.grad`` of the parameter of ``end``."""
     try:
         return bool(torch._C._will_engine_execute_node(end))
-    except RuntimeError:  # it gives the gradient back instead
+    except RuntimeError:  # this backward returns the gradient
         return False
 
 
 def _dtypes(weight: torch.Tensor, device_type: str) -> tuple[torch.dtype, ...]:
-    """Input types that go with a weight."""
+    """The input types that fit a weight."""
     dtype = _autocast_dtype(device_type)
     if dtype is not None and weight.dtype == torch.float32:
         return weight.dtype, dtype
@@ -157,8 +156,8 @@ def _dtypes(weight: torch.Tensor, device_type: str) -> tuple[torch.dtype, ...]:
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The type that autocast has such a device compute in; None where it is off."""
-    # Some devices ("meta") have no autocast, and cannot be asked whether it is on.
+    """The autocast type of a kind of device; None where it is off."""
+    # Some devices ("meta") have no autocast, and torch raises an error if asked for its state.
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
@@ -188,7 +187,7 @@ class _Linear(torch.autograd.Function):
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         gradients = gradient.reshape(-1, gradient.shape[-1])
         inputs = input.reshape(-1, input.shape[-1])
-        # Where backward is itself differentiated, all that it does must be seen by autograd.
+        # If backward is itself differentiated, autograd must record all of its operations.
         is_last = not torch.is_grad_enabled()
         cast = ctx.cast if is_last else weight.to(input.dtype)
         input_gradient = weight_gradient = None

@@ -1,9 +1,9 @@
 """Passes of a rank that holds the whole model, over its shares of each batch.
 
     0F0     read share 0, run the model and the loss on it
-    0B0     backward; put the share's gradients where the exchange has them
+    0B0     backward; write the share's gradients to the exchange
 
-Where a layer needs the whole batch (BatchNorm), a rank's shares run together, layer by layer.
+If a layer needs the whole batch (BatchNorm), a rank's shares run together, layer by layer.
 """
 
 import math
@@ -46,8 +46,8 @@ class ModelPasses(Passes):
     """Passes over the whole model.
 
     Args:
-        work: what all ranks work on.
-        group: of the parameters: all of them are in one.
+        work: common to all ranks.
+        group: of all parameters.
         options: see ``Passes``.
     """
 
@@ -62,7 +62,7 @@ class ModelPasses(Passes):
         self._joint: dict[int, JointLoss] = {}  # they wait for the weights of all shares
         self._apart: dict[int, SharePart] = {}  # they wait for the outputs of all shares
         self._refused: dict[int, bool] = {}  # the Plan's memory format, by share
-        # Where this rank has several shares of a batch, each starts from the same buffers.
+        # If this rank has several shares of a batch, each starts from the same buffers.
         self._isolates_buffers = False
         self._left_buffers: dict[int, Kept] = {}
 
@@ -76,7 +76,7 @@ class ModelPasses(Passes):
 
     @property
     def _forms_gradients(self) -> bool:
-        # What is compiled has its own backward, and alone there is nothing to save.
+        # Compiled code has its own backward, and a single rank would save nothing.
         return not (isinstance(self._plan.update, LocalUpdate) or self._plan.compiled)
 
     # --- training --------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class ModelPasses(Passes):
             self._losses[share] = loss
 
     def _settle_weights(self, run: Run) -> None:
-        """All shares' losses wait for one another no longer: what each share adds is known now."""
+        """Compute the loss of each share that needs the weights or outputs of all shares."""
         if self._apart:
             self._losses |= self._divided(run, self._apart)
             self._apart = {}
@@ -180,7 +180,7 @@ class ModelPasses(Passes):
             self._put(run, share, taken[share])
 
     def _handing_over(self, run: Run, share: int) -> AbstractContextManager[Any]:
-        """Within the block the exchange gets gradients of the last share as they are complete."""
+        """Within the block the exchange gets each gradient of the last share once complete."""
         mine = self._plan.shares_of(self._rank)
         is_last = share + 1 == min(mine.stop, run.num_filled)
         if not (is_last and self._exchange.gradients[_GROUP].is_early):
@@ -213,12 +213,12 @@ class ModelPasses(Passes):
 
     @contextmanager
     def _taking_gradients(self, taken: Callable[[], list[torch.Tensor | None]]) -> Iterator[None]:
-        """Within the block, gradients go where ``taken`` says as soon as they are there."""
+        """Within the block, each gradient is added to the list of ``taken`` once computed."""
 
         def take(index: int, parameter: torch.Tensor) -> None:
-            # Once per share, but for reentrant checkpoints, which go backward bit by bit.
+            # Once per share, except for reentrant checkpoints, which go backward in parts.
             own, gradient = taken(), parameter.grad
-            if gradient is None:  # handed to the exchange as factors
+            if gradient is None:  # given to the exchange as factors
                 return
             before = own[index]
             own[index] = gradient if before is None else before + gradient
@@ -227,7 +227,7 @@ class ModelPasses(Passes):
         handles = [
             parameter.register_post_accumulate_grad_hook(partial(take, index))
             for index, parameter in enumerate(self._trainable)
-            if parameter.requires_grad  # others have their turn later
+            if parameter.requires_grad  # others train in another turn
         ]
         try:
             yield
@@ -236,11 +236,11 @@ class ModelPasses(Passes):
                 handle.remove()
 
     def settle_buffers(self) -> None:
-        if self._isolates_buffers:  # those that the first share has left count
+        if self._isolates_buffers:  # keep those of the first share
             self._buffers.restore(self._left_buffers[min(self._left_buffers)])
 
     def diagnose(self, run: Run, share: int) -> str:
-        """The rank that works on the share looks once more."""
+        """Run the share again on its rank to find the place."""
         place = Diagnosis.nothing
         if share in self._plan.shares_of(self._rank):
             self._seed_streams(run, share)
@@ -266,7 +266,7 @@ class ModelPasses(Passes):
                 return [one.loss_of(self._model, batch, size) for one in self._functions]
 
     def _try(self, run: Run, batch: Batch) -> object:
-        """Run the model once more, to look at it."""
+        """Run the model again, for a diagnosis."""
         if self._functions:
             return self._loss_by_function(run, batch)
         return self.call(batch.inputs)
@@ -275,7 +275,7 @@ class ModelPasses(Passes):
 
     @contextmanager
     def on_share(self, run: Run, share: int, part: float = 1.0) -> Iterator[Batch]:
-        """Within the block the caller computes on a share, and BatchNorm on the whole batch.
+        """Within the block the caller computes a share, with BatchNorm over the whole batch.
 
         Args:
             run: the batch.
@@ -333,7 +333,7 @@ class ModelPasses(Passes):
         return GlobalStatistics(self._norms, gather, part).applied(is_compiled=self._plan.compiled)
 
     def _output(self, run: Run, share: int) -> tuple[Batch, Tree]:
-        """A share's samples, and what the model makes of them."""
+        """A share's samples and outputs."""
         batch = self._read(run, share)
         self._try_on_halves(run, batch)
         output = self._watched_call(batch)
@@ -349,7 +349,7 @@ class ModelPasses(Passes):
         return self._functions[run.turn].loss_of(self._model, batch, run.batch_size)
 
     def _try_on_halves(self, run: Run, batch: Batch) -> None:
-        """Try the loss where it is computed inside, else whether outputs look across samples."""
+        """Test a loss computed inside the model, else whether outputs mix samples."""
         is_inside = self._functions or (self._loss is not None and self._loss.is_inside)
         if self.watch is not None or not (is_tried(run.step) and run.num_filled > 1):
             return
@@ -367,7 +367,7 @@ class ModelPasses(Passes):
 
 
 def _keep_own(buffers: Buffers) -> tuple[StreamStates, Kept]:
-    """What each of the shares that run together has for itself."""
+    """The own state of each of the shares that run together."""
     return stream_states(), buffers.keep()
 
 
@@ -387,7 +387,7 @@ def _together(
 
     Args:
         program: of a rank.
-        interleaved: consecutive passes of one kind do.
+        interleaved: consecutive passes of one kind run together.
         forward_first: no share goes backward before the losses of all shares are known.
     """
     if not interleaved:

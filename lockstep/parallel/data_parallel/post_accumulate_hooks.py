@@ -1,4 +1,4 @@
-"""When backward has completed the gradient of a parameter."""
+"""Reports when backward has completed the gradient of a parameter."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,16 +15,15 @@ def on_grad_ready(
 ) -> Iterator[None]:
     """Within the block, ``tell`` gets the number of each parameter whose gradient is complete.
 
-    Autograd visits a parameter once in a backward pass, when all that has used it is done; also if
-    no gradient comes to it, since somebody took the factors (``parallel.data_parallel.linear``). A
-    parameter that the loss does not depend on is not visited, and one that is frozen has nothing to
-    wait for.
+    Autograd visits a parameter once in a backward pass, after all its uses; even without a
+    gradient, if its factors were taken (``parallel.data_parallel.linear``). A parameter that the
+    loss does not depend on is not visited, and a frozen one has no gradient.
     """
 
     def visited(number: int, *_: Any) -> None:
         tell(number)
 
-    nodes = {  # held: layers that are computed again in backward are to find the same
+    nodes = {  # kept, so that layers recomputed in backward get the same nodes
         number: get_gradient_edge(parameter).node
         for number, parameter in enumerate(parameters)
         if parameter.requires_grad

@@ -1,13 +1,12 @@
-"""What a forward pass changes: buffers once per batch, parameters never.
+"""Checks that a forward pass changes buffers once per batch, and parameters never.
 
-Every share of a batch starts from the same buffers, and those that the first one leaves stay. That
-is what one pass over the whole batch leaves where a buffer depends on no samples (a count of calls,
-the vectors of a power iteration). A moving average of what a layer has seen would be that of a part
-of the samples, and another one on every device: then the shares leave it different. BatchNorm's
-statistics are none of these, they are taken from all shares
-(``parallel.data_parallel.batch_norm``).
+Every share of a batch starts from the same buffers, and those after the first share are kept. One
+pass over the whole batch gives the same buffers if they do not depend on samples (a count of calls,
+the vectors of a power iteration). A moving average over a layer's inputs would be that of a part of
+the samples, and a different one on every device: then the shares' buffers differ. BatchNorm's
+statistics are exempt: they are computed from all shares (``parallel.data_parallel.batch_norm``).
 
-Parameters lie in memory that ranks share, and each share would change them once more.
+Parameters are in memory that ranks share, and each share would change them again.
 """
 
 import zlib
@@ -19,28 +18,28 @@ from torch import nn
 from lockstep.comm.shared_memory.status_board import StatusBoard
 from lockstep.errors import ModelError
 
-# Told of a buffer that no share of a rank has used, and of one that its own leave different.
+# Marks of a buffer that no share of a rank has used, and of one that differs between its shares.
 _UNUSED, _DIFFERENT = -1.0, -2.0
 
 
 class SideEffects:
-    """Looks at what shares leave in a model: in steps 1, 2, 4, 8 and so on of a call.
+    """Checks a model after its shares, in steps 1, 2, 4, 8 and so on of a call.
 
-    One share may change the values of parameters, but not have them lie elsewhere.
+    A single share may change the values of parameters, but not move them to other memory.
 
     Args:
-        model: the model, as far as this rank has it.
+        model: this rank's part of the model.
         free: names of buffers that may depend on the samples.
         is_shared: several ranks have the same parameters.
     """
 
     def __init__(self, model: nn.Module, free: Collection[str], *, is_shared: bool) -> None:
-        kept = model.state_dict(keep_vars=True).keys()  # what is not persistent is a cache
+        kept = model.state_dict(keep_vars=True).keys()  # non-persistent buffers are caches
         self._model = model
         self._names = [
             name for name, _ in model.named_buffers() if name in kept and name not in free
         ]
-        # To shorten rows that a share looks up, and only once, is all the same to other shares.
+        # Shortening the rows that a share looks up, only once, does not affect other shares.
         self._free = frozenset() if is_shared else _shortened(model)
         self._num_steps = 0
         self._is_due = False
@@ -50,7 +49,7 @@ class SideEffects:
         self._places: dict[str, int] = {}
 
     def begin(self, *, is_divided: bool) -> None:
-        """A batch is trained on, in several shares or in one."""
+        """Begin a training batch, of several shares or of one."""
         self._num_steps += 1
         is_due = not self._num_steps & (self._num_steps - 1)
         self._places = self._places_now() if is_due else {}
@@ -61,7 +60,7 @@ class SideEffects:
             self._marks = {}
 
     def note(self, names: Collection[str] | None = None) -> None:
-        """A share has gone forward through the layers with these buffers, or through all.
+        """Check after a share's forward pass through the layers with these buffers, or all.
 
         Raises:
             ModelError: a parameter has changed.
@@ -78,10 +77,10 @@ class SideEffects:
                 self._marks[name] = mark if is_same else _DIFFERENT
 
     def settle(self, board: StatusBoard | None) -> None:
-        """All shares have gone forward; every rank calls it.
+        """Check after the forward passes of all shares; every rank calls it.
 
         Raises:
-            ModelError: on all ranks alike, with the first buffer that shares leave different.
+            ModelError: on all ranks, with the first buffer that differs between shares.
         """
         if not (self._is_due and self._names):
             return
@@ -94,7 +93,7 @@ class SideEffects:
                 raise _depends_on_samples(name)
 
     def _places_now(self) -> dict[str, int]:
-        """Where trained parameters lie: in memory that what updates them has, too."""
+        """The addresses of trained parameters: the optimizer updates this memory."""
         return {
             name: one.data_ptr()
             for name, one in self._model.named_parameters()
@@ -118,7 +117,7 @@ class SideEffects:
 
 
 def _shortened(model: nn.Module) -> frozenset[str]:
-    """Names of embeddings whose rows a lookup brings to ``max_norm``."""
+    """Names of embeddings whose rows a lookup shortens to ``max_norm``."""
     return frozenset(
         f"{name}.weight".lstrip(".")
         for name, module in model.named_modules()
@@ -127,7 +126,7 @@ def _shortened(model: nn.Module) -> frozenset[str]:
 
 
 def _mark(tensor: torch.Tensor) -> float:
-    """A number that another has too only if it is the same to the bit, as good as always."""
+    """A checksum: equal checksums almost surely mean equal bits."""
     if tensor.is_meta:
         return _UNUSED
     values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -135,7 +134,7 @@ def _mark(tensor: torch.Tensor) -> float:
 
 
 def _look(parameter: torch.Tensor) -> object:
-    """What shows a change at a glance: of a frozen one also a value, for what ``data`` is given."""
+    """A cheap sign of changes; for a frozen one with a value, to detect writes to ``data``."""
     seen = parameter._version, parameter.data_ptr()
     if parameter.requires_grad or not parameter.numel():
         return seen

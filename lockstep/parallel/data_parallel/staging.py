@@ -1,7 +1,7 @@
-"""Batches on their way to an accelerator, while it computes on the one before.
+"""Copies batches to an accelerator while it computes on the one before.
 
-A batch is copied to pinned memory, and from there to the device on a stream of its own, so neither
-the host nor the device waits for it. Whoever takes it has the device's stream of work wait for the
+A batch is copied to pinned memory, and from there to the device on a separate stream, so neither
+the host nor the device waits for it. ``Staged.take`` makes the device's current stream wait for the
 copy.
 """
 
@@ -21,8 +21,8 @@ class Staged:
 
     Attributes:
         batch: on the device.
-        device: where it goes.
-        copied: happens when all of it is there.
+        device: the destination.
+        copied: the event at the end of the copy.
     """
 
     batch: Batch
@@ -30,12 +30,12 @@ class Staged:
     copied: Any
 
     def take(self) -> Batch:
-        """The batch, for work on the device's present stream."""
+        """The batch, for work on the device's current stream."""
         stream = torch.accelerator.current_stream(self.device)
         stream.wait_event(self.copied)
         for tensor in tensors_of((self.batch.inputs, self.batch.targets, self.batch.sample_weight)):
             if tensor.device.type != "cpu":
-                tensor.record_stream(stream)  # else its memory may be used again too soon
+                tensor.record_stream(stream)  # else its memory may be reused too soon
         return self.batch
 
 

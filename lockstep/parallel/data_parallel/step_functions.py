@@ -1,9 +1,9 @@
-"""Training steps that users write themselves, for models that are no map from inputs to outputs.
+"""Users' own training steps, for models that do not map inputs to outputs.
 
 A function gets the model and a share of the batch and returns the share's loss, in one of the three
-ways of any loss. Several functions take turns with every batch, each with an optimizer of its own
-(the two halves of a GAN): a turn is a whole step, with passes, sum and update, on the parameters of
-its optimizer. While it runs the others need no gradient.
+forms of a loss. Several functions take turns with every batch, each with its own optimizer (the two
+halves of a GAN): a turn is a whole step, with passes, sum and update, on the parameters of its
+optimizer. During a turn the other parameters need no gradient.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,11 +23,11 @@ from lockstep.parallel.loss.share_losses import ShareLoss
 
 @dataclass(frozen=True, kw_only=True)
 class StepFunction:
-    """A function and what it trains.
+    """A function and the parameters that it trains.
 
     Attributes:
         function: ``function(model, batch) -> loss``.
-        parameters: names of the parameters that its optimizer has; None for all.
+        parameters: names of its optimizer's parameters; None for all.
         reader: of the losses that it returns.
     """
 
@@ -36,10 +36,10 @@ class StepFunction:
     reader: InnerLoss = field(default_factory=InnerLoss, compare=False)
 
     def loss_of(self, model: nn.Module, batch: Batch, batch_size: int) -> ShareLoss:
-        """The loss of a share, in a global batch of so many samples.
+        """The loss of a share, in a global batch of ``batch_size`` samples.
 
         Raises:
-            LossError: the function returned something else than agreed.
+            LossError: the function returned none of the documented forms.
         """
         with InnerMeans():
             returned = self.function(model, as_given(batch))
@@ -55,7 +55,7 @@ class StepFunction:
 
     @contextmanager
     def training(self, model: nn.Module) -> Iterator[None]:
-        """Within the block only what the function trains needs gradients."""
+        """Within the block only the function's own parameters need gradients."""
         others = [
             parameter
             for name, parameter in model.named_parameters()
@@ -73,7 +73,7 @@ class StepFunction:
 
 
 def as_given(batch: Batch) -> Tree:
-    """A batch in the form in which users give their data."""
+    """A batch in the form of the user's data."""
     if batch.sample_weight is not None:
         return batch.inputs, batch.targets, batch.sample_weight
     return batch.inputs if batch.targets is None else (batch.inputs, batch.targets)

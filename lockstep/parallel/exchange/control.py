@@ -32,7 +32,7 @@ class Control(ABC):
 
     @abstractmethod
     def broadcast(self, obj: Any) -> Any:
-        """Rank 0's object, on every rank; what the others pass is ignored."""
+        """Rank 0's object, on every rank; the other ranks' arguments are ignored."""
 
     @abstractmethod
     def gather(self, obj: Any) -> list[Any]:

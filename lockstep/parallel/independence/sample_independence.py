@@ -155,7 +155,7 @@ def _seen_among_others(
 
 
 def _equal_parts(batch: Batch) -> tuple[Batch, Batch]:
-    """Two parts of equal size: some models use what they keep only if the size matches."""
+    """Two parts of equal size: some models use kept tensors only if the size matches."""
     (first, _), size = halves(batch), batch.num_samples
     return rows_of(batch, first), rows_of(batch, slice(size - first.stop, size))
 

@@ -31,7 +31,7 @@ _AGREED = "The loss must return a scalar, values of shape (n,), or a pair (total
 
 
 class FunctionAdapter(LossAdapter):
-    """Calls a loss function and reads what it returns."""
+    """Calls a loss function and reads its result."""
 
     _is_proven = False  # the loss read last is additive for any samples
 
