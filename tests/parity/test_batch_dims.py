@@ -227,7 +227,7 @@ def test_metrics() -> None:
 
 def test_what_is_not_where_it_was_said_to_be() -> None:
     trainer = trainer_of((*CASES["last step"][:4], 1), lockstep.MirroredStrategy(1, num_shares=3))
-    with pytest.raises(LockstepError, match=r"Along dim 1.*shape \(2, 3\).*'outputs': 0"):
+    with pytest.raises(LockstepError, match=r"along dim 1.*shape \(2, 3\).*'outputs': 0"):
         trainer.fit((X, Y[0]), batch_size=BATCH, verbose=0)
     trainer = trainer_of(CASES["Transformer"], None)
     with pytest.raises(LockstepError, match="Batches of a stream hold samples only"):

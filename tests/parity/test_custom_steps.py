@@ -223,7 +223,7 @@ def make(**options: Any) -> lockstep.Trainer:
         ({"train_step": generate}, "Several optimizers need as many functions"),
         ({"average": lockstep.EMA()}, "it needs one optimizer"),
         ({"precision": "bf16"}, "it needs one optimizer"),
-        ({"compile": True}, "no one model to compile"),
+        ({"compile": True}, "cannot tell which to compile"),
         (
             {
                 "train_step": {"a": generate, "generator": generate},

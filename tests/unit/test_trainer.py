@@ -401,7 +401,7 @@ BEFORE_ANY_PROCESS: dict[str, tuple[Callable[[], object], str, str]] = {
     "no values": (
         lambda: fit(make_trainer(model=Valueless())),
         "ModelError",
-        "without it: Valueless",
+        "without either: Valueless",
     ),
     "model": (lambda: fit(make_trainer(model=Unshippable())), "ShippingError", "`handle`"),
     "dataset": (lambda: make_trainer().fit(Locked(), verbose=0), "ShippingError", "`lock`"),
