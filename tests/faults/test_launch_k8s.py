@@ -247,7 +247,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "too long a name": ([*COUNTS, "--image=x", "--name", "a" * 53, "a.py"], ["at most 52"]),
     "no place to write": (
         [*COUNTS, "--image=x", "--output=/nowhere/job", "a.py"],
-        ["--output must be a file to write"],
+        ["--output must be a writable file"],
     ),
 }
 

@@ -247,7 +247,7 @@ def test_a_script_that_lives_and_makes_no_step(
 
 def test_a_record_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(tmp_path / "nowhere")]) == 2
-    assert "RUN must be a folder in which a fit has kept" in capsys.readouterr().err
+    assert "RUN must be a folder in which a fit has written" in capsys.readouterr().err
     (tmp_path / NAME).write_text("\x1b[31m not JSON\n")
     assert main(["doctor", str(tmp_path)]) == 2
 

@@ -103,7 +103,7 @@ def test_in_stages(optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", ["clipped norm", "own class"])
 def test_unknown_in_stages(optimizer: str) -> None:
     strategy = lockstep.PipelineStrategy(stages=2, microbatches=3)
-    with pytest.raises(lockstep.LockstepError, match="stages of a pipeline each step"):
+    with pytest.raises(lockstep.LockstepError, match="In a pipeline each stage steps"):
         compare(strategy, zoo.sequential, optimizer)
 
 

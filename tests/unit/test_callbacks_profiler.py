@@ -150,5 +150,5 @@ def test_one_profiler_at_a_time_and_into_a_folder_that_is_there(tmp_path: Path) 
     path = tmp_path / "trace.json"
     with pytest.raises(errors.OptionError, match="Give the Trainer one Profiler"):
         make_trainer(None, Profiler(path), Profiler(path)).fit((X, Y), verbose=0)
-    with pytest.raises(FileNotFoundError, match="no such folder"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         make_trainer(None, Profiler(tmp_path / "a" / "b")).fit((X, Y), verbose=0)

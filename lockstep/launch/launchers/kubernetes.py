@@ -73,7 +73,7 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self, problems: Problems) -> None:
         """Note options that Kubernetes would refuse."""
-        name = "at highest 52 lower-case letters, digits and dashes, and begin with a letter"
+        name = "at most 52 lower-case letters, digits and dashes, and begin with a letter"
         for option, value, pattern, rule in (
             ("--name", self.name, _NAME, name),
             ("--namespace", self.namespace, _NAME, name),

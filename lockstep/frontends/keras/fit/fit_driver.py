@@ -332,7 +332,7 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
         self._settings.over(act)  # it refuses changes of settings, by name
         if self._describe_user_parts() != parts:
             raise OptionError(
-                "During an epoch a callback may change values only: the other ranks keep losses, "
+                "Within an epoch a callback may change only values: the other ranks keep losses, "
                 "learning rates and functions as they were when the epoch began.",
                 received="a change of the optimizer, or of what its learning rate, a loss or a "
                 "layer's function uses",
@@ -341,7 +341,7 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
             )
         if self._slot_versions() != slots:
             raise OptionError(
-                "During an epoch a callback cannot write to the slots of an optimizer that works "
+                "Within an epoch a callback cannot write to the slots of an optimizer that works "
                 "on whole variables: every rank has copies of its own.",
                 received=f"a change of slots of {type(self._model.optimizer).__name__}",
                 fix="Do it in on_epoch_begin or on_epoch_end.",
