@@ -51,7 +51,7 @@ _REASONS = {
     "has its own parameters only": "The loss holds outputs of the model, and so all its layers, of "
     "which the last stage has some.",
     "has only its own weights": "`compute_loss` calls layers, of which the last stage has some.",
-    "each stage steps its own parameters": "Each stage would need all that this optimizer looks at.",
+    "each stage steps its own": "Each stage would need all that this optimizer looks at.",
     "needs a gradient": "Layers in float8 keep the largest number of a batch, and round by it: "
     "parts of a batch have others.",
     "loss_scale_optimizer": "Mixed precision is bfloat16 here, which needs no scaled losses.",
