@@ -77,6 +77,11 @@ def test_no_module_has_the_name_of_its_folder() -> None:
     assert [str(path) for path in FILES if path.stem == path.parent.name] == []
 
 
+def test_no_file_has_more_than_450_lines() -> None:
+    lengths = {str(path): path.read_text().count("\n") for path in FILES}
+    assert {name: length for name, length in lengths.items() if length > 450} == {}
+
+
 def test_every_folder_says_what_it_is() -> None:
     folders = {path: ast.parse(path.read_text()) for path in FILES if path.stem == "__init__"}
     assert [str(path) for path, code in folders.items() if not ast.get_docstring(code)] == []
