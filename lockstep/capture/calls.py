@@ -1,4 +1,4 @@
-"""Calls of torch's functions: what they are as instructions, and what they come down to."""
+"""Calls of torch's functions: as instructions, and the operators that they run."""
 
 import pickle
 import random
@@ -39,12 +39,12 @@ class LeafCall:
 
 
 class CallRecorder(TorchDispatchMode):
-    """Sees what kind of operators a call comes down to.
+    """Records the kinds of operators that a call runs.
 
     Attributes:
-        reads_data: it makes a number of a tensor's values.
-        chooses_by_value: the shape of what it makes depends on values.
-        draws: it may draw random numbers.
+        reads_data: the call makes a number of a tensor's values.
+        chooses_by_value: the shape of its result depends on values.
+        draws: the call may draw random numbers.
     """
 
     def __init__(self) -> None:
@@ -53,11 +53,11 @@ class CallRecorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else torch imports torch.compile's machinery, to keep it away: a second."""
+        """True, or torch imports torch.compile only to disable it: a second."""
         return False
 
     def reset(self) -> None:
-        """Before a call."""
+        """Forget the call before."""
         self.reads_data = False
         self.chooses_by_value = False
         self.draws = False
@@ -76,9 +76,9 @@ class CallRecorder(TorchDispatchMode):
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Within the block what torch.compile has compiled runs as it was before.
+    """Within the block code that torch.compile has compiled runs uncompiled.
 
-    Code that is first called where a dispatch mode looks on would never be compiled afterwards.
+    Code whose first call is under a dispatch mode would never be compiled afterwards.
     """
     if "torch._dynamo" not in sys.modules:
         return nullcontext()  # nothing is compiled, and the machinery takes a second to import
@@ -90,8 +90,8 @@ def uncompiled() -> AbstractContextManager[Any]:
 def telling(is_traced: bool) -> Iterator[None]:
     """Tell code that asks ``torch.compiler.is_compiling()`` whether it is traced.
 
-    What it is there for: a trace cannot follow code that looks at values, and code that asks leaves
-    this out, whether a warning or a mask that would change nothing.
+    A trace cannot follow code that looks at values. Code that asks leaves such parts out: a
+    warning, or a mask that would change nothing.
     """
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = is_traced
@@ -107,7 +107,7 @@ def host_streams() -> tuple[Any, ...]:
 
 
 def streams_differ(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
-    """Whether anything was drawn of them."""
+    """Whether random numbers were drawn from them."""
     (python, numpy), (other_python, other_numpy) = before, now
     return bool(
         python != other_python
@@ -117,7 +117,7 @@ def streams_differ(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
 
 
 def name_of(func: Any) -> str:
-    """Of a function, method or property of tensors."""
+    """The name of a function, method or property of tensors."""
     if isinstance(func, LeafCall):
         return "call"
     name = getattr(func, "__name__", type(func).__name__)
@@ -149,7 +149,7 @@ def _portable(func: Any) -> Any:
         return NamedFunction(f"torch.nn.functional.{name}")
     try:
         pickle.dumps(func)
-    except Exception:  # whatever the function's own reduction raises
+    except Exception:  # of any class: the function's own reduction raises it
         named = NamedFunction(f"torch.ops.{func}")
         try:
             return named if named.resolve() is func else func
@@ -159,7 +159,7 @@ def _portable(func: Any) -> Any:
 
 
 def has_drawn(stream: torch.Tensor) -> bool:
-    """Whether torch's random stream is no longer where ``stream`` says."""
+    """Whether torch's random stream has another state than ``stream``."""
     return not torch.equal(stream, torch_streams())
 
 

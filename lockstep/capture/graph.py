@@ -1,4 +1,4 @@
-"""A model as makers of stages see it: what it runs, in order, what flows between, and the costs."""
+"""A model's LayerGraph for makers of stages: what runs in order, the flows, and the costs."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ def capture_graph(
     Args:
         model: the model.
         trace: of the model, in training.
-        inputs: a microbatch: costs and sizes are those of its number of samples.
+        inputs: a microbatch; costs and sizes are for its number of samples.
         sizes: see ``value_bytes``.
     """
     parameters = dict(model.named_parameters())
@@ -79,7 +79,7 @@ def _layer(
 
 
 def _flows(trace: Trace, sizes: Mapping[int, int]) -> tuple[Flow, ...]:
-    """What layers use of earlier ones; the model's inputs are read where they are used."""
+    """The values of earlier layers that layers use; each layer reads the model's inputs itself."""
     users: dict[int, Counter[int]] = defaultdict(Counter)
     for instruction in trace.instructions:
         for value in references(instruction):
@@ -107,9 +107,9 @@ def find_inseparable(model: nn.Module, trace: Trace, inputs: Tree) -> tuple[tupl
 
 
 def _users_of_changing(model: nn.Module, trace: Trace, inputs: Tree) -> list[list[int]]:
-    """For each buffer that several layers use and that running the model changes, these layers.
+    """The layers of each buffer that several layers use and that running the model changes.
 
-    In different processes each would change a buffer of its own.
+    In different processes each layer would change its own copy.
     """
     users: dict[str, list[int]] = defaultdict(list)
     for number, layer in enumerate(trace.layers):
@@ -127,7 +127,7 @@ def _users_of_changing(model: nn.Module, trace: Trace, inputs: Tree) -> list[lis
 
 
 def _changed_buffers(model: nn.Module, trace: Trace, inputs: Tree) -> set[str]:
-    """Buffers that are not as they were after the model has run in training."""
+    """Buffers that the model changes when it runs in training."""
     state = ModelState(model)
     before = {
         name: (buffer, _version_of(buffer), buffer.clone())
@@ -145,7 +145,7 @@ def _changed_buffers(model: nn.Module, trace: Trace, inputs: Tree) -> set[str]:
 
 
 def _version_of(buffer: torch.Tensor) -> int:
-    """How often it was changed in place, where torch counts."""
+    """How often it was changed in place, if torch counts that."""
     return 0 if buffer.is_inference() else buffer._version
 
 

@@ -1,9 +1,9 @@
-"""The instructions of a traced model: pure data, and what runs one of them.
+"""The instructions of a traced model, as pure data, and the function that runs one.
 
 A trace is a flat list of instructions, each one step of the model's forward pass: a call of one of
-its layers, of a function, of a tensor's method. Arguments refer to the values of instructions
-before by their number. So any run of instructions can run anywhere, given the values that it uses
-of others: a stage of a pipeline is no more than that.
+its layers, of a function, of a tensor's method. Arguments refer to the values of earlier
+instructions by number. So any run of instructions can run anywhere, given the values of others
+that it uses: a stage of a pipeline is such a run.
 
 There is no generated code and no copy of the model: layers are called by their path, so the
 modules, their names, hooks and modes are the user's own.
@@ -20,13 +20,13 @@ from torch import nn
 from lockstep.data.trees import Tree, rebuilt
 from lockstep.errors import ModelError
 
-# Arguments that hold nothing.
+# Empty arguments.
 _SIMPLE = frozenset((type(None), bool, int, float, str, type(...), torch.dtype, torch.device))
 
 
 @dataclass(frozen=True)
 class Ref:
-    """Stands for the value of an instruction, anywhere inside arguments."""
+    """A reference to the value of an instruction, anywhere inside arguments."""
 
     index: int
 
@@ -40,7 +40,7 @@ class Instruction:
         args: positional arguments, with a ``Ref`` for each value.
         kwargs: keyword arguments, likewise.
         layer: index of its layer in ``Trace.layers``.
-        no_grad: the model runs it under ``torch.no_grad``, and nothing around it.
+        no_grad: the model runs it, but not its surroundings, under ``torch.no_grad``.
     """
 
     target: Any = None
@@ -71,14 +71,14 @@ class CallMethod(Instruction):
 
 
 class Output(Instruction):
-    """What the model returns: the one argument."""
+    """The model's return value: the one argument."""
 
 
 @dataclass(frozen=True)
 class NamedFunction:
     """A function of torch that is looked up by its name, ``torch.nn.functional.relu``, per call.
 
-    For those that cannot be pickled, and those that others replace for a while
+    For functions that cannot be pickled, and those that are replaced temporarily
     (``parallel.data_parallel.functional_patch``).
     """
 
@@ -88,7 +88,7 @@ class NamedFunction:
         return self.resolve()(*args, **kwargs)
 
     def resolve(self) -> Any:
-        """The function as it is now."""
+        """The current function of that name."""
         return functools.reduce(getattr, self.name.split(".")[1:], torch)
 
     @property
@@ -108,7 +108,7 @@ class Apply:
 
 @dataclass(frozen=True)
 class Made:
-    """Stands for an object of a plain class, which is made anew with these attributes."""
+    """Describes an object of a plain class, which is made anew with these attributes."""
 
     kind: type
     attributes: dict[str, Any]
@@ -121,7 +121,7 @@ class Made:
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """What an object consists of, where that is its attributes and nothing else."""
+    """An object's attributes, if it consists of nothing else."""
     kind: Any = type(value)
     is_plain = (
         hasattr(value, "__dict__")
@@ -135,9 +135,9 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Decision:
-    """A comparison of sizes by which the model's code has decided what to do.
+    """A comparison of sizes by which the model's code has branched.
 
-    Only what follows from its outcome is in the trace: another outcome is an error.
+    The trace has only the branch taken: another outcome is an error.
     """
 
     function: Callable[[Any, Any], bool]
@@ -181,7 +181,7 @@ def run_instruction(
 def _resolve(tree: Any, fetch: Callable[[int], Any]) -> Any:
     """The same arguments with values in place of references.
 
-    At the top level: a function that calls itself from a closure is a cycle, and this one would
+    At the top level: a recursive closure is a reference cycle, and this one would
     keep the values until it is collected.
     """
     kind = type(tree)
@@ -218,7 +218,7 @@ def _evaluate(
 
 
 def _module_at(model: nn.Module, path: str) -> nn.Module:
-    """As ``get_submodule``, which takes longer than many a layer."""
+    """Like ``get_submodule``, which takes longer than many layers do."""
     module = model
     for name in path.split(".") if path else ():
         module = module._modules[name]  # type: ignore[assignment]
@@ -226,7 +226,7 @@ def _module_at(model: nn.Module, path: str) -> nn.Module:
 
 
 def get_attribute(model: nn.Module, path: str) -> Any:
-    """What a model has under a dotted path; the model itself under the empty one."""
+    """The attribute of a model at a dotted path; the model itself for the empty one."""
     return functools.reduce(getattr, path.split("."), model) if path else model
 
 
@@ -252,7 +252,7 @@ def _refs_in(tree: Any) -> Iterator[Ref]:
 
 
 def parts_of(tree: Any) -> list[Any]:
-    """What a container holds, one level deep; see ``rebuild``."""
+    """The parts of a container, one level deep; see ``rebuild``."""
     parts: list[Any] = []
 
     def add(part: Any) -> Any:
@@ -272,7 +272,7 @@ def contents_of(tree: Any) -> list[Any]:
 def rebuild(change: Callable[[Any], Any], tree: Any) -> Any:
     """A container of the same kind with ``change`` applied to each of its parts.
 
-    Containers are tuples, lists, dicts, slices and dataclasses; what is none is returned as it is.
+    Containers are tuples, lists, dicts, slices and dataclasses; others are returned unchanged.
     """
     kind = type(tree)
     if kind is slice:

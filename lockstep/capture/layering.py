@@ -1,9 +1,9 @@
 """Divides recorded instructions into layers: the pieces between which a model can be cut.
 
 Each call of a module begins a layer, and so does the first use of a parameter in the model's own
-code. What comes in between, additions and reshapes, goes with the layer before. Parameters are
-fetched by every layer that uses them, right before their first use: none is ever sent. Likewise,
-every layer takes the parts and sizes of the model's inputs that it uses.
+code. Instructions in between, such as additions and reshapes, belong to the layer before. Every
+layer fetches the parameters that it uses, right before their first use: none is ever sent.
+Likewise, every layer takes the parts and sizes of the model's inputs that it uses.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ class TracedLayer:
         name: path of the module that it calls, or that owns the parameter it begins with; further
             ones of that path are ``path@2`` and so on.
         kind: the module's class name; "function" where it calls none.
-        parameters: all that it uses, each under its first name in the model.
+        parameters: those that it uses, each under its first name in the model.
         buffers: likewise.
         is_atomic: the module could not be traced through.
         reason: why, in one line.
@@ -69,7 +69,7 @@ class Layered:
 
 @dataclass
 class _Group:
-    """A layer under way: numbers of records."""
+    """A layer being built: numbers of records."""
 
     path: str
     calls: bool
@@ -78,11 +78,11 @@ class _Group:
 
 
 def divide(model: nn.Module, records: Sequence[Record], atomic: Mapping[str, str]) -> Layered:
-    """Put what was recorded in layers, without what nobody uses.
+    """Divide records into layers, without unused ones.
 
     Args:
         model: the model.
-        records: what was recorded.
+        records: of the model.
         atomic: paths of modules that could not be traced through, and why.
     """
     names = _Names(model)
@@ -118,7 +118,7 @@ class _Names:
         self.buffers = {id(value): name for name, value in model.named_buffers()}
 
     def inside(self, module: nn.Module) -> set[str]:
-        """Of everything in a module."""
+        """The first names of everything in a module."""
         return {self.parameters[id(value)] for value in module.parameters()} | {
             self.buffers[id(value)] for value in module.buffers()
         }
@@ -129,11 +129,11 @@ class _Names:
         return path if is_module else path.rpartition(".")[0]
 
     def is_whole(self, path: str) -> bool:
-        """Whether what uses parameters of a module one after the other is one layer."""
+        """Whether consecutive uses of a module's parameters are one layer."""
         return isinstance(self._model.get_submodule(path), FrontEndLayer)
 
     def at(self, path: str) -> set[str]:
-        """What an attribute is, or holds."""
+        """The first names of an attribute, or of its contents."""
         value = get_attribute(self._model, path)
         if isinstance(value, nn.Module):
             return self.inside(value)
@@ -151,7 +151,7 @@ def _used(records: Sequence[Record]) -> list[bool]:
 
 
 def _free(records: Sequence[Record]) -> list[bool]:
-    """What any layer has at hand: inputs, attributes, and what is asked of inputs."""
+    """True for what any layer can get: inputs, attributes, and metadata of inputs."""
     free: list[bool] = []
     for record in records:
         used = references(record.instruction)
@@ -209,7 +209,7 @@ def _begin(
 
 
 def _take_back(records: Sequence[Record], group: _Group, owner: str) -> list[int]:
-    """What a module computes before it first uses its parameter is part of its layer."""
+    """Move what a module computes before it first uses its parameter into its layer."""
     kept = len(group.members)
     while kept > 1 and owner not in ("", group.path):
         record = records[group.members[kept - 1]]
@@ -234,11 +234,11 @@ class _Emitter:
         self._records = records
         self._free = free
         self._places: dict[int, int] = {}
-        self._present: set[int] = set()  # in the layer under way, of what is free
+        self._present: set[int] = set()  # free records already in the current layer
 
     def emit(self, members: Iterable[int], layer: int) -> list[str]:
         """One layer; returns the paths of the attributes that it fetches."""
-        # An input is one instruction: whoever uses it reads it.
+        # An input is one instruction: each layer that uses it reads it.
         inputs = {one for one in self._places if isinstance(self._at(one), Input)}
         self._present = set(inputs)
         for number in members:

@@ -20,16 +20,16 @@ from lockstep.units import first_few
 
 
 class FrontEndModel(nn.Module):
-    """A model of a front end: what is called are objects of that, which its modules stand for."""
+    """A model of a front end: its modules represent the front end's objects, which are called."""
 
     @property
     @abstractmethod
     def has_low_precision(self) -> bool:
-        """Whether layers compute in half precision, whatever they return."""
+        """Whether layers compute in half precision, even if their outputs are in float32."""
 
     @abstractmethod
     def outputs_in(self, made: Any) -> Any:
-        """The outputs in what it returns, without the losses that come with them."""
+        """The outputs in its return value, without the losses that it returns with them."""
 
     @abstractmethod
     def held(self) -> Iterable[Any]:
@@ -41,18 +41,18 @@ class FrontEndModel(nn.Module):
 
     @abstractmethod
     def functions(self) -> Iterable[Any]:
-        """What the layers compute with, as it is now: functions that a script can replace."""
+        """The current functions that the layers compute with; a script can replace them."""
 
 
-# Attributes that no layer or variable of a front end can take the name of: theirs have no dots.
+# Attributes with dots, so that no layer or variable of a front end can have the same name.
 _KIND, _NUM_FEATURES = "lockstep.kind", "lockstep.num_features"
 
 
 class FrontEndLayer(nn.Module):
-    """Stands for a layer of a front end, and holds its parameters. It is not what is called.
+    """Represents a layer of a front end, and holds its parameters. It is not called itself.
 
     Args:
-        kind: the layer's.
+        kind: the layer's class name.
     """
 
     def __init__(self, kind: str) -> None:
@@ -61,11 +61,11 @@ class FrontEndLayer(nn.Module):
 
 
 class BatchLayer(FrontEndLayer):
-    """Stands for a layer that normalises by the mean and variance of the batch.
+    """Represents a layer that normalises by the mean and variance of the batch.
 
     Args:
-        kind: the layer's.
-        num_features: means that it takes.
+        kind: the layer's class name.
+        num_features: number of means that it computes.
     """
 
     def __init__(self, kind: str, num_features: int) -> None:
@@ -74,19 +74,19 @@ class BatchLayer(FrontEndLayer):
 
 
 def kind_of(module: nn.Module) -> str:
-    """What a layer is called by its kind."""
+    """The name of a layer's kind."""
     kind: str = vars(module).get(_KIND, type(module).__name__)
     return kind
 
 
 def num_features_of(layer: nn.Module) -> int:
-    """The means that a layer takes which normalises by those of the batch."""
+    """How many means a layer that normalises by those of the batch computes."""
     found = vars(layer).get(_NUM_FEATURES)
     return int(layer.num_features if found is None else found)  # type: ignore[arg-type]
 
 
 def functions_of(model: nn.Module) -> int:
-    """Another number once a script has replaced functions that the model's layers compute with."""
+    """A number that changes when a script replaces functions that the layers compute with."""
     functions = [id(one) for space in (torch, F, torch.Tensor) for one in vars(space).values()]
     if isinstance(model, FrontEndModel):
         functions += map(id, model.functions())
@@ -133,7 +133,7 @@ def ties_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse lazy parameters, TorchScript, what has no autograd, and what divides the work itself.
+    """Refuse lazy parameters, TorchScript, modules without autograd, and parallel wrappers.
 
     Raises:
         ModelError: with their names.
@@ -173,9 +173,9 @@ def check_modules(model: nn.Module) -> None:
 
 
 def _dividers() -> tuple[type[nn.Module], ...]:
-    """The modules of torch's that replicate or shard what is in them."""
+    """Modules of torch that replicate or shard their contents."""
     known = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import; who uses it has done so
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import; users of it have done so
     return known if fsdp is None else (*known, fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
 
 
@@ -194,7 +194,7 @@ def _note_divider(
 
 
 def parameter_info(name: str, parameter: nn.Parameter) -> ParameterInfo:
-    """What a graph says of a parameter."""
+    """The description of a parameter in a graph."""
     return ParameterInfo(
         name=name,
         shape=tuple(parameter.shape),

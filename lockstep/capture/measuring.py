@@ -1,6 +1,6 @@
-"""Measures what each layer of a traced model costs: times, and what it keeps for backward.
+"""Measures the cost of each layer of a traced model: times, and bytes kept for backward.
 
-Layers run one by one, forward and then at once backward, each cut off from those before. On the
+Layers run one by one, forward and at once backward, each detached from those before. On the
 meta device nothing can be timed: there, floating point operations are counted.
 """
 
@@ -27,7 +27,7 @@ from lockstep.graph.layer_graph import LayerCosts
 # Floating point operations per second where nothing can be timed: one CPU core, large matrices.
 _ASSUMED_SPEED = 5e10
 
-# Runs are not repeated when those that count have taken so long: what takes long differs little.
+# Runs are not repeated once the counted ones have taken so long: long times vary little.
 _ENOUGH_SECONDS = 1.0
 
 # Measures a call.
@@ -41,14 +41,14 @@ def measure_layers(
 
     Args:
         model: the model; on the meta device times are estimated.
-        trace: of the model. One for evaluation has no backward passes.
+        trace: of the model; without backward passes if it is for evaluation.
         inputs: a microbatch.
-        repeats: runs after the first, which does not count; medians of these are returned. Where
+        repeats: runs after the first, which does not count; medians of these are returned. If
             they take long, one is enough.
 
     Returns:
-        What each layer costs. Bytes that two layers keep from forward to backward are counted for
-        the first; those of parameters and buffers for none.
+        The costs of each layer. Bytes that two layers keep from forward to backward count for the
+        first; those of parameters and buffers for none.
     """
     is_meta = any(one.is_meta for one in (*tensors_of(inputs), *model.parameters()))
     layers = _layer_runs(model, trace, map_tensors(_copied, inputs))
@@ -95,7 +95,7 @@ def _count_operations(body: Callable[[], Any]) -> float:
 
 
 def _activation_counter(model: nn.Module) -> _Count:
-    """Counts bytes kept for backward that no call before has kept."""
+    """Counts bytes kept for backward that no earlier call has kept."""
     seen = {storage_of(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
 
     def count(body: Callable[[], Any]) -> float:
@@ -118,7 +118,7 @@ def _activation_counter(model: nn.Module) -> _Count:
 
 
 def _run(layers: Sequence["_LayerRun"], count: _Count) -> list[tuple[float, float]]:
-    """What ``count`` says of each layer's forward and of its backward pass."""
+    """The results of ``count`` for each layer's forward and backward pass."""
     values: dict[int, Any] = {}
     found = []
     for layer in layers:
@@ -158,7 +158,7 @@ def _layer_runs(model: nn.Module, trace: Trace, inputs: Tree) -> list["_LayerRun
 
 @dataclass(kw_only=True)
 class _LayerRun:
-    """Runs one layer, cut off from the others.
+    """Runs one layer, detached from the others.
 
     Attributes:
         model: the model.
@@ -166,8 +166,8 @@ class _LayerRun:
         inputs: the model's.
         members: numbers of its instructions.
         outputs: those of them whose values others use.
-        parameters: that it uses.
-        changes_inputs: it changes in place what other layers made.
+        parameters: those that it uses.
+        changes_inputs: it changes other layers' values in place.
     """
 
     model: nn.Module
@@ -183,7 +183,7 @@ class _LayerRun:
     _directions: list[torch.Tensor] = field(default_factory=list)
 
     def begin(self, values: Mapping[int, Any]) -> None:
-        """Take what it needs of the values of earlier layers."""
+        """Take the values of earlier layers that it needs."""
         members = set(self.members)
         needed = {
             value
@@ -226,7 +226,7 @@ class _LayerRun:
         gradients_of([root], wanted, [*self.model.parameters()])
 
     def finish(self) -> dict[int, Any]:
-        """Let go of everything; returns the values that others use, without their history."""
+        """Release everything; returns the values that others use, without their history."""
         results = {number: map_tensors(_bare, self._values[number]) for number in self.outputs}
         self._values, self._leaves, self._roots, self._directions = {}, [], [], []
         return results

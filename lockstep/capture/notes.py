@@ -1,7 +1,7 @@
-"""What is noted while a model runs: records of its instructions, and whose value is whose.
+"""The notes of a model's run: records of its instructions, and which record made which value.
 
-Values are recognised by identity. All that were noted stay alive, so that no other takes the place
-of one.
+Values are recognised by identity. All noted values stay alive, so that no other object gets the
+id of one.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from lockstep.capture.instructions import (
 )
 from lockstep.capture.sizes import TracedFloat, TracedInt, has_numbers
 
-# What instructions hold as it is.
+# Types that instructions hold unchanged.
 _CONSTANTS = (
     type(None),
     bool,
@@ -48,10 +48,10 @@ _CONSTANTS = (
 
 
 class UntraceableError(Exception):
-    """The forward pass does what instructions cannot say.
+    """The forward pass does something that instructions cannot express.
 
     Attributes:
-        place: file and line; empty where that is not known.
+        place: file and line; empty if unknown.
     """
 
     place = ""
@@ -61,7 +61,7 @@ class UntraceableError(Exception):
 
 
 class DataError(UntraceableError):
-    """Its Python code looks at values, which are other ones in the next batch."""
+    """Its Python code looks at values, which differ in the next batch."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -72,8 +72,8 @@ class Record:
         instruction: with references to other records.
         scope: path of the module whose forward ran it.
         inside: see ``Notes``.
-        value: what came of it on the example.
-        removable: nothing is lost where its value is not used.
+        value: its result on the example.
+        removable: it has no effect if its value is not used.
         draws: it draws random numbers.
     """
 
@@ -95,8 +95,8 @@ class Notes:
     Attributes:
         records: so far.
         scope: path of the module whose forward is running.
-        inside: the module that runs in there and has no path, as people know it: a layer of a
-            front end's; empty where there is none.
+        inside: for messages, the module that runs in there and has no path: a front end's layer;
+            empty if there is none.
     """
 
     def __init__(self, model: nn.Module, calculator: Any) -> None:
@@ -108,12 +108,12 @@ class Notes:
         self._attributes = _tensor_attributes(model)
         self._values: dict[int, int] = {}  # by id of a value: its record
         self._fetched: dict[str, int] = {}  # by path of an attribute: its record
-        self._open: set[int] = set()  # ids of the objects that are being looked at
+        self._open: set[int] = set()  # ids of the objects that are being visited
 
     def note(
         self, instruction: Instruction, value: Any, *, removable: bool = False, draws: bool = False
     ) -> Any:
-        """Append an instruction; returns its value as the model shall see it."""
+        """Append an instruction; returns its value in the form that the model gets."""
         return self._adopt(value, self._append(instruction, value, removable, draws))
 
     def _append(
@@ -132,7 +132,7 @@ class Notes:
         return len(self.records) - 1
 
     def ask_device(self, device: torch.device) -> torch.device:
-        """The device of the values at hand, where it is this one now."""
+        """Note a read of the device from the newest value on it, if any; returns the device."""
         for number in reversed(range(len(self.records))):
             record = self.records[number]
             is_made = not isinstance(record.instruction, GetAttribute)
@@ -143,7 +143,7 @@ class Notes:
         return device
 
     def _adopt(self, value: Any, number: int) -> Any:
-        """Make a value known as that of a record, and what it holds as got from it."""
+        """Register a value as that of a record, and its parts as taken from it."""
         if isinstance(value, bool) or value is None:
             return value
         if isinstance(value, int | float):
@@ -175,7 +175,7 @@ class Notes:
         if type(value) in (tuple, list, torch.Size) and has_numbers(value):
             value = type(value)(parts)
             self.records[number].value = value
-        if isinstance(value, tuple) and value:  # lists may change, and there is but one ()
+        if isinstance(value, tuple) and value:  # lists may change, and there is only one ()
             self._values[id(value)] = number
         return value
 
@@ -187,7 +187,7 @@ class Notes:
         return self.note(instruction, part, removable=True)
 
     def argument(self, value: Any) -> Any:
-        """A value as instructions have it: references in place of what others made.
+        """A value in the form for instructions: references in place of other records' values.
 
         Raises:
             UntraceableError: it cannot be in an instruction.
@@ -206,7 +206,7 @@ class Notes:
                 "uses a tensor that is no input, parameter, buffer or attribute, nor made of these"
             )
         make = getattr(type(value), "_make", None)
-        if isinstance(value, tuple) and make is not None:  # what it holds may have to be tensors
+        if isinstance(value, tuple) and make is not None:  # its contents may have to be tensors
             parts = [self.argument(part) for part in value]
             number = self._append(CallFunction(target=make, args=(parts,)), value)
             self._values[id(value)] = number
@@ -227,7 +227,7 @@ class Notes:
             self._open.remove(id(value))
 
     def path_of(self, value: Any) -> str | None:
-        """Where the model has a tensor or module, if it does."""
+        """The path of a tensor or module in the model, if it is there."""
         if isinstance(value, torch.Tensor):
             return self._attributes.get(id(value))
         return self._modules.get(id(value)) if isinstance(value, nn.Module) else None
@@ -239,7 +239,7 @@ class Notes:
 
 
 def _tensor_attributes(model: nn.Module) -> dict[int, str]:
-    """Paths of a model's tensors by id, each under the first name that it goes by."""
+    """Paths of a model's tensors by id, each under its first name."""
     found: dict[int, str] = {}
     for name, module in model.named_modules():
         for key, value in vars(module).items():

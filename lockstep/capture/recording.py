@@ -1,17 +1,17 @@
 """Records the forward pass of a model while it runs on example data.
 
-Everything a model does with tensors goes through torch's functions. A ``TorchFunctionMode`` sees
-each call, runs it, and notes it as an instruction; arguments are recognised by identity. So the
-model's own Python code runs on real values, and what it does to make them is of no concern. Sizes
-are numbers that remember where they are from (``sizes``): an instruction that uses the number of
-samples refers to it. Only decisions (``if``, ``range``) are taken once and for all.
+A model uses torch's functions for all that it does with tensors. A ``TorchFunctionMode`` sees each
+call, runs it, and notes it as an instruction; arguments are recognised by identity. So the model's
+own Python code runs on real values, and how it makes them does not matter. Sizes are numbers that
+remember their origin (``sizes``): an instruction that uses the number of samples refers to it. Only
+decisions (``if``, ``range``) are fixed in the trace.
 
-What cannot be noted raises ``UntraceableError``: a decision that depends on the data, a tensor from
-elsewhere, an attribute that forward sets. The module whose forward did it is the culprit; the
-tracer makes it a leaf, which is called as a whole, and records again.
+``UntraceableError`` is raised for what cannot be noted: a decision that depends on the data, a
+tensor from elsewhere, an attribute that forward sets. The module whose forward did it is the
+culprit; the tracer makes it a leaf, which is called as a whole, and records again.
 
-torch.fx runs models on stand-ins for values instead. These end at code that asks what a value is
-(``isinstance``, factories given a size), and some things they change silently: operators in place,
+torch.fx runs models on proxies of values instead. They fail at code that asks for a value's type
+(``isinstance``, factories given a size), and silently change some things: operators in place,
 autograd Functions, ``no_grad``, random numbers from factories.
 """
 
@@ -59,18 +59,18 @@ _CONTAINERS = (nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.Transfor
 # Methods that hand a tensor's values or memory to code that is not torch's.
 _ESCAPES = {"tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"}
 
-# What can be asked of a tensor even where its sizes depend on the data.
+# Properties that a tensor has even if its sizes depend on the data.
 _RANKS = {"dim", "ndim", "ndimension", "device"}
 
-# What would need the graph of layers before, or of later ones.
+# Methods that would need the graph of earlier or later layers.
 _NOT_RECORDED = {"backward", "grad", "register_hook", "register_post_accumulate_grad_hook"}
 
 
 def is_leaf(module: nn.Module) -> bool:
     """Whether a module is called as a whole by its nature: torch's own layers.
 
-    What ``torch.compile`` has made of a module is not: it is traced as the module. Subclasses of
-    batch normalisation are, too: their statistics are dealt with by layer.
+    The result of ``torch.compile`` is not: it is traced as the module. Subclasses of batch
+    normalisation are leaves, too: their statistics are handled by layer.
     """
     if isinstance(module, _BatchNorm | torch.jit.ScriptModule):
         return True
@@ -97,14 +97,14 @@ def inputs_of(inputs: Tree) -> list[tuple[int | str | None, Any]]:
 
 
 def _label(module: nn.Module) -> str:
-    """A module as people know it: Keras's layers have names."""
+    """A module's name for messages: Keras's layers have names."""
     name = getattr(module, "name", None)
     kind = type(module).__name__
     return f"{kind} {name!r}" if isinstance(name, str) else kind
 
 
 def _may_change(func: Any) -> bool:
-    """Whether it is code of the user's that may change the objects and lists that it is given."""
+    """Whether it is user code that may change the objects and lists in its arguments."""
     return isinstance(func, LeafCall | Apply)
 
 
@@ -123,14 +123,14 @@ class Recorder(TorchFunctionMode):
 
     Args:
         model: the model.
-        leaves: paths of modules that are called as a whole, beside those that are by nature.
+        leaves: paths of modules that are called as a whole, beside those of ``is_leaf``.
         grad_enabled: whether the model runs with gradients.
         is_told: the model's code is told that it is traced; layers that are called as a whole are
             not.
 
     Attributes:
         culprit: path of the module that made it fail.
-        inside: the module without a path that did so in there, see ``Notes``.
+        inside: the module without a path that failed in there, see ``Notes``.
         failure: the first thing that could not be noted; the model may have caught it.
     """
 
@@ -165,14 +165,14 @@ class Recorder(TorchFunctionMode):
         """Run the model on inputs and note what it does.
 
         Raises:
-            UntraceableError: or whatever the model raised.
+            UntraceableError: or any error of the model.
         """
         notes = self._notes
         try:
             self._record(notes, inputs)
         finally:
-            # Sizes that something still holds hold this recorder, and need not hold all values. No
-            # cycle: it would keep the model, with its shared memory, until it is collected.
+            # Sizes still in use keep this recorder alive, and need not keep all values. No cycle:
+            # it would keep the model, with its shared memory, until it is collected.
             self._notes = Notes(self._model, weakref.proxy(self))
         return notes.records
 
@@ -223,7 +223,7 @@ class Recorder(TorchFunctionMode):
         ]
         made = list(tensors_of(result))
         if name_of(func) == "to" and made and made[0] is args[0]:
-            return result  # a parameter that is what it shall be: nothing was made of it
+            return result  # a parameter of the right kind already: nothing was made
         self._check_result(func, tensors, result, made)
         self._mark(func, tensors, made, changed)
         if not (made or changed):
@@ -254,7 +254,7 @@ class Recorder(TorchFunctionMode):
     def _check_result(
         self, func: Any, tensors: list[torch.Tensor], result: Any, made: list[torch.Tensor]
     ) -> None:
-        """A number that is no size, or the size of what was chosen by value, must stay inside."""
+        """Refuse a number that is no size, or a size that depends on values."""
         if result is None or isinstance(func, LeafCall) or self._is_static(func, tensors):
             return
         name = name_of(func)
@@ -268,7 +268,7 @@ class Recorder(TorchFunctionMode):
             raise UntraceableError(f"uses a size that depends on the data ({name})")
 
     def _is_static(self, func: Any, tensors: list[torch.Tensor]) -> bool:
-        """Whether what a call makes depends on sizes and constants alone."""
+        """Whether a call's result depends on sizes and constants alone."""
         return not (self._watch.draws or isinstance(func, LeafCall)) and all(
             storage_of(tensor) in self._static for tensor in tensors
         )
@@ -286,14 +286,14 @@ class Recorder(TorchFunctionMode):
         self._static -= {storage_of(tensor) for tensor in changed}
         is_ragged = any(id(tensor) in self._ragged for tensor in tensors)
         if is_ragged or self._watch.chooses_by_value:
-            # One of the shape of another that is not ragged is taken to have it from there.
+            # A tensor with the shape of one that is not ragged is assumed to have it from there.
             regular = {tensor.shape for tensor in tensors if id(tensor) not in self._ragged}
             self._ragged |= {
                 id(tensor) for tensor in made if tensor.dim() > 0 and tensor.shape not in regular
             }
 
     def _ask_elsewhere(self, value: Any) -> Any:
-        """What is asked of a parameter: its sizes never change; others are where it is."""
+        """A property of a parameter: its sizes never change; others depend on where it is."""
         return self._notes.ask_device(value) if isinstance(value, torch.device) else value
 
     def _instruction(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Instruction:
@@ -316,7 +316,7 @@ class Recorder(TorchFunctionMode):
         return self._notes.note(CallFunction(target=function, args=refs), result, removable=True)
 
     def compare(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Note a decision that the model's code takes by sizes."""
+        """Note a decision of the model's code that depends on sizes."""
         if not all(isinstance(argument, int | float) for argument in args):
             return NotImplemented
         result = function(*plain(args))
@@ -329,19 +329,19 @@ class Recorder(TorchFunctionMode):
         return bool(self._stack) and not self._is_busy and threading.get_ident() == self._thread
 
     def _check_host_streams(self) -> None:
-        """What Python code draws decides what it does."""
+        """Refuse Python code that draws random numbers: they may decide what it does."""
         if streams_differ(self._host_streams, host_streams()):
             self._host_streams = host_streams()
             raise UntraceableError("draws random numbers that are not torch's")
 
     def _keep(self, failure: UntraceableError) -> None:
-        """The model may catch what is raised: the first failure counts."""
+        """Keep the first failure: the model may catch the error."""
         if self.failure is None:
             self.failure = failure
             failure.place = _place_in_code()
             self.culprit, self.inside = self._notes.scope, self._notes.inside
 
-    # --- what is replaced while recording ---------------------------------------------------------
+    # --- replaced while recording -----------------------------------------------------------------
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
@@ -393,7 +393,7 @@ class Recorder(TorchFunctionMode):
             self._notes.inside = outside
 
     def _pass_through(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
-        """Trace through a module that is no layer of its own, and know what it is called."""
+        """Trace through a module that is no layer of its own, and keep its name for messages."""
         outside, self._notes.inside = self._notes.inside, _label(module)
         try:
             return forward()
@@ -404,7 +404,7 @@ class Recorder(TorchFunctionMode):
             self._notes.inside = outside
 
     def _blame(self, error: Exception) -> None:
-        """Whatever goes wrong, the innermost module is to blame."""
+        """Make the innermost module the culprit of an error."""
         if isinstance(error, UntraceableError):
             self._keep(error)
         elif self.failure is None and self._raised is not error:
@@ -431,7 +431,7 @@ class Recorder(TorchFunctionMode):
         return classmethod(apply)
 
     def _namespaces(self) -> list[dict[str, Any]]:
-        """Of the code of the model's own modules: there, ``len`` gives sizes that remember."""
+        """Globals of the model's own modules: there, ``len`` returns traced sizes."""
         found = {}
         for kind in {type(module) for module in self._model.modules()}:
             names = getattr(inspect.unwrap(kind.forward), "__globals__", {"len": len})

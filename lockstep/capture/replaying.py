@@ -1,4 +1,4 @@
-"""Holds traces to their models: replays them, watches their values, and compares what comes out."""
+"""Verifies traces against their models: replays them, watches values, compares the results."""
 
 import re
 from collections import defaultdict
@@ -26,29 +26,29 @@ from lockstep.capture.seeding import gradients_of, seeded
 from lockstep.data.order import torch_streams
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 
-# How far gradients may be apart: what is looked for are missing ones.
+# Tolerance for gradients: the check is for missing ones.
 _GRADIENT_TOLERANCE = 1e-3
 
-# How far outputs may be apart, over their norm, where the same is computed in another way. Many a
-# model in float64 has its masks and softmax in float32.
+# Tolerance for outputs, over their norm, if the same is computed in another way. Many models in
+# float64 have their masks and softmax in float32.
 _ROUNDING = 1e-4
 _COARSE_ROUNDING = 0.05  # of 16 bits
 
-# Terminals show what is between these in bold or in colour.
+# Escape sequences for bold or coloured text in terminals.
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
 
-# What Keras puts before an error that a layer has raised.
+# Keras's prefix to an error that a layer has raised.
 _KERAS_BEGINS = "Exception encountered when calling"
 
 
 class MismatchError(Exception):
-    """A trace does not do what the model does.
+    """A trace and its model behave differently.
 
     Args:
         path: of the module to blame.
         reason: in one line.
-        inside: what is to blame in there, see ``Notes``.
-        looks_at_values: Python code does, and might not if it were told that it is traced.
+        inside: the culprit in there, see ``Notes``.
+        looks_at_values: Python code looks at values, but might not under ``is_compiling()``.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Replay:
     Args:
         model: the model.
         instructions: of the trace.
-        records: what was recorded of each.
+        records: of each instruction.
 
     Attributes:
         changes: pairs (instruction that made a tensor, one of another layer that changes it in
             place, or may see it changed).
-        rewritten: pairs (value, instruction that changes it in place, also by another name).
+        rewritten: pairs (value, instruction that changes it in place, also through a view).
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Replay:
             self.changes.add((maker, changer))
 
     def first_difference(self) -> tuple[str, str]:
-        """Who ran the first instruction whose value is not as recorded: scope and inside."""
+        """The scope and inside of the first instruction whose value is not as recorded."""
         for record, value in zip(self._records, self._values, strict=True):
             is_made = not isinstance(record.instruction, Input | GetAttribute)
             if is_made and not is_same(record.value, value):
@@ -132,13 +132,13 @@ class Replay:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a forward pass leaves behind.
+    """The outputs and side effects of a forward pass.
 
     Attributes:
         outputs: of the model.
         buffers: all of them.
         stream: state of torch's random stream.
-        gradients: norm and sum of each parameter's, None for those not used; None where there is
+        gradients: norm and sum of each parameter's, None for those not used; None if there is
             no backward pass.
     """
 
@@ -148,7 +148,7 @@ class Result:
     gradients: list[tuple[float, float] | None] | None
 
     def unlike(self, other: "Result", *, rounded: bool = False) -> str:
-        """What differs, or nothing; but for rounding, where it may be ``rounded`` otherwise."""
+        """What differs, or ""; if ``rounded``, differences by rounding are allowed."""
         is_like = is_nearly if rounded else _is_same_tensor
         for name in ("outputs", "buffers", "stream"):
             if not is_same(getattr(self, name), getattr(other, name), is_like):
@@ -160,7 +160,7 @@ class Result:
 
 
 def result_of(model: nn.Module, outputs: Tree, *, with_gradients: bool) -> Result:
-    """What a forward pass that returned ``outputs`` left behind."""
+    """The result of a forward pass that returned ``outputs``."""
     return Result(
         outputs=map_tensors(_kept, outputs),
         buffers=[_kept(buffer) for buffer in model.buffers()],
@@ -174,7 +174,7 @@ def _kept(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gradients(outputs: Tree, model: nn.Module) -> list[tuple[float, float] | None] | None:
-    """What each parameter's gradient is like, for some gradient of the outputs."""
+    """Norm and sum of each parameter's gradient, for some gradient of the outputs."""
     parameters = [one for one in model.parameters() if one.requires_grad]
     tensors = [one for one in tensors_of(outputs) if one.requires_grad]
     if not parameters or not tensors:
@@ -199,7 +199,7 @@ def _is_close(one: tuple[float, float] | None, other: tuple[float, float] | None
     if one is None or other is None:
         return one is other
     return all(
-        not abs(first - second) > _GRADIENT_TOLERANCE * second  # NaN is as good as NaN
+        not abs(first - second) > _GRADIENT_TOLERANCE * second  # NaN equals NaN
         for first, second in zip(one, other, strict=True)
     )
 
@@ -237,8 +237,8 @@ def is_same(
 ) -> bool:
     """Whether two trees are equal, bit by bit or as ``is_like`` says.
 
-    Objects are equal if their attributes are; what has none is not compared. Those that these two
-    are ``within``, by id, are being compared.
+    Objects are equal if their attributes are; those without any are not compared. ``within`` has
+    the ids of the enclosing objects, which are being compared.
     """
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         is_both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
@@ -264,20 +264,20 @@ def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _is_comparable(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether their values can be looked at."""
+    """Whether their values can be compared."""
     return _is_alike(one, other) and not one.is_meta and one.layout == torch.strided
 
 
 def compare_recordings(one: Sequence[Record], other: Sequence[Record]) -> None:
-    """They are of different numbers of samples and must not show it.
+    """Check that recordings with different numbers of samples have the same instructions.
 
     Raises:
-        MismatchError: they do.
+        MismatchError: they differ.
     """
     for first, second in zip_longest(one, other):
         if first is None or second is None or not _is_like(first.instruction, second.instruction):
             different = [record for record in (first, second) if record is not None]
-            # Where a module goes on longer with one of them, the other is back in what called it.
+            # If a module runs longer in one of them, the other is back in its caller.
             deepest = max(different, key=lambda record: len(record.scope))
             raise MismatchError(
                 deepest.scope,
@@ -301,7 +301,7 @@ def _is_like(one: Any, other: Any) -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """What went wrong, in short."""
+    """The error in one line."""
     lines = [line for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].startswith(_KERAS_BEGINS):
         del lines[0]

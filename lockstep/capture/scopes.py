@@ -1,12 +1,12 @@
-"""``lockstep.device``: says in the model's own code which device a layer is for.
+"""``lockstep.device``: assigns layers to devices in the model's own code.
 
-Within ``with lockstep.device(0):`` every module that gets a parameter is marked, and so is each
-that is made an attribute of another. Scopes nest, the innermost counts, and so does a module's own
-mark before that of what contains it. The mark is an attribute of the module: it is copied and sent
-with it, and changes nothing of what the module does.
+Within ``with lockstep.device(0):`` every module that gets a parameter, or that becomes an attribute
+of another module, is marked. Scopes nest: the innermost counts, and a module's own mark counts
+before its container's. The mark is an attribute of the module: it is copied and sent with it, and
+does not change its behaviour.
 
 Keras layers on the torch backend are modules, too. They make their variables when they are built,
-so what is marked is the layer where it is made an attribute, or called, within the scope.
+so a layer is marked if it becomes an attribute, or is called, within the scope.
 """
 
 import re
@@ -28,7 +28,7 @@ _current: ContextVar[int | None] = ContextVar("lockstep_device", default=None)
 
 @contextmanager
 def device(index: int | str) -> Iterator[None]:
-    """Within the block, layers are made for a device: where ``PipelineStrategy`` puts them.
+    """Within the block, layers are made for a device, on which ``PipelineStrategy`` places them.
 
     Args:
         index: number of the device, from 0; or a name such as ``"cpu:1"`` or ``"cuda:1"``.
@@ -50,7 +50,7 @@ def device(index: int | str) -> Iterator[None]:
 
 
 def device_of(model: nn.Module, path: str) -> int | None:
-    """The device that scopes give a module: its own mark, or that of what contains it."""
+    """The device that scopes give a module: its own mark, or its container's."""
     while True:
         mark = vars(model.get_submodule(path)).get(_MARK)
         if mark is not None or not path:
@@ -64,7 +64,7 @@ def _mark_owner(owner: nn.Module, name: str, parameter: object) -> None:
 
 def _mark_child(owner: nn.Module, name: str, child: object) -> None:
     if isinstance(child, nn.ParameterDict | nn.ParameterList):
-        _mark(owner)  # it is how a layer holds its parameters, and no layer itself
+        _mark(owner)  # a container of a layer's parameters, and no layer itself
     elif isinstance(child, nn.Module):
         _mark(child)
 

@@ -24,10 +24,10 @@ class _Seeded(torch.autograd.Function):
 
 
 def seeded(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A scalar from which ``backward`` goes on with each tensor's gradient.
+    """A scalar whose ``backward`` continues with the given gradient of each tensor.
 
     Args:
-        tensors: that have a history or need gradients; at least one.
+        tensors: with a history, or that need gradients; at least one.
         gradients: of each, of its shape.
     """
     scalar: torch.Tensor = _Seeded.apply(gradients, *tensors)  # type: ignore[no-untyped-call]
@@ -39,15 +39,15 @@ def gradients_of(
     tensors: Sequence[torch.Tensor],
     parameters: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """As ``torch.autograd.grad`` with ``allow_unused``, also through reentrant checkpoints.
+    """Like ``torch.autograd.grad`` with ``allow_unused``, also through reentrant checkpoints.
 
-    Those allow ``backward`` only, which leaves gradients in ``.grad`` and calls the hooks that wait
-    for them. Here it leaves none, and calls none.
+    Those allow only ``backward``, which leaves gradients in ``.grad`` and calls their hooks. This
+    function leaves none and calls none.
 
     Args:
         roots: scalars.
         tensors: whose gradients are wanted.
-        parameters: all that backward may come to.
+        parameters: all that backward may reach.
     """
     if not _has_reentrant_checkpoint(roots):
         return list(torch.autograd.grad(roots, tensors, allow_unused=True))
@@ -66,7 +66,7 @@ def gradients_of(
 
 
 def _has_reentrant_checkpoint(roots: Sequence[torch.Tensor]) -> bool:
-    """Whether there is one of torch's, or another library's that was made after it."""
+    """Whether there is one of torch's, or another library's copy of it."""
     left = [root.grad_fn for root in roots]
     seen: set[object] = set()
     while left:
@@ -82,7 +82,7 @@ def _has_reentrant_checkpoint(roots: Sequence[torch.Tensor]) -> bool:
 
 @contextmanager
 def _without_gradients(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Within the block they have no gradients of before, and nobody waits for new ones."""
+    """Within the block they have no earlier gradients, and no hooks run for new ones."""
     gradients = [leaf.grad for leaf in leaves]
     waiting = [leaf._post_accumulate_grad_hooks for leaf in leaves]
     hooks = [(registered, dict(registered)) for registered in waiting if registered is not None]

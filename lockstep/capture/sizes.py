@@ -1,8 +1,8 @@
-"""Numbers that remember where they are from: sizes of tensors, and what is calculated with them.
+"""Numbers that remember their origin: sizes of tensors, and results calculated with them.
 
 They are ints and floats, so any code takes them. Calculations with them are noted, and so are
-comparisons: what they decide is decided for good, and must come out the same whenever the trace
-runs. ``range`` and ``int`` see plain numbers.
+comparisons: their outcomes are fixed in the trace, and must be the same whenever it runs. ``range``
+and ``int`` see plain numbers.
 """
 
 import math
@@ -70,7 +70,7 @@ class TracedInt(_Traced, int):
 
 
 class TracedFloat(_Traced, float):
-    """What is calculated with sizes."""
+    """A result calculated with sizes."""
 
 
 def _plain_number(value: Any) -> Any:
@@ -78,7 +78,7 @@ def _plain_number(value: Any) -> Any:
 
 
 def plain(tree: Any) -> Any:
-    """The same arguments with plain numbers, and the very same containers if there are none."""
+    """The same arguments with plain numbers; the same containers if there are none to replace."""
     if isinstance(tree, TracedInt | TracedFloat):
         return _plain_number(tree)
     is_new = False
@@ -96,7 +96,7 @@ def plain(tree: Any) -> Any:
 
 
 def has_numbers(value: Any) -> bool:
-    """Whether it says something of a tensor that may differ elsewhere: sizes, the device."""
+    """Whether it has properties of a tensor that may differ elsewhere: sizes, the device."""
     if isinstance(value, tuple | list):
         return any(map(has_numbers, value))
     return isinstance(value, int | float | torch.device) and not isinstance(value, bool)

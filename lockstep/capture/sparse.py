@@ -1,8 +1,8 @@
 """Sparse buffers: constants, such as the adjacency of a graph.
 
-Buffers are copied, compared and sent in many places by where they lie in memory, and a sparse
-tensor lies in no one place. So while ranks run a model its sparse buffers are plain attributes,
-which every rank gets with the model, and keeps.
+Many places copy, compare and send buffers by their address in memory, and a sparse tensor has no
+single address. So while ranks run a model its sparse buffers are plain attributes, which every
+rank gets with the model, and keeps.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What running a model changes, to be put back: tensors, attributes, random streams."""
+"""Saves and restores what running a model changes: tensors, attributes, random streams."""
 
 import warnings
 from collections import deque
@@ -15,18 +15,18 @@ from lockstep.data.trees import tensors_of
 
 
 class ModelState:
-    """A model and the random streams as they are now.
+    """The current state of a model and the random streams.
 
-    Kept are the values of all parameters, buffers and other tensors of its modules, their
-    attributes, what lists, dicts, sets and deques among these hold, and the states of generators;
-    also of the layers of a front end, and of other objects.
+    It has the values of all parameters, buffers and other tensors of its modules, their attributes,
+    the contents of lists, dicts, sets and deques among these, and the states of generators; also
+    those of the layers of a front end, and of other objects.
 
     Args:
         model: the model; a copy of its tensors is kept unless they are on the meta device.
         others: objects beside it, such as losses: modules, or anything with attributes.
-        with_trained: keep the values of parameters that are trained, too: a forward pass writes to
-            others (statistics of Keras's layers, averages of weights), but hardly to these. Where
-            they lie is kept always: ``module.to(dtype)`` in a forward pass gives them other memory.
+        with_trained: keep the values of trained parameters, too: a forward pass writes to others
+            (statistics of Keras's layers, averages of weights), but hardly to these. Their
+            addresses are always kept: ``module.to(dtype)`` in a forward pass changes them.
     """
 
     def __init__(self, model: nn.Module, *others: Any, with_trained: bool = True) -> None:
@@ -82,7 +82,7 @@ class ModelState:
         restore_streams(self._streams)
 
     def changed_modules(self) -> list[str]:
-        """Paths of modules with attributes that are not what they were, or do not hold the same."""
+        """Paths of modules whose attributes, or their contents, have changed."""
         changed = {id(held) for held, contents in self._contents if not _is_same(held, contents)}
         return [
             self._names[id(module)]
@@ -99,11 +99,11 @@ class ModelState:
 def left_alone(model: nn.Module, *others: Any, with_trained: bool = False) -> Iterator[ModelState]:
     """After the block the model, its gradients and the random streams are as they were.
 
-    So are other objects, such as losses. Of parameters that are trained values are kept on demand:
-    see ``ModelState``.
+    So are other objects, such as losses. Values of trained parameters are kept on demand: see
+    ``ModelState``.
 
-    Gives its state, to be restored between. What runs in it gives no warnings: it runs once more,
-    for good.
+    Yields the state, to be restored in between. Code within it gives no warnings: it is run once
+    more outside.
     """
     state = ModelState(model, *others, with_trained=with_trained)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -121,15 +121,15 @@ def left_alone(model: nn.Module, *others: Any, with_trained: bool = False) -> It
 def set_mode(model: nn.Module, *, training: bool) -> None:
     """Put a model in the mode in which it is going to run.
 
-    In training, a model that is in training mode keeps its modules' modes: what the user has put
-    in evaluation mode stays so.
+    In training, a model that is in training mode keeps its modules' modes: modules that the user
+    has put in evaluation mode stay so.
     """
     if not (training and model.training):
         model.train(training)
 
 
 def _holders(*things: Any) -> list[Any]:
-    """The objects with attributes of their own among them, and within them, each once."""
+    """The objects with attributes of their own in ``things`` and within them, each once."""
     found: dict[int, Any] = {}
     for thing in things:
         each = [*thing.modules()] if isinstance(thing, nn.Module) else [thing]
@@ -143,7 +143,7 @@ def _is_trained(tensor: torch.Tensor) -> bool:
 
 
 def _own(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Without the mode, which is set from outside."""
+    """The attributes without the mode, which is set from outside."""
     return {name: value for name, value in attributes.items() if name != "training"}
 
 
@@ -152,7 +152,7 @@ def _contents(held: Any) -> Any:
 
 
 def _is_same(held: Any, contents: Any) -> bool:
-    """Whether a container holds the very same objects."""
+    """Whether a container holds the identical objects."""
     if len(held) != len(contents):
         return False
     if isinstance(held, dict):

@@ -1,11 +1,11 @@
 """Traces a model: its forward pass as a flat list of instructions, divided into layers.
 
-The model is recorded on example data (``recording``). What cannot be recorded is found and called
-as a whole instead, down to the whole model if need be. Then the trace is held to the model: the
-same outputs bit by bit, and the same gradients; and with another number of samples the recorder
+The model is recorded on example data (``recording``). Modules that cannot be recorded are found and
+called as a whole instead, if need be the whole model. Then the trace is compared with the model:
+the same outputs bit by bit, and the same gradients; and with another number of samples the recorder
 must see the same instructions.
 
-What Python code decides is decided as for the example. Its number of samples may change, nothing
+Decisions of Python code are fixed as for the example. The number of samples may change, nothing
 else is checked: trace anew for inputs of other shapes, types or structure, for training and
 evaluation, and under the ``torch.autocast`` that the instructions will run under.
 """
@@ -55,7 +55,7 @@ class Trace:
         training: whether the model was in training mode.
         changes: pairs (instruction that made a tensor, one of a later layer that changes it in
             place), as seen on the example.
-        rewritten: pairs (value, instruction that changes it in place, also by another name).
+        rewritten: pairs (value, instruction that changes it in place, also through a view).
     """
 
     instructions: tuple[Instruction, ...]
@@ -73,27 +73,27 @@ def trace_model(
     atomic: Mapping[str, str] | None = None,
     given: Given = _as_is,
 ) -> Trace:
-    """Trace a model; it and the random streams are left as they were found.
+    """Trace a model; it and the random streams do not change.
 
     Args:
         model: the model; may be on the meta device.
         inputs: an example batch of a few samples, along the first dim: a tuple of positional
-            arguments, a dict of keyword arguments, or the one argument. Gets no gradients and is
-            not changed.
+            arguments, a dict of keyword arguments, or the one argument. It gets no gradients and
+            does not change.
         training: trace the model in training mode, with gradients; else in evaluation without.
         atomic: paths of modules not to trace through, and why; see ``trace_modes``.
-        given: turns inputs into what the model takes.
+        given: turns inputs into the model's arguments.
 
     Raises:
         ModelError: see ``check_modules``.
-        Exception: whatever the model raises when called with ``inputs``.
+        Exception: any that the model raises when called with ``inputs``.
     """
     check_modules(model)
     return _Tracer(model, inputs, given, training=training).trace(dict(atomic or {}))
 
 
 def trace_modes(model: nn.Module, inputs: Tree, given: Given = _as_is) -> tuple[Trace, Trace]:
-    """Traces for training and evaluation with the same modules in one piece."""
+    """Traces for training and evaluation with the same atomic modules."""
     known: dict[str, str] = {}
     while True:
         training = trace_model(model, inputs, training=True, atomic=known, given=given)
@@ -147,7 +147,7 @@ class _Tracer:
         self._is_told = False
 
     def trace(self, atomic: dict[str, str]) -> Trace:
-        """Trace until what is recorded is what the model does."""
+        """Record until the trace does what the model does."""
         atomic = {**_hooked(self._model), **atomic}
         wanted = self._result(self._call)
         while True:
@@ -157,20 +157,20 @@ class _Tracer:
                 if mismatch.looks_at_values and self._may_tell(wanted):
                     self._is_told = True
                     continue
-                if "" in atomic:  # the whole model is one call, and that failed
+                if "" in atomic:  # the call of the whole model failed
                     raise mismatch.__cause__ or mismatch from None
                 path, reason = mismatch.path, mismatch.reason
-                assert path not in atomic, reason  # what is called as a whole runs no instructions
+                assert path not in atomic, reason  # an atomic module runs no instructions
                 atomic[path] = reason
 
     def _may_tell(self, wanted: Result) -> bool:
-        """Whether the model, told that it is traced, does the same, and was not told before."""
+        """Whether the model does the same under ``is_compiling()``, and was not tried so before."""
         if self._is_told:
             return False
         with telling(True):
             try:
                 return not self._result(self._call).unlike(wanted, rounded=True)
-            except Exception:  # whatever: then it is not told
+            except Exception:  # any: then ``is_compiling()`` stays False
                 return False
 
     def _attempt(self, atomic: Mapping[str, str], wanted: Result) -> Trace:
@@ -193,7 +193,7 @@ class _Tracer:
         )
 
     def _compare_with_more(self, atomic: Mapping[str, str], records: list[Record]) -> None:
-        """Hold a recording to one with more samples."""
+        """Compare a recording with one of more samples."""
         if self._more is None:
             return
         try:
@@ -201,7 +201,7 @@ class _Tracer:
         except MismatchError:
             try:
                 self._run(self._call, self._more)
-            except Exception:  # some models are for one number of samples
+            except Exception:  # some models allow only one number of samples
                 self._more = None
                 return
             raise
@@ -232,13 +232,13 @@ class _Tracer:
         difference = self._result(replay).unlike(wanted, rounded=self._is_told)
         if not difference:
             return
-        if self._result(self._call).unlike(wanted):  # the model never does the same
+        if self._result(self._call).unlike(wanted):  # the model is not deterministic
             return
         path, inside = replay.first_difference()
         raise MismatchError(path, f"traced, its {difference} differ", inside=inside)
 
     def _result(self, forward: Callable[[Tree], Any]) -> Result:
-        """What ``forward`` makes of the example."""
+        """The result of ``forward`` on the example."""
 
         def run(copied: Tree) -> Result:
             return result_of(self._model, forward(copied), with_gradients=self._training)
@@ -251,10 +251,10 @@ class _Tracer:
         tensors = [*tensors_of(inputs), *self._model.parameters()]
         is_meta = any(tensor.is_meta for tensor in tensors)
         place = torch.device("meta") if is_meta else nullcontext()
-        torch.clear_autocast_cache()  # of casts that belong to the run before
+        torch.clear_autocast_cache()  # of the casts of the run before
         try:
             set_mode(self._model, training=self._training)
-            # What is compiled is traced, and run in stages, as it was before.
+            # Compiled code is traced, and run in stages, uncompiled.
             with torch.set_grad_enabled(self._training), place, uncompiled():
                 return body(copied)
         finally:
@@ -279,7 +279,7 @@ def _hooked(model: nn.Module) -> dict[str, str]:
 
 
 def _more_samples(inputs: Tree) -> Tree | None:
-    """The inputs with more than twice the samples, where it is clear what a sample is."""
+    """The inputs with more than twice the samples, if it is clear what a sample is."""
     sizes = {len(tensor) for tensor in tensors_of(inputs) if tensor.dim() > 0}
     return None if len(sizes) != 1 or 0 in sizes else map_tensors(_with_more, inputs)
 

@@ -7,12 +7,12 @@ from typing import Any
 
 
 class FrameReader:
-    """Reads frames from a stream that comes in pieces.
+    """Reads frames from a stream that arrives in pieces.
 
     Args:
-        header: the last of whose numbers is the length of the payload.
+        header: its last number is the length of the payload.
         read: reads at most so many bytes of the stream, and at least one; raises
-            ``BlockingIOError`` where nothing has come.
+            ``BlockingIOError`` if nothing has arrived.
         check: called with the numbers of a header before any of its payload is read; may raise.
     """
 
@@ -25,15 +25,15 @@ class FrameReader:
         self._header = header
         self._read = read
         self._check = check
-        self._numbers: list[Any] | None = None  # of the frame whose payload is coming in
+        self._numbers: list[Any] | None = None  # of the frame whose payload is being read
         self._pieces: list[bytes | memoryview] = []
         self._num_missing = header.size
 
     def take(self) -> tuple[Any, ...]:
-        """The next frame: its numbers but the length, and its payload. Reads nothing behind it.
+        """The next frame: its numbers without the length, and its payload. Reads nothing behind it.
 
         Raises:
-            BlockingIOError: it has not come in whole; and what else reading and checking raise.
+            BlockingIOError: it has not arrived in whole; also any error of ``read`` and ``check``.
         """
         while True:
             while self._num_missing:
@@ -52,7 +52,7 @@ class FrameReader:
 
 
 def drop(parts: deque[memoryview], num_bytes: int) -> None:
-    """Forget the first bytes of some buffers, and buffers without bytes."""
+    """Remove the first bytes of some buffers, and buffers without bytes."""
     while parts and num_bytes >= len(parts[0]):
         num_bytes -= len(parts.popleft())
     if num_bytes:

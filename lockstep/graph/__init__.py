@@ -1,1 +1,1 @@
-"""What the model is, as pure data."""
+"""The model's layers, parameters and flows, as pure data."""

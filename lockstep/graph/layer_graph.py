@@ -1,10 +1,10 @@
-"""The LayerGraph: what the model is, as pure data.
+"""The LayerGraph: the model's layers, parameters and flows, as pure data.
 
 Layers are keyed by their fully qualified module name. There are two degrees of detail, and makers
 say which one they need. ``capture.layers`` lists every module that owns parameters or buffers
 itself or sees the whole batch, in the order of ``model.named_modules()``. ``capture.graph`` lists
-what the model runs, in the order in which it runs it, with the tensors that flow between the layers
-and what each layer costs. No torch here: a graph is read from JSON and planned for without it.
+the layers in the order in which the model runs them, with the tensors that flow between them and
+the costs of each. No torch here: a graph is read from JSON and planned for without it.
 """
 
 import math
@@ -36,7 +36,7 @@ class ParameterInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a layer costs for one microbatch.
+    """The costs of a layer for one microbatch.
 
     Attributes:
         forward_seconds: of its forward pass.
@@ -75,10 +75,10 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
             its own name there; ``LayerGraph.tied`` says which names are one.
         buffers: names of its buffers.
         uses_batch_statistics: its output for one sample depends on the whole batch (BatchNorm).
-        device: the device that the user's scopes give it, where there are any.
+        device: the device that the user's scopes give it, if there are any.
         draws: it draws random numbers.
-        atomic_reason: why it runs as one piece although it is made of others; "" where it is not.
-        costs: what it takes to run, where that has been found out.
+        atomic_reason: why it runs as one piece although it is made of others; "" if it is not.
+        costs: of running it, if they were measured.
     """
 
     name: str
@@ -93,13 +93,13 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerGraph(msgspec.Struct, JsonFile, frozen=True, kw_only=True):
-    """A model's layers in order, and which of their parameters are one.
+    """A model's layers in order, and the parameters that they share.
 
     Attributes:
-        layers: every module that owns parameters or buffers, or sees the whole batch; or, where
-            there are flows, everything that runs, in the order in which it runs.
-        tied: groups of names that are one Parameter, the first name being the one it goes by.
-        flows: what later layers use of earlier ones.
+        layers: every module that owns parameters or buffers, or sees the whole batch; or, if
+            there are flows, all layers that run, in the order in which they run.
+        tied: groups of names of one Parameter; the first name is the one in use.
+        flows: tensors of earlier layers that later ones use.
         channels_last: images run through it with their channels together in memory.
         inseparable: pairs (first, last) of layers, such that ``last`` changes in place what
             ``first`` has made, or a buffer that both use is changed: no cut may come between.
