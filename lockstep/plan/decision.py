@@ -1,4 +1,4 @@
-"""The decision that a Plan is: what goes where, as pure data.
+"""The decision of a Plan: the placement of layers and work, as pure data.
 
 It is keyed by layer names and logical ranks, and holds the decision only, never the options of the
 search that led to it.
@@ -24,7 +24,7 @@ class Axis(Record, frozen=True, kw_only=True):
 
 
 class LayerPlacement(Record, frozen=True, kw_only=True):
-    """Where a layer lives, and what its replicas exchange.
+    """The stage of a layer, and what its replicas exchange.
 
     Attributes:
         name: fully qualified name.
@@ -150,14 +150,14 @@ Engine = SharedMemory | ProcessGroup
 
 
 class StagePrediction(Record, frozen=True, kw_only=True):
-    """What a stage was expected to take when the Plan was made, for one microbatch.
+    """The expected costs of a stage for one microbatch when the Plan was made.
 
     Attributes:
         forward_seconds: of its forward pass, its sending and receiving included.
         backward_seconds: of its backward pass, likewise.
         activation_bytes: kept from forward to backward.
-        received_bytes: what it gets of other stages in a forward pass.
-        sent_bytes: what it makes for other stages in a forward pass.
+        received_bytes: size of other stages' tensors that it gets in a forward pass.
+        sent_bytes: size of its tensors for other stages in a forward pass.
     """
 
     forward_seconds: float
@@ -172,9 +172,9 @@ class Stage(Record, frozen=True, kw_only=True):
 
     Attributes:
         ranks: those that hold it; they take turns with the microbatches.
-        needs: stages before it that it needs something of.
+        needs: earlier stages whose values it needs.
         recompute: its activations are not kept but computed again in backward.
-        predicted: what it is expected to take.
+        predicted: its expected costs.
     """
 
     ranks: tuple[int, ...]
@@ -409,7 +409,7 @@ def _check_stages(plan: Decision, problems: Problems) -> None:
 
 
 def _check_pipelines_apart(plan: Decision, pipeline: Pipeline, problems: Problems) -> None:
-    """Replicas that train apart are consecutive ranks of one host, each with all of the model."""
+    """Check that local replicas are consecutive ranks of one host, each with the whole model."""
     size = plan.ranks_per_replica
     if any(
         sorted(rank // size for rank in stage.ranks) != list(range(plan.num_replicas))

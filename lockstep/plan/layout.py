@@ -14,14 +14,14 @@ from lockstep.plan.shares import shares_of_replica
 
 ALIGNMENT_BYTES = 512
 
-# Into how many runs of equal size the parameters can be cut, at least, where they are large.
+# The least number of runs of equal size into which large parameters can be cut.
 _FINENESS = 256
 
 # A bucket of gradients: large enough that to send it costs more than to begin, and few of them.
 _LEAST_BUCKET_BYTES = 1 << 20
 _MOST_BUCKETS = 8
 
-# Parameters from which on buckets pay. What gloo does with each message disturbs the processes that
+# Parameters from which on buckets pay. gloo's work for each message disturbs the processes that
 # compute on the same cores for longer than it takes to pack a smaller model into one.
 _LEAST_IN_BUCKETS_BYTES = 1 << 23
 
@@ -75,7 +75,7 @@ def flat_offsets(extents: Sequence[Extent]) -> tuple[list[int], int]:
 
 
 def num_buckets(extents: Sequence[Extent], *, are_early: bool) -> int:
-    """In how many buckets to exchange parameters, about; 0 for not in buckets.
+    """About how many buckets to exchange parameters in; 0 for no buckets.
 
     Args:
         extents: of the parameters.
@@ -87,7 +87,7 @@ def num_buckets(extents: Sequence[Extent], *, are_early: bool) -> int:
 
 
 def in_buckets(extents: Sequence[Extent], most: int) -> list[Extent]:
-    """The same parameters, those that are next to each other in buckets, of about equal size.
+    """The same parameters, with neighbours in buckets of about equal size.
 
     Backward completes the gradients of the last parameters first, and those of the first when it
     ends: so buckets are filled from the end, and what is left for the first one is small.

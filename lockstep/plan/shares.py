@@ -2,7 +2,7 @@
 
 A share is the unit of work: gradients are summed over shares in a fixed tree
 (``plan.program.sum_tree``) and random streams are keyed by share. So what a run computes depends on
-the number of shares and never on the number of replicas that happen to work on them.
+the number of shares and never on the number of replicas that work on them.
 """
 
 

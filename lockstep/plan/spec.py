@@ -36,10 +36,10 @@ class Plan(Decision, JsonFile, frozen=True, kw_only=True, forbid_unknown_fields=
             and output gradients that replicas exchange (``LayerPlacement.row_limit``) go to all
             hosts then, and every host updates all of that weight.
         engine: where the parameters are, and what moves tensors between ranks.
-        compression: how hosts compress what they send each other of gradients, or of what replicas
-            that train apart have changed; None where nothing is, and the result exact.
+        compression: how hosts compress the gradients that they send each other, or the changes of
+            replicas that train locally; None if nothing is compressed, and the result exact.
         ties: which layers have parameters in common.
-        notes: what a person should know about this plan.
+        notes: remarks on this plan for people.
         version: of this format.
 
     Raises:
@@ -76,7 +76,7 @@ class Plan(Decision, JsonFile, frozen=True, kw_only=True, forbid_unknown_fields=
         return plan_table(self)
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        """What notebooks and IPython show."""
+        """The text for notebooks and IPython."""
         from lockstep.plan.tables import plan_html
 
         return {"text/plain": str(self), "text/html": plan_html(self)}

@@ -62,14 +62,14 @@ def num_tensor_bytes(name: str, shape: Sequence[int], strides: Sequence[int]) ->
 def make_tensor(
     name: str, shape: Sequence[int], strides: Sequence[int], data: memoryview
 ) -> torch.Tensor:
-    """A tensor of its own memory; what it is like was checked by ``num_tensor_bytes``."""
+    """A tensor of its own memory; its description was checked by ``num_tensor_bytes``."""
     raw = torch.empty(len(data), dtype=torch.uint8)
     _copy(data, raw.numpy(), is_bool=name == "bool")
     return raw.view(torch_dtypes()[name]).as_strided(tuple(shape), tuple(strides))
 
 
 def _fills_memory(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements lie in memory one after the other, in whatever order of dims."""
+    """Whether elements are contiguous in memory, in any order of dims."""
     if len(shape) != len(strides):
         return False
     if 0 in shape:
@@ -112,7 +112,7 @@ def num_array_bytes(name: str, shape: Sequence[int]) -> int:
 def make_array(
     name: str, shape: Sequence[int], by_columns: bool, data: memoryview
 ) -> npt.NDArray[Any]:
-    """An array of its own memory; what it is like was checked by ``num_array_bytes``.
+    """An array of its own memory; its description was checked by ``num_array_bytes``.
 
     Raises:
         ValueError: the bytes are none of such an array.

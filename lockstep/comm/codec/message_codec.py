@@ -1,4 +1,4 @@
-"""What hosts tell each other, as bytes, without pickle: plain values, arrays, and records of them.
+"""Messages between hosts as bytes, without pickle: plain values, arrays, and records of them.
 
 The bytes may come from a host that was taken over. So decoding imports nothing, calls nothing that
 the bytes name, and allocates memory only for what has arrived. The worst that any bytes can cause
@@ -40,7 +40,7 @@ def encode(obj: Any) -> bytes:
 
 
 def encoded(obj: Any) -> list[bytes | memoryview]:
-    """The same in parts, of which those of tensors and arrays are these themselves: no copy."""
+    """The same in parts; the parts of tensors and arrays are their own memory: no copy."""
     writer = _Writer()
     head = msgspec.msgpack.encode(writer.node(obj))
     return [_HEAD_BYTES.pack(len(head)), head, *writer.buffers]
@@ -195,7 +195,7 @@ class _Reader:
         return node
 
     def made_key(self, node: Any) -> Any:
-        """The same, of what is to be hashed."""
+        """The object of a node, checked to be hashable."""
         return _check_key(self.made(node))
 
     def noted(self, array: Any) -> Any:
@@ -245,7 +245,7 @@ _READERS: dict[str, Callable[..., Any]] = {
 
 
 def _sizes(numbers: Any) -> Any:
-    """Sizes or strides as they came, if that is what they are."""
+    """Sizes or strides as they arrived, if they are valid ones."""
     if len(numbers) > _MOST_DIMS or any(type(number) is not int for number in numbers):
         raise ValueError(f"{len(numbers)} sizes: {_shown(numbers)}")
     return numbers

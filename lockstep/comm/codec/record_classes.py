@@ -1,4 +1,4 @@
-"""Classes of what models return, by name: dataclasses, named tuples, dicts of other kinds.
+"""Classes of models' outputs, by name: dataclasses, named tuples, dicts of other kinds.
 
 Bytes from another host may name a class, but nothing is imported or called for them. The class must
 be found under its own name in a module that this process has loaded anyway, and be a mere record.
@@ -15,7 +15,7 @@ from typing import Any
 
 _MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
-# What makes the values of a defaultdict: more than this is not called for bytes.
+# Allowed factories of a defaultdict: no others are called for bytes.
 _FACTORIES: tuple[type | None, ...] = (None, list, dict, set, tuple, int, float, str, bool)
 
 
@@ -32,18 +32,18 @@ def _is_named_tuple(cls: type) -> bool:
 
 
 def _is_struct_sequence(cls: type) -> bool:
-    """What torch returns from ``max(dim)``: a tuple with names, made in C."""
+    """Whether it is like torch's result of ``max(dim)``: a tuple with names, made in C."""
     made_in_c = isinstance(cls.__new__, types.BuiltinMethodType)
     return issubclass(cls, tuple) and hasattr(cls, "n_sequence_fields") and made_in_c
 
 
 def _is_plain(cls: type) -> bool:
-    """Whether no part of it is made in C, which would have to be made by its own means."""
+    """Whether no base is made in C, which would need its own constructor."""
     return all(base is object or base.__flags__ & _MADE_IN_PYTHON for base in cls.__mro__)
 
 
 def is_hashed_as_tuple(cls: type) -> bool:
-    """Whether a record can be a key without code of its class being called."""
+    """Whether a record can be a key without a call of its class's code."""
     used: tuple[object, object] = (cls.__hash__, cls.__eq__)
     return used == (tuple.__hash__, tuple.__eq__)
 
@@ -72,7 +72,7 @@ def take_apart(record: Any) -> tuple[Any, dict[str, Any]]:
     """Items and attributes; see ``put_together``.
 
     Raises:
-        TypeError: it holds what cannot be named.
+        TypeError: it holds a value that cannot be named.
     """
     return _items(record), _attributes(record)
 
@@ -150,5 +150,5 @@ def _with_pairs(cls: type[dict[Any, Any]], items: Any) -> Any:
 
 
 def _dict_base(cls: type) -> Any:
-    """The kind of dict whose methods see the items as they are, whatever a class makes of them."""
+    """The kind of dict whose methods see the items unchanged, even if the class overrides them."""
     return next(base for base in (OrderedDict, defaultdict, dict) if issubclass(cls, base))

@@ -3,7 +3,7 @@
 Every host has a board of its own with lines for all ranks, at which its own ranks meet. Its first
 rank, the leader, also exchanges messages with the leaders of the other hosts, and writes them into
 the lines of their ranks. A barrier is: all ranks of each host, then all leaders, then all ranks of
-each host again, when all data that go with it have arrived.
+each host again, once all data of the barrier have arrived.
 """
 
 import struct

@@ -1,4 +1,4 @@
-"""What the gradients of a group of parameters are, and how they lie in shared memory."""
+"""The gradients of a group of parameters, and their layout in shared memory."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from lockstep.plan.layout import Extent, align, flat_offsets, in_buckets
 
 @dataclass(frozen=True, kw_only=True)
 class GradientSpec:
-    """Which gradients there are, and how they lie in memory.
+    """The gradients and their layout in memory.
 
     Attributes:
         num_shares: rows of gradients.
@@ -19,8 +19,8 @@ class GradientSpec:
         row_limits: for each of them, the rows of a batch up to which factors are exchanged; 0 for
             never.
         sparse: whose gradients are rows, by the parameters' names.
-        num_buckets: about so many at most, in which ranks without shared memory exchange them;
-            0 where they need not.
+        num_buckets: about the most buckets in which ranks without shared memory exchange them;
+            0 for no buckets.
     """
 
     num_shares: int
@@ -47,12 +47,12 @@ class GradientSpec:
 
     @property
     def row_bytes(self) -> int:
-        """Of the gradients of a share."""
+        """Bytes of the gradients of a share."""
         return flat_offsets(self.extents)[1]
 
     @property
     def table_shape(self) -> tuple[int, int, int]:
-        """Of what says what each row holds: for each parameter its kind, and how many factors."""
+        """Shape of the table of rows' contents: by parameter its kind, and how many factors."""
         return self.num_shares, max(len(self.tensors), 1), 2
 
     def capacity(self, parameter: int) -> int:
@@ -84,7 +84,7 @@ class GradientSpec:
     def holes(self, here: range) -> list[tuple[int, int]]:
         """Bytes ``[start, stop)`` that need no memory until a share uses them.
 
-        Of a weight whose factors are exchanged, only the first row holds a gradient: the sum.
+        If a weight's factors are exchanged, only its first row holds a gradient: the sum.
 
         Args:
             here: the rows whose gradients are kept here.

@@ -57,7 +57,7 @@ class GroupGradients(ABC):
     """One rank's end. Parameters are numbered within the group.
 
     Attributes:
-        factor: by what the sums of the next ``reduce_scatter`` are multiplied after it.
+        factor: the sums of the next ``reduce_scatter`` are multiplied by it afterwards.
     """
 
     factor = 1.0
@@ -98,7 +98,7 @@ class GroupGradients(ABC):
         return False
 
     def arrive(self, row: int, parameter: int, gradient: torch.Tensor | None) -> None:
-        """Add a gradient to a row; with what was put before it is complete."""
+        """Add a gradient to a row, which completes it."""
         raise NotImplementedError
 
     def hand_over(self, num_rows: int) -> None:
@@ -121,7 +121,7 @@ class GroupGradients(ABC):
         """A parameter's whole gradient, after all ranks have reduced and gathered."""
 
     def places(self, row: int) -> Sequence[torch.Tensor] | None:
-        """Where a row's gradients may be formed, to be put without a copy; None for nowhere."""
+        """Memory in which to form a row's gradients, to be put without a copy; None if none."""
         return None
 
     def commit(self) -> None:
@@ -129,7 +129,7 @@ class GroupGradients(ABC):
         return
 
     def weigh(self, factors: Sequence[float] | None) -> None:
-        """Before ``reduce_scatter``: by what each row is multiplied; None for by nothing."""
+        """Before ``reduce_scatter``: set the factor of each row; None for no factors."""
         assert factors is None, "a rank alone has nothing to weigh its gradients against"
 
     def divide(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
@@ -179,7 +179,7 @@ class OwnGradients(GroupGradients):
 
 
 def added(sums: list[torch.Tensor | None], gradients: Gradients) -> list[torch.Tensor | None]:
-    """The sums with further gradients added in place; what was not used before is taken over."""
+    """The sums with further gradients added in place; the first gradient becomes the sum."""
     both = [
         (own, more)
         for own, more in zip(sums, gradients, strict=True)

@@ -1,10 +1,10 @@
 """Losses that an accelerator computes, on their way to the lines that ranks share.
 
-To assign a device's tensor to host memory waits until the device has computed it, and all that was
-asked of it before. So all that a rank has to tell of its losses goes in one copy, which begins with
-the last of them, before backward. It is waited for when all ranks meet, and by then the device has
-computed the losses, or is about to, and still has backward to do. A rank alone that needs only the
-weights, and knows them, leaves the totals to whoever asks for them.
+Assigning a device's tensor to host memory waits until the device has computed it, and all work
+queued before. So a rank copies all its losses at once; the copy begins with the last of them,
+before backward. The rank waits for it when all ranks meet; by then the device has computed the
+losses, or is about to, and still has backward to do. A single rank that needs only the weights, and
+knows them, fetches the totals when they are first read.
 """
 
 import math
@@ -17,7 +17,7 @@ from lockstep.comm.shared_memory.status_board import look_around_of
 
 
 class LateTotal:
-    """The sum of some totals, as a number: who makes one of it waits for the device.
+    """The sum of some totals; converting it to a number waits for the device.
 
     Args:
         fetch: of the totals.
@@ -55,11 +55,11 @@ class LateLosses:
         self._fetch = None
 
     def expect(self, num_shares: int) -> None:
-        """So many shares are going to put their losses."""
+        """Expect the losses of this number of shares."""
         self._num_due = num_shares
 
     def put(self, share: int, *numbers: torch.Tensor | float) -> None:
-        """What a share's line begins with."""
+        """Put the first numbers of a share's line."""
         for place, number in enumerate(numbers):
             if accelerators.computes(number):
                 self._numbers[share, place] = number
@@ -70,7 +70,7 @@ class LateLosses:
             self._fetch = self._fetched()
 
     def settle(self, look_around: Callable[[float], None]) -> None:
-        """Have all of it in the lines; for ``look_around`` see ``accelerators.await_event``."""
+        """Bring all numbers to the lines; for ``look_around`` see ``accelerators.await_event``."""
         if self._numbers:
             found = (self._fetch or self._fetched()).wait(look_around).numpy()
             for place, number in zip(self._numbers, found, strict=True):
@@ -80,7 +80,7 @@ class LateLosses:
     def leave(self, num_shares: int) -> LateTotal | None:
         """The total of the first shares, for later, which ``settle`` then does not wait for.
 
-        None where nothing is on its way, or weights are.
+        None if no copy is pending, or one of weights is.
         """
         if not self._numbers or any(place for _, place in self._numbers):
             return None

@@ -5,9 +5,9 @@ others in buckets (``plan.layout.in_buckets``): a bucket is sent when backward h
 last gradient in it, from the sender's row to where the receiver adds it up, and is not copied on
 its way.
 
-What comes is known before any gradient is: each rank sends whole buckets, also where a parameter
-was not used. Receivers learn of that when all have met. A gradient that changes after its bucket
-was sent (a layer that goes backward twice) is told of there, too, and the bucket is sent once more.
+The messages are known before any gradient is: each rank sends whole buckets, even if a parameter
+was not used. Receivers learn of that at the barrier. There a sender also announces a gradient that
+changed after its bucket was sent (a layer that runs backward twice), and sends the bucket again.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ from lockstep.plan.program.sum_tree import subtrees
 
 @dataclass(frozen=True, kw_only=True)
 class _BucketSlice:
-    """What goes from one rank to another of a bucket: pieces of a subtree's sum.
+    """The part of a bucket that one rank sends another: pieces of a subtree's sum.
 
     Attributes:
         peer: the rank at the other end.
@@ -46,7 +46,7 @@ class _BucketSlice:
 
 @dataclass(kw_only=True)
 class _Bucket:
-    """Parameters whose gradients are sent at a time, and how far that is.
+    """Parameters whose gradients are sent together, and the state of their transfer.
 
     Attributes:
         parameters: their numbers.
@@ -256,7 +256,7 @@ class OverlappedReduce(ReduceScatter):
     # --- after the update ------------------------------------------------------------------------
 
     def _move(self, sends: Buffers, receives: Buffers) -> None:
-        """Pieces of one store lie there as in the others', so that they go without a copy."""
+        """Move pieces without a copy: all ranks' stores have the same layout."""
         begun = [
             message
             for peer, pieces in receives.items()
@@ -290,7 +290,7 @@ def _spans(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def _bytes_at(start: int, stop: int) -> torch.Tensor:
-    """Memory that somebody else keeps."""
+    """A view of memory that another object keeps alive."""
     memory = (ctypes.c_char * (stop - start)).from_address(start)
     return torch.frombuffer(memory, dtype=torch.uint8)
 

@@ -8,16 +8,16 @@ it sends the piece to all others. Where a domain's shares are one subtree, as po
 sends and receives per step 2 (n - 1) / n of the parameters' bytes, for n domains; that is the least
 for gradients that are summed, and every connection carries its part at once.
 
-Whom a rank talks to: in every other domain it has a partner, which sends it that domain's sums of
+In every other domain a rank has a partner, which sends it that domain's sums of
 its pieces and gets its pieces after the update. With as many ranks everywhere, partners have the
 same place in their domains; else some ranks are partners of several others.
 
-Of weights whose factors are exchanged (``comm.collectives.shm_gradient_buffer``) no domain sends a
-gradient at all. The factors of all shares come to every domain, which forms the whole gradient and
-updates the whole weight. All multiply blocks of the same sizes, and come to the same bits.
+If a weight's factors are exchanged (``comm.collectives.shm_gradient_buffer``), no domain sends its
+gradient at all. Every domain gets the factors of all shares, forms the whole gradient and updates
+the whole weight. All multiply blocks of the same sizes, and compute the same bits.
 
-Of sparse parameters each domain sends the rows that its shares have touched, share by share, and
-who updates them sends the rows that any share has touched.
+For sparse parameters each domain sends the rows that its shares have touched, share by share, and
+the rank that updates them sends the rows that any share has touched.
 """
 
 from collections import defaultdict
@@ -152,7 +152,7 @@ class ReduceScatter(GroupGradients):
     def _partial_sums(
         self, pieces: Sequence[Piece]
     ) -> tuple[_Tensors, _Tensors, dict[int, dict[int, torch.Tensor]]]:
-        """What to send and receive of gradients; and by piece, the sums of all domains' subtrees.
+        """The gradients to send and receive; and by piece, the sums of all domains' subtrees.
 
         Sums are formed in place, but for those of a weight that all domains update: others may form
         the same at this moment.
@@ -201,7 +201,7 @@ class ReduceScatter(GroupGradients):
         ]
 
     def _add_factors(self, sends: _Tensors, receives: _Tensors) -> None:
-        """Have the factors that shares have published come to all domains, rank by rank."""
+        """Send the factors that shares have published to all domains, rank by rank."""
         own = [each for pair in self._factors_of(self._rank) for each in pair]
         for peer in self._partners.values():
             sends[peer] += own
@@ -248,7 +248,7 @@ class ReduceScatter(GroupGradients):
         return self._rows.is_sparse(piece.parameter) and self._rows.is_used(piece.parameter)
 
     def _own_touched(self, piece: Piece) -> Iterable[tuple[int, torch.Tensor]]:
-        """What this domain's shares have touched of a sparse piece, by row."""
+        """The rows of a sparse piece that this domain's shares have touched, by gradient row."""
         here = self._rows_there(self._domain)
         for row in self._rows.touching(piece.parameter, here) if self._is_touched(piece) else ():
             gradient = self._rows.published(row, piece)
@@ -259,7 +259,7 @@ class ReduceScatter(GroupGradients):
         return (SparseRows.of_gradient(each) for _, each in self._own_touched(piece))
 
     def _all_gather_touched(self, tensors: Mapping[int, torch.Tensor]) -> None:
-        """Bring what was touched of sparse pieces to all domains."""
+        """Bring the touched rows of sparse pieces to all domains."""
 
         def by_rows(piece: Piece) -> torch.Tensor:
             tensor = tensors[piece.parameter]

@@ -11,11 +11,11 @@ gradient over the whole batch, in one product. The arithmetic is the same in amo
 nothing is moved. A share decides for itself, by the number of its rows, and the sum takes both
 kinds, so a share with more rows than there is room for hands in its whole gradient.
 
-Of a *sparse* parameter, an embedding, a share hands in the rows that it has touched, and their
+For a *sparse* parameter, an embedding, a share hands in the rows that it has touched, and their
 numbers; their sum is a sparse tensor.
 
 Where there are several hosts, each has memory of its own with rows for all shares, so that a share
-has one number everywhere. Of shares of other hosts, the table and the factors are brought here
+has one number everywhere. The table and the factors of other hosts' shares are copied here
 (``comm.collectives.host_exchange``); their gradients never are, and have no memory.
 """
 
@@ -47,7 +47,7 @@ _PRODUCTS = (_FACTORS, _BFLOAT16_FACTORS)
 
 @dataclass
 class _Own:
-    """What a share of this rank has published for a parameter so far."""
+    """The contributions that a share of this rank has published for a parameter so far."""
 
     kind: int = _NOTHING
     num_rows: int = 0
@@ -125,7 +125,7 @@ class SharedGradientBuffer(GroupGradients):
         self.table[row, : len(entries)] = np.reshape(entries, (-1, 2))
 
     def take(self, gradients: Mapping[tuple[int, int], torch.Tensor]) -> None:
-        """Add gradients, by row and parameter, of which others hear at the next ``write``."""
+        """Add gradients, by row and parameter; the next ``write`` publishes them."""
         targets, sources = [], []
         for (row, parameter), gradient in gradients.items():
             own = self._own_of(row, parameter)
@@ -244,7 +244,7 @@ class SharedGradientBuffer(GroupGradients):
                 self.cut(row, piece).mul_(self._factors_of_rows[row])
 
     def sum_own_rows(self, pieces: Sequence[Piece], rows: range) -> None:
-        """Before others hear of it: sum what this rank has put into its rows, in the first."""
+        """Before publishing: sum this rank's rows into the first of them."""
         if len(rows) == 1:
             return
         for piece in pieces:
@@ -255,13 +255,13 @@ class SharedGradientBuffer(GroupGradients):
                     self.cut(rows.start, piece).copy_(total)
 
     def weighed(self, partial: torch.Tensor, row: int) -> torch.Tensor:
-        """What a row of elsewhere has of a piece, weighed here."""
+        """A piece of another domain's row, weighed here."""
         return (
             partial if self._factors_of_rows is None else partial.mul_(self._factors_of_rows[row])
         )
 
     def mark(self, rows: range, parameters: Collection[int]) -> None:
-        """Tell others once more of gradients in these rows: see ``is_marked``."""
+        """Announce gradients in these rows again: see ``is_marked``."""
         self.table[rows.start : rows.stop, sorted(parameters), 1] = 1
 
     def is_marked(self, rows: range, parameters: Collection[int]) -> bool:
@@ -287,7 +287,7 @@ class SharedGradientBuffer(GroupGradients):
         }
 
     def add_products(self, pieces: Sequence[Piece], targets: Sequence[torch.Tensor | None]) -> None:
-        """Add what comes of factors, of all shares, to sums of gradients, or to nothing."""
+        """Add the products of all shares' factors to sums of gradients, or to zero."""
         for piece, target in zip(pieces, targets, strict=True):
             kinds = [kind for _, kind, _ in self._found[piece.parameter]]
             if target is not None and any(kind in _PRODUCTS for kind in kinds):
@@ -340,7 +340,7 @@ class SharedGradientBuffer(GroupGradients):
     def _add_product(self, target: torch.Tensor, piece: Piece, adds: bool) -> None:
         """Form a weight's gradient over all factors, block by block.
 
-        One product for each block of rows, whoever owns how many: so the sizes of the products,
+        One product for each block of rows, whichever rank owns it: so the sizes of the products,
         and with them the order of their sums, do not depend on the number of ranks.
         """
         factors = [
@@ -401,7 +401,7 @@ class SharedGradientBuffer(GroupGradients):
         )
 
     def gather(self, pieces: Sequence[Piece], sums: Sequence[torch.Tensor | None]) -> None:
-        """Have ``summed`` know of sparse sums: whoever asks for it wants all rows."""
+        """Give sparse sums to ``summed``, whose callers need all rows."""
         for piece, total in zip(pieces, sums, strict=True):
             if total is not None and total.is_sparse:
                 self.reserve_base(piece.parameter)
@@ -414,7 +414,7 @@ class SharedGradientBuffer(GroupGradients):
 
 
 def sum_of_rows(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What shares have published of the rows of a piece, but for rows that none has touched."""
+    """The sum of the rows that shares have published of a piece, without untouched rows."""
     return sum(gradients[1:], start=gradients[0]).coalesce()
 
 

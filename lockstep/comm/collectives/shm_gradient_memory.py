@@ -1,4 +1,4 @@
-"""Where the gradients of a step lie in shared memory, and which parts of it have memory."""
+"""The layout of a step's gradients in shared memory, and the parts of it that have memory."""
 
 import torch
 

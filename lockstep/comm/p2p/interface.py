@@ -51,7 +51,7 @@ class MailCarrier(ABC):
 
     @abstractmethod
     def give_back(self, key: MailKey, message: int, reader: int) -> None:
-        """Reader number ``reader`` of this kind of message needs it no more."""
+        """Reader number ``reader`` of this kind of message no longer needs it."""
 
 
 class SharedMail(MailCarrier):

@@ -1,17 +1,17 @@
 """Mail between stages that share no memory: announced at the board, sent from rank to rank.
 
-From each rank to each that reads something of it there is a channel: a group of these two for the
-tensors (``comm.transports.process_group``), and a mailbox for what must be known before they can be
-received (``comm.p2p.shm_p2p``, or to other hosts ``comm.p2p.tcp_p2p``). So ranks wait for each
-other where they look around, and no device is asked what is to come.
+A channel leads from each rank to each of its readers: a group of these two for the
+tensors (``comm.transports.process_group``), and a mailbox for the metadata that is needed to
+receive them (``comm.p2p.shm_p2p``, or to other hosts ``comm.p2p.tcp_p2p``). So ranks wait for each
+other where they check for failures, and the metadata need no read from a device.
 
 Messages of a channel are received in the order in which they were sent, which the sender's program
-gives. What is read later is kept until then. A sender never waits for a reader to want a message,
+gives, and kept until they are read. A sender never waits for a reader to want a message,
 as long as the mailbox has slots for all that may be on their way. So no order of programs that is
-right with mailboxes alone can come to a deadlock here; and backends that know messages by their
+right with mailboxes alone can deadlock here; and backends that know messages by their
 order only, and not by tags, are fine.
 
-A message is one buffer, whatever it holds.
+A message is one buffer, with any contents.
 """
 
 from collections import Counter, deque
@@ -35,7 +35,7 @@ from lockstep.plan.layout import flat_offsets
 # The ranks that send and receive.
 Pair = tuple[int, int]
 
-# Stands for a tensor in the announcement of a message.
+# A placeholder for a tensor in the announcement of a message.
 _PLACEHOLDER = torch.empty(0)
 
 
@@ -61,7 +61,7 @@ class GroupMail(MailCarrier):
         offset_bytes: from where on.
         board: to wait at.
         groups: this rank's.
-        device: where what arrives is to be.
+        device: for tensors that arrive.
         ranks_here: those of this host.
         mail_channels: to the others; None where there are none.
         first_box: the number of the first mailbox, as mail threads count them.

@@ -6,7 +6,7 @@ once; its readers use it right there, without a copy, until they give the slot b
 
 A slot holds two kinds of words, all of which only grow: the number of the message that lies in it,
 written by the sender, and for each reader the number of the last message that it is done with.
-Whoever waits for a word reads it, gives the core away for a moment, then sleeps on the bell of the
+A rank that waits for a word reads it, yields the core for a moment, then sleeps on the bell of the
 rank that will write it (``comm.shared_memory.status_board``). The message itself is a pickled
 skeleton (structure, shapes, flags) and the tensors' elements. So a value may be any tree of tensors
 and numbers, and its shape may differ from message to message as long as there is room for it.
@@ -39,7 +39,7 @@ class MailboxSpec:
     """A mailbox: the same on every rank.
 
     Attributes:
-        name: of what it is for, in messages to people.
+        name: its purpose, for error messages.
         num_slots: messages that may be on their way or in use.
         num_readers: stages that read every message.
         capacity_bytes: room for a message's tensors.
@@ -120,7 +120,7 @@ class Mailbox:
         return slot.read()
 
     def give_back(self, number: int, reader: int) -> None:
-        """Reader ``reader`` needs message ``number`` no more."""
+        """Reader ``reader`` no longer needs message ``number``."""
         self._slots[number % len(self._slots)].done[reader].value = number
         self._board.ring()
 

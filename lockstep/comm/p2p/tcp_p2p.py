@@ -2,9 +2,9 @@
 
 Within a host a message lies in memory that its readers map. To another host it is sent, by a
 thread: a stage of a pipeline must neither wait until what it sends has left, nor let what is sent
-to it wait until it has time. A reader acknowledges a message when it needs it no more, and a sender
-has only so many on their way, as with the slots of a mailbox. What several readers on one rank are
-to have (stages that use the same value) goes there once.
+to it wait until it has time. A reader acknowledges a message when it no longer needs it, and a
+sender has only so many on their way, as with the slots of a mailbox. A message for several readers
+on one rank (stages that use the same value) is sent there once.
 
 Messages are encoded (``comm.codec.message_codec``), not pickled. Both ends say goodbye when a task
 is done, so that nothing of it is left on the channel for the next.
@@ -89,7 +89,7 @@ class MailChannels:
         return arrived.payload
 
     def acknowledge(self, box: int, number: int, sender: int) -> None:
-        """A reader here needs a message of ``sender`` no more."""
+        """A reader here no longer needs a message of ``sender``."""
         self._state.send(sender, _DONE, box, number)
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class MailChannels:
             raise state.error
 
     def abandon(self) -> None:
-        """After a failure: end, whatever is left."""
+        """After a failure: end, even if messages are left."""
         state = self._state
         state.is_abandoned = True
         if self._thread.is_alive():
@@ -155,31 +155,31 @@ class RemoteBox:
         return self.channels.take(self.box, number, sender)
 
     def give_back(self, number: int, reader: int) -> None:
-        """A reader here needs a message no more."""
+        """A reader here no longer needs a message."""
         self.channels.acknowledge(self.box, number, self.sender)
 
 
 @dataclass
 class _Arrived:
-    """A message that has come, and how many are still to take it."""
+    """A message that has arrived, and how many readers have yet to take it."""
 
     payload: bytes
     num_readers: int
 
 
 class _State:
-    """What a mail thread and its thread share.
+    """The state that ``MailChannels`` and its thread share.
 
     Attributes:
         ends: the channels, by rank.
-        news: notified when something has come, or the thread ends.
+        news: notified when a message has arrived, or the thread ends.
         inbox: messages that have come, by mailbox, number and sender.
         sent: by mailbox and slot, the number of the last message.
         unread: by mailbox and number, how many readers of a message have not acknowledged it.
-        error: what the thread has ended of.
+        error: the error that ended the thread.
         is_leaving: this rank says goodbye.
         is_abandoned: nothing is sent or awaited any more.
-        has_ended: the thread has come to its end.
+        has_ended: the thread has ended.
     """
 
     def __init__(self, channels: Mapping[int, Channel], names: Mapping[int, str]) -> None:
@@ -270,7 +270,7 @@ def _run(state: _State) -> None:
 
 
 def _serve(state: _State, rank: int) -> None:
-    """Send and receive on a channel what can be now."""
+    """Send and receive on a channel as much as possible now."""
     end = state.ends[rank]
     try:
         end.channel.flush()

@@ -1,6 +1,6 @@
 """Rows of embeddings on their way to other domains: only those that were touched travel.
 
-How many they are only their sender knows, so their counts go first, in a transfer of their own.
+Only their sender knows how many they are, so their counts go first, in a transfer of their own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,7 @@
 """Where users say that stages begin: by names of modules, or by device scopes.
 
 Both give a cutting, the tuple ``starts`` of the first layers of the stages, as
-``plan.pipeline.cuts`` does. All that is wrong with what was said is gathered and said at once.
+``plan.pipeline.cuts`` does. All problems are gathered and reported at once.
 """
 
 import difflib

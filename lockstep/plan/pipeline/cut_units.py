@@ -18,7 +18,7 @@ _TENSORS_PER_PARAMETER = 4
 
 
 def units_of(graph: LayerGraph) -> list[tuple[int, int]]:
-    """Runs ``[first, stop)`` of layers that no cut may part."""
+    """Runs ``[first, stop)`` of layers that no cut may divide."""
     parted = set(range(1, len(graph.layers)))
     for first, last in graph.inseparable:
         parted -= set(range(first + 1, last + 1))
@@ -41,7 +41,7 @@ def in_units(
 
 
 def _raise_inseparable(graph: LayerGraph, start: int) -> None:
-    """Say which layers a cut at ``start`` would part."""
+    """Raise an error that names the layers that a cut at ``start`` would separate."""
     first, last = next((first, last) for first, last in graph.inseparable if first < start <= last)
     names = [layer.name for layer in graph.layers]
     elsewhere = f"Cut at {names[last + 1]!r}" if last + 1 < len(names) else "Cut elsewhere"
@@ -124,7 +124,7 @@ def undivided(graph: LayerGraph) -> dict[str, str]:
 
 
 def why_fewer(graph: LayerGraph, units: Sequence[tuple[int, int]], wanted: int) -> str:
-    """Why a model does not come in as many stages as were asked for.
+    """Why a model cannot have as many stages as were asked for.
 
     What it computes is the same in any number of them, so it runs, with devices to spare.
     """

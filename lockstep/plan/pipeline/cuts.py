@@ -1,4 +1,4 @@
-"""Where to cut a model into stages so that the slowest is as fast as can be.
+"""Where to cut a model into stages so that the slowest is as fast as possible.
 
 The model's layers come in the order in which it computes, and a stage is a run of consecutive
 ones. A cutting is the tuple ``starts`` of each stage's first layer; ``starts[0]`` is 0.
@@ -28,7 +28,7 @@ from lockstep.units import first_few, format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """What a layer takes of the stage that holds it.
+    """The costs that a layer adds to its stage.
 
     Attributes:
         seconds: forward and backward of one microbatch.
@@ -87,7 +87,7 @@ class CutProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A cutting and what its stages take, for one microbatch.
+    """A cutting and the costs of its stages, for one microbatch.
 
     Attributes:
         starts: index of the first layer of each stage.
@@ -116,7 +116,7 @@ class Cut:
 
 
 def describe_cut(problem: CutProblem, starts: Sequence[int]) -> Cut:
-    """What a given cutting costs; it may exceed the memory limit.
+    """The costs of a given cutting; it may exceed the memory limit.
 
     Raises:
         PlanError: ``starts`` is no cutting of this model.
@@ -292,10 +292,10 @@ def _best_path(
     *,
     never: int,
 ) -> tuple[int, tuple[int, ...]]:
-    """The least that intervals cost, joined, and the first of the cuttings that cost so little.
+    """The least cost of joined intervals, and the first of the cuttings that have it.
 
     ``rows`` are costs of intervals, by their start from the last to the first. From ``never`` on,
-    a cost stands for what cannot be. Every choice is the earliest next start among the best for
+    a cost means impossible. Every choice is the earliest next start among the best for
     the layers that remain, whatever came before, so the cutting is the first in lexicographic
     order.
     """
@@ -365,7 +365,7 @@ def _needed_bytes(problem: CutProblem, num_stages: int) -> int:
 
 
 def check_memory(cut_problem: CutProblem, num_stages: int) -> None:
-    """See that so many stages can stay within the memory limit.
+    """Check that this number of stages can stay within the memory limit.
 
     Raises:
         PlanError: they cannot.

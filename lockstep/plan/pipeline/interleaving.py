@@ -13,7 +13,7 @@ from lockstep.plan.shares import share_bounds
 
 @dataclass(kw_only=True)
 class _Merge:
-    """A rank's forward and backward passes on their way into one order.
+    """Merges a rank's forward and backward passes into one order.
 
     Attributes:
         lead: forward passes that may run before the next backward pass.
@@ -93,7 +93,7 @@ def _groups(num_microbatches: int, length: int) -> list[int]:
 
 
 def _turn(action: Forward | Backward, groups: Sequence[int]) -> tuple[int, int, int]:
-    """Sorts passes of one kind so that each comes after all of its kind that it needs."""
+    """A key that sorts passes of one kind so that each follows those of its kind that it needs."""
     downstream = isinstance(action, Forward)
     stage = action.stage if downstream else -action.stage
     return groups[action.microbatch], stage, action.microbatch

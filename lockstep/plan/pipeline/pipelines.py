@@ -1,8 +1,8 @@
-"""The maker of pipelines: cuts a model into stages, and says what it expects of them.
+"""The maker of pipelines: cuts a model into stages, and predicts their costs.
 
-Where to cut is said by device scopes in the model (``lockstep.device``), by names of modules, or by
-nobody: then the slowest stage is made as fast as can be (``plan.pipeline.cuts``). Stages may have
-replicas, which take turns with the microbatches, in equal numbers or each stage its own.
+Cuts come from device scopes in the model (``lockstep.device``) or from names of modules; without
+these, the slowest stage is made as fast as possible (``plan.pipeline.cuts``). Stages may have
+replicas, which take turns with the microbatches, in equal numbers or a number per stage.
 """
 
 import math
@@ -266,7 +266,7 @@ class Pipelined(Maker):
     # --- ranks -----------------------------------------------------------------------------------
 
     def _ranks(self, num_stages: int) -> list[tuple[int, ...]]:
-        """Who holds each stage."""
+        """The ranks that hold each stage."""
         if isinstance(self.replicas, tuple):
             ends = [sum(self.replicas[: stage + 1]) for stage in range(num_stages)]
             return [tuple(range(low, high)) for low, high in pairwise([0, *ends])]
@@ -319,7 +319,7 @@ class PipelinesOnHosts(Maker):
 
 
 def _needs(graph: LayerGraph, of_layer: Sequence[int], stage: int) -> set[int]:
-    """Stages whose tensors, or whose random stream, a stage goes on with."""
+    """Stages whose tensors, or whose random stream, a stage continues from."""
     needed = {
         of_layer[flow.source]
         for flow in graph.flows

@@ -2,8 +2,8 @@
 
 Stages form a graph, not only a chain (two towers that meet, say); a stage may have several
 replicas, which take microbatches in turn, and a rank may hold several stages. A schedule knows no
-times: it is made for passes of equal length, and ``plan.pipeline.simulation`` tells what it costs
-with other lengths.
+times: it is made for passes of equal length, and ``plan.pipeline.simulation`` computes its costs
+for other lengths.
 
 No schedule can deadlock. Where ranks hold one stage each, in all but gpipe, each rank of a stage
 of r replicas warms up with ``w = 1 + ceil(d / r)`` forward passes, d being the replicas of later

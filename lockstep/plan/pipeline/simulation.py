@@ -1,10 +1,10 @@
-"""What a schedule costs: programs run in simulated time, without any process.
+"""The costs of a schedule: programs run in simulated time, without any process.
 
 A rank runs its passes in their order. A pass starts when its rank is free and all that it needs
 has arrived: what another rank sends takes a transfer time, during which both ranks go on. A whole
 backward pass sends when all of it has ended, as it would in a framework that splits none.
 
-Times are in whatever unit the caller uses throughout. Not here: links that several transfers share,
+Times are in any unit, the same throughout. Not here: links that several transfers share,
 and actions that are no passes (``REDUCE``, ``STEP``, ``SYNC``), which take no time.
 """
 
@@ -243,7 +243,7 @@ def _per_stage(name: str, times: Times, stages: int, chunks: int) -> list[float]
 
 
 class _Run:
-    """Every rank goes on until something that it needs has not ended."""
+    """Runs every rank until it needs a pass that has not ended."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ def choose_num_stages(
 
 @dataclass(frozen=True, kw_only=True)
 class _StepTimes:
-    """A step's predicted time, and how much of it the slowest stage spends on transfers."""
+    """A step's predicted time, and the part that its slowest stage spends on transfers."""
 
     seconds: float
     transfer_seconds: float

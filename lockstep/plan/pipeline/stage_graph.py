@@ -17,7 +17,7 @@ from lockstep.plan.program.rank_program import (
 
 @dataclass(frozen=True, kw_only=True)
 class StageGraph:
-    """Stages, what each needs of others, and where each lives.
+    """Stages, their dependencies, and the ranks that hold them.
 
     Attributes:
         ranks: for each stage the ranks that hold a replica of it; microbatch m runs on rank
@@ -69,12 +69,12 @@ class StageGraph:
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage those that it needs something of."""
+        """For each stage the stages that it needs."""
         return _by_key(self.num_stages, ((last, first) for first, last in self.edges))
 
     @cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage those that need something of it."""
+        """For each stage the stages that need it."""
         return _by_key(self.num_stages, self.edges)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Compression of what hosts send one another, as a Plan says it: how each tensor is made smaller.
+"""Compression of tensors between hosts, as a Plan has it: how each tensor is made smaller.
 
 None of them is exact. What a host could not send it adds to what it sends at the next step (error
 feedback: Seide et al. 2014; Karimireddy et al. 2019, arXiv 1901.09847), so nothing is lost for
@@ -23,7 +23,7 @@ class BFloat16(Record, frozen=True, tag="bf16"):
     """The nearest numbers of bfloat16: 2 bytes for each element."""
 
     def num_bytes(self, shape: Sequence[int]) -> int:
-        """What a host sends of a tensor in float32."""
+        """Bytes that a host sends of a tensor in float32."""
         return 2 * math.prod(shape)
 
     def __str__(self) -> str:
@@ -34,7 +34,7 @@ class Int8(Record, frozen=True, tag="int8"):
     """Integers from -127 to 127 times a scale for each 1,024 elements: 1 byte for each element."""
 
     def num_bytes(self, shape: Sequence[int]) -> int:
-        """What a host sends of a tensor in float32."""
+        """Bytes that a host sends of a tensor in float32."""
         size = math.prod(shape)
         return size + _FLOAT_BYTES * -(-size // INT8_BLOCK)
 
@@ -51,8 +51,8 @@ class PowerSGD(Record, frozen=True, tag="power"):
 
     Attributes:
         rank: columns of each factor, at least 1.
-        warm_up: steps (under ``LocalSGDStrategy`` averages) of which all is sent as it is, before
-            the first that is compressed. Adam learns more with those of one or two epochs.
+        warm_up: steps (under ``LocalSGDStrategy`` averages) that are sent uncompressed, before the
+            first that is compressed. Adam learns more with those of one or two epochs.
 
     Raises:
         OptionError: another number.
@@ -76,7 +76,7 @@ class PowerSGD(Record, frozen=True, tag="power"):
             )
 
     def num_bytes(self, shape: Sequence[int]) -> int:
-        """What a host sends of a tensor in float32."""
+        """Bytes that a host sends of a tensor in float32."""
         if len(shape) < 2:
             return _FLOAT_BYTES * math.prod(shape)
         return _FLOAT_BYTES * self.rank * (shape[0] + math.prod(shape[1:]))
@@ -113,7 +113,7 @@ class TopK(Record, frozen=True, tag="top-k"):
         return min(size, max(1, round(self.fraction * size)))
 
     def num_bytes(self, shape: Sequence[int]) -> int:
-        """What a host sends of a tensor in float32."""
+        """Bytes that a host sends of a tensor in float32."""
         return (_FLOAT_BYTES + _INDEX_BYTES) * self.count(math.prod(shape))
 
     def __str__(self) -> str:
@@ -124,18 +124,18 @@ Compression = BFloat16 | Int8 | PowerSGD | TopK
 
 
 def warm_up(compression: Compression) -> int:
-    """Steps of which all is sent as it is, before the first that is compressed."""
+    """Steps that are sent uncompressed, before the first that is compressed."""
     return compression.warm_up if isinstance(compression, PowerSGD) else 0
 
 
 def compression_of(compression: Compression | None, shape: Sequence[int]) -> Compression | None:
-    """How a tensor is compressed; None where it is sent as it is, which is no more."""
+    """How a tensor is compressed; None if it is sent uncompressed, which is no larger."""
     is_less = compression and compression.num_bytes(shape) < _FLOAT_BYTES * math.prod(shape)
     return compression if is_less else None
 
 
 def num_bytes(compression: Compression | None, shape: Sequence[int]) -> int:
-    """What a host sends of a tensor in float32."""
+    """Bytes that a host sends of a tensor in float32."""
     found = compression_of(compression, shape)
     return _FLOAT_BYTES * math.prod(shape) if found is None else found.num_bytes(shape)
 

@@ -1,6 +1,6 @@
 """Lowering: from a Plan to each rank's program for a batch of a given size.
 
-The same programs, run in simulated time, say what a step of a pipeline is expected to take.
+The same programs, run in simulated time, predict the time of a step of a pipeline.
 """
 
 from lockstep.plan.decision import LocalUpdate, Pipeline, Stage

@@ -2,7 +2,7 @@
 
 ``0F2`` is stage 0, forward, microbatch 2. A data parallel plan's microbatches are its shares.
 A backward pass is one action, ``0B2``, or two: ``0I2`` for the gradients of the stage's inputs,
-which other stages wait for, and later ``0W2`` for those of its weights, which nobody waits for.
+which other stages wait for, and later ``0W2`` for those of its weights, which no stage waits for.
 The collective actions are words: ``REDUCE`` sums the rank's slice of the gradients over all
 shares, ``STEP`` updates the slice, ``SYNC`` waits until every rank has updated its own.
 """
@@ -55,7 +55,7 @@ class BackwardWeight(_Pass):
 
 @dataclass(frozen=True)
 class _Collective:
-    """What all ranks do at one time, written as its name."""
+    """An action that all ranks do together, written as its name."""
 
     def __str__(self) -> str:
         return type(self).__name__.upper()

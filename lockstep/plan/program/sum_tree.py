@@ -1,4 +1,4 @@
-"""In which order gradients are added up: a binary tree over the rows, aligned at powers of two.
+"""The order in which gradients are added up: a binary tree over the rows, aligned at powers of two.
 
     rows 0 to 7:   ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
 
