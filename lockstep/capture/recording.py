@@ -125,8 +125,8 @@ class Recorder(TorchFunctionMode):
         model: the model.
         leaves: paths of modules that are called as a whole, beside those of ``is_leaf``.
         grad_enabled: whether the model runs with gradients.
-        is_told: the model's code is told that it is traced; layers that are called as a whole are
-            not.
+        is_told: ``is_compiling()`` is True for the model's code, but not within layers that are
+            called as a whole.
 
     Attributes:
         culprit: path of the module that made it fail.

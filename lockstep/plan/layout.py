@@ -90,7 +90,7 @@ def in_buckets(extents: Sequence[Extent], most: int) -> list[Extent]:
     """The same parameters, with neighbours in buckets of about equal size.
 
     Backward completes the gradients of the last parameters first, and those of the first when it
-    ends: so buckets are filled from the end, and what is left for the first one is small.
+    ends: so buckets are filled from the end, and the rest for the first one is small.
     """
     least = max(_LEAST_BUCKET_BYTES, sum(extent.num_bytes for extent in extents) // most)
     bucket, filled, numbers = 0, 0, []
@@ -206,7 +206,7 @@ def _bucket_starts(extents: Sequence[Extent]) -> list[int]:
 def _pieces_between(
     low: int, high: int, numbers: Sequence[int], offsets: Sequence[int], extents: Sequence[Extent]
 ) -> Iterator[Piece]:
-    """What lies between two byte offsets, of parameters with these numbers at these offsets."""
+    """The pieces between two byte offsets, of parameters with these numbers at these offsets."""
     for number, offset in zip(numbers, offsets, strict=True):
         # Whole elements: alignment is a multiple of every element size.
         extent = extents[number]

@@ -47,7 +47,7 @@ def encoded(obj: Any) -> list[bytes | memoryview]:
 
 
 def decode(payload: bytes | memoryview) -> Any:
-    """What was encoded; tensors and arrays have memory of their own.
+    """The encoded object; tensors and arrays have memory of their own.
 
     Raises:
         HostError: the bytes are none that ``encode`` gives, or name a class that is not here.

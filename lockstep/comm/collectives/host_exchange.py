@@ -60,7 +60,7 @@ class HostExchange(Exchange):
             if len(members := members_by_domain(group.ranks, hosts)) > 1
         }
 
-    # --- what leaders exchange -------------------------------------------------------------------
+    # --- exchanged by leaders --------------------------------------------------------------------
 
     def _meet(self) -> None:
         self.board.meet(self._host_values, self._store_host_values)

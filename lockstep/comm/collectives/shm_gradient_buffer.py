@@ -40,7 +40,7 @@ from lockstep.errors import ModelError
 from lockstep.plan.layout import Piece, row_blocks
 from lockstep.plan.program.sum_tree import subtrees
 
-# What a share has published for a parameter.
+# Kinds of what a share has published for a parameter.
 _NOTHING, _GRADIENT, _FACTORS, _BFLOAT16_FACTORS, _ROWS = range(5)
 _PRODUCTS = (_FACTORS, _BFLOAT16_FACTORS)
 

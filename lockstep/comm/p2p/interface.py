@@ -32,7 +32,7 @@ class MailKey:
 
 
 class MailCarrier(ABC):
-    """One rank's end. What arrives are leaves of autograd's graph."""
+    """One rank's end. Tensors that arrive are leaves of autograd's graph."""
 
     @abstractmethod
     def put(self, key: MailKey, message: int, tree: Any, readers: Sequence[int]) -> None:

@@ -60,7 +60,7 @@ def exchange_rows(
     Args:
         transport: to these ranks.
         sends: by rank, what it gets.
-        receives: by rank, tensors whose rows come of it, for their widths and dtypes.
+        receives: by rank, tensors whose rows it sends, for their widths and dtypes.
     """
     counts = {
         peer: torch.empty(len(tensors), dtype=torch.int64) for peer, tensors in receives.items()

@@ -126,7 +126,7 @@ def undivided(graph: LayerGraph) -> dict[str, str]:
 def why_fewer(graph: LayerGraph, units: Sequence[tuple[int, int]], wanted: int) -> str:
     """Why a model cannot have as many stages as were asked for.
 
-    What it computes is the same in any number of them, so it runs, with devices to spare.
+    It computes the same in any number of stages, so it runs, with devices to spare.
     """
     reasons = [runs_whole(*one) for one in undivided(graph).items()][:3]
     if len(units) < len(graph.layers):

@@ -59,7 +59,7 @@ class Pipelined(Maker):
         recompute: whether activations are computed again in backward instead of kept; or the
             numbers of the stages where they are.
         memory_bytes: that a device may hold of parameters, gradients, slots and activations.
-        devices: of each host's ranks, by name; None is what fits.
+        devices: of each host's ranks, by name; None chooses those that fit.
         precision: see ``Plan``.
     """
 
@@ -92,7 +92,7 @@ class Pipelined(Maker):
             )
 
     def sample_size(self, cluster: Cluster, batch_size: int) -> int:
-        """Samples of the largest microbatch: what costs are measured for."""
+        """Samples of the largest microbatch, for which costs are measured."""
         return -(-batch_size // self._num_shares(cluster, batch_size))
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
@@ -290,7 +290,7 @@ class PipelinesOnHosts(Maker):
     """Replicas of a pipeline, as many on each host, none of which is on two.
 
     Attributes:
-        on_each: what a host has.
+        on_each: each host's pipelines.
     """
 
     on_each: Pipelined

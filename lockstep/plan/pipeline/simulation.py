@@ -176,7 +176,7 @@ def run_programs(
         programs: for each rank its program.
         graph: the stages.
         costs: for each stage how long its passes take.
-        transfer: time that what a stage needs of one on another rank takes to arrive, in either
+        transfer: time for a stage's values to arrive at a stage on another rank, in either
             direction; or one for each edge of the graph.
         steps_together: see ``Timeline``.
 
