@@ -142,7 +142,7 @@ def test_a_helper_that_leaves_by_itself() -> None:
 def test_a_helper_dies_in_evaluation(method: str) -> None:
     trainer = make_trainer(2, lambda: os._exit(7))
     inputs, targets = make_data()
-    with pytest.raises(WorkerError, match=rf"Rank 1 .*\(in {method}\): it left"):
+    with pytest.raises(WorkerError, match=rf"Rank 1 .*\(in {method}\): it exited"):
         trainer.predict(inputs) if method == "predict" else trainer.evaluate((inputs, targets))
 
 

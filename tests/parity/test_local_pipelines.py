@@ -160,5 +160,5 @@ def test_what_stages_cannot_do_is_refused() -> None:
 def test_a_keras_model_in_pipelines_is_refused() -> None:
     with TWO("epoch").scope():
         model = keras_model()
-    with pytest.raises(OptionError, match="need a PyTorch model"):
+    with pytest.raises(OptionError, match="needs a PyTorch model"):
         model.fit(np.zeros((40, 8)), np.zeros(40, int), batch_size=10, verbose=0)
