@@ -131,7 +131,7 @@ told("killed", step)
 def test_a_stopped_replica_is_named(tmp_path: Path, stopped: int) -> None:
     text = f"""
 from lockstep.launch.workers import process_state
-peer.STOPPED_SECONDS = 0.5
+process_state.STOPPED_SECONDS = 0.5
 step()
 print("stepped", flush=True)
 if rank == {stopped}:

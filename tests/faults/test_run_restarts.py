@@ -49,7 +49,7 @@ def test_a_script_that_dies_is_started_again(tmp_path: Path) -> None:
     status, starts, err = ended(tmp_path, "kill,1,0", 5)
     assert (status, starts) == (0, 3)
     assert "killed by SIGKILL" in err
-    assert "exit status 1; restart 2 of 5" in err
+    assert "exited with status 1; restart 2 of 5" in err
     status, starts, err = ended(tmp_path, "kill,kill,kill", 1)
     assert (status, starts) == (128 + signal.SIGKILL, 2)
     assert "all 1 restarts are used up" in err

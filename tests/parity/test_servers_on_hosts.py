@@ -250,7 +250,7 @@ watch(worker_messages.Outbox, "put", note_ask)
 watch(worker_messages.Inbox, "take", note_grant)
 watch(MailChannels, "put", note_sent)
 watch(MailChannels, "take", note_received)
-watch(remote_worker.RemoteWorker, "_await_room", lambda _: told["ahead"].append(open_asks))
+watch(remote_worker.RemoteWorker, "_wait_for_row", lambda _: told["ahead"].append(open_asks))
 
 class Lookups(nn.Module):
     def __init__(self):

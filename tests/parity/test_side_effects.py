@@ -86,7 +86,7 @@ def test_what_depends_on_the_samples_is_refused(strategy: str) -> None:
         optimizer=torch.optim.SGD,
         strategy=STRATEGIES[strategy](),
     )
-    with pytest.raises(ModelError, match=r"buffer '1\.seen', which shares of one batch leave"):
+    with pytest.raises(ModelError, match=r"buffer '1\.seen', which differs between shares of one batch"):
         trainer.fit((X, Y), batch_size=10, verbose=0)
     assert int(model[1].steps) <= 4  # type: ignore[index]
 
@@ -134,7 +134,7 @@ def test_a_forward_pass_that_changes_parameters_is_refused(
 ) -> None:
     seen = r"a change of '0\.teacher\.weight'"
     if strategy == "mirrored-2":  # a rank may see another change it while it tries its share
-        seen += "|must not depend on the other samples"
+        seen += "|must not depend on the other samples|must be the sum of its samples"
     with pytest.raises(ModelError, match=seen):
         lockstep.verify(job_of(net(Teacher(follow))), STRATEGIES[strategy]())
 

@@ -30,7 +30,7 @@ def test_what_a_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
     report = examine(devices=5)
     assert report.failures == {}
     assert report.accelerators == ("xpu:0 GPU 0 1.0 GiB", "xpu:1 GPU 1 1.0 GiB")
-    assert report.backend == "gloo, by way of host memory: this torch has no xccl"
+    assert report.backend == "gloo, through host memory: this torch has no xccl"
     assert report.links == ("xpu:0 to xpu:1", "xpu:1 to xpu:0")
     assert report.num_devices == 5
     assert report.num_cores == report.torch_cores == usable_cores()

@@ -107,6 +107,7 @@ OF_PYTHON = {
     "_getframe",
     "_lru_cache_wrapper",
     "_option_string_actions",
+    "_replace",
 }
 
 OF_CLOUDPICKLE = {"_code_reduce"}
