@@ -86,7 +86,9 @@ def test_what_depends_on_the_samples_is_refused(strategy: str) -> None:
         optimizer=torch.optim.SGD,
         strategy=STRATEGIES[strategy](),
     )
-    with pytest.raises(ModelError, match=r"buffer '1\.seen', which differs between shares of one batch"):
+    with pytest.raises(
+        ModelError, match=r"buffer '1\.seen', which differs between shares of one batch"
+    ):
         trainer.fit((X, Y), batch_size=10, verbose=0)
     assert int(model[1].steps) <= 4  # type: ignore[index]
 
