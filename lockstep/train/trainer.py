@@ -29,7 +29,7 @@ from lockstep.train.callbacks.driver import TaskDriver
 from lockstep.train.callbacks.interrupt import held_termination
 from lockstep.train.checkpointing.checkpoints import Checkpoint
 from lockstep.train.fit.fit_request import FitRequest
-from lockstep.train.fit.tasks import EvaluateTask, PredictTask
+from lockstep.train.fit.tasks import DataPass, EvaluateTask, MeansOfSamples, PredictTask
 from lockstep.train.history import History
 from lockstep.train.input.data_adapter import (
     DEFAULT_BATCH_SIZE,
@@ -366,10 +366,9 @@ class Trainer(ProvingRunner):
         metrics = self.metrics.for_validation
         metrics = copy.deepcopy(metrics) if self._job_context.is_aside else metrics
         task = EvaluateTask(
-            source=feed.source,
-            batch_size=feed.batch_size,
+            data=DataPass(source=feed.source, batch_size=feed.batch_size),
             metrics=metrics,
-            loss_parts=loss.parts,
+            evaluation=MeansOfSamples(loss.parts),
         )
         self._tell_callbacks("on_test_begin")
         with ending_with(feed.close):
@@ -439,7 +438,8 @@ class Trainer(ProvingRunner):
         )
 
     def _predict(self, feed: DataPipeline) -> Tree:
-        task = PredictTask(source=feed.source, batch_size=feed.batch_size)
+        data = DataPass(source=feed.source, batch_size=feed.batch_size)
+        task = PredictTask(data=data)
         parts = self._run(task, None, None, TaskDriver(), feed.batch_size)
         return self._job_context.from_chief(concatenate(parts) if self._is_chief else None)
 

@@ -1,8 +1,6 @@
-"""Options of a Keras ``fit``, and its start."""
+"""Options of a Keras ``fit``."""
 
 from dataclasses import dataclass
-
-from lockstep.frontends.keras.fit.tasks import ReportTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,16 +22,3 @@ class FitOptions:
     evaluates: tuple[int, ...]
     is_one_batch: bool = False
     restarts: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitStart:
-    """Where a training begins, and what host 0's callbacks need; see ``KerasFitTask``."""
-
-    epoch: int
-    step: int
-    before_steps: bool
-    reports: ReportTimes
-    evaluation_reports: ReportTimes
-    evaluation_may_stop: bool
-    watches_validation: bool

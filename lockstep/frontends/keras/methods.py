@@ -26,7 +26,6 @@ from lockstep.frontends.keras.fit.data_adapter import warn_if_short
 from lockstep.frontends.keras.fit.fit_driver import report_times
 from lockstep.frontends.keras.fit.fit_facts import facts_of_fit
 from lockstep.frontends.keras.fit.layout import layout_of
-from lockstep.frontends.keras.fit.tasks import Evaluation
 from lockstep.frontends.keras.fit_options import FitOptions
 from lockstep.frontends.keras.layers.checks import check_batch_sizes, check_integers
 from lockstep.frontends.keras.trainer import KerasTrainer
@@ -35,6 +34,7 @@ from lockstep.tracebacks import public_methods
 from lockstep.train.callbacks.driver import Logs
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.fault_tolerance.lost_hosts import fit_with_restarts
+from lockstep.train.fit.tasks import DataPass
 from lockstep.train.history import History
 from lockstep.train.input.data_adapter import DataPipeline
 from lockstep.train.runtime.job_context import StrategyLike
@@ -201,11 +201,11 @@ class Methods:
         warn_if_short(feed, options.epochs - options.initial_epoch)
         if validation is not None:
             warn_if_short(validation, 1)
-        evaluation = (
-            None if validation is None else _evaluation(validation, callbacks, shows_bar=False)
-        )
+        evaluated = None
+        if validation is not None:
+            evaluated = _pass_over(validation, callbacks, shows_bar=False)
         try:
-            logs = trainer.fit(feed, evaluation, options, callbacks)
+            logs = trainer.fit(feed, evaluated, options, callbacks)
         finally:
             model.eval()
         if options.epochs > 0 and model.optimizer is not None:
@@ -251,7 +251,7 @@ class Methods:
         callbacks.on_test_begin()
         warn_if_short(feed, 1)
         try:
-            logs = trainer.evaluate(_evaluation(feed, callbacks), feed, callbacks)
+            logs = trainer.evaluate(_pass_over(feed, callbacks), feed, callbacks)
         finally:
             self._setup.leave_mode()
         callbacks.on_test_end(logs)
@@ -366,8 +366,8 @@ def bind(model: Any, strategy: StrategyLike, dims: BatchDims) -> None:
         vars(model).update(methods, _lockstep=bound)
 
 
-def _evaluation(feed: DataPipeline, callbacks: Any, *, shows_bar: bool = True) -> Evaluation:
-    return Evaluation(
+def _pass_over(feed: DataPipeline, callbacks: Any, *, shows_bar: bool = True) -> DataPass:
+    return DataPass(
         source=feed.source,
         batch_size=feed.batch_size,
         steps=feed.steps_per_epoch,

@@ -19,7 +19,7 @@ from lockstep.frontends.keras.custom_steps.custom_step import (
     checkpoint_refused,
 )
 from lockstep.frontends.keras.custom_steps.custom_step_tasks import (
-    CustomStepEvaluateTask,
+    CustomStepEvaluation,
     CustomStepEvaluationDriver,
     CustomStepFitDriver,
     CustomStepFitTask,
@@ -36,13 +36,8 @@ from lockstep.frontends.keras.fit.fit_driver import (
     may_stop,
     report_times,
 )
-from lockstep.frontends.keras.fit.tasks import (
-    Evaluation,
-    KerasEvaluateTask,
-    KerasFitTask,
-    KerasPredictTask,
-)
-from lockstep.frontends.keras.fit_options import FitOptions, FitStart
+from lockstep.frontends.keras.fit.tasks import KerasFitTask, MeansOfBatches
+from lockstep.frontends.keras.fit_options import FitOptions
 from lockstep.frontends.keras.layers.checks import has_custom_steps
 from lockstep.frontends.keras.layers.consistency import facts_of
 from lockstep.frontends.keras.layers.dry_run import (
@@ -69,7 +64,7 @@ from lockstep.train.callbacks.rank_sync import Resume
 from lockstep.train.fault_tolerance.backups import Backups
 from lockstep.train.fault_tolerance.restarting import FollowerDriver
 from lockstep.train.fit.fit_hooks import FitHooks
-from lockstep.train.fit.tasks import Task
+from lockstep.train.fit.tasks import DataPass, EvaluateTask, Evaluation, PredictTask, Task
 from lockstep.train.input.data_adapter import DataPipeline
 from lockstep.train.input.stream_broadcast import SharedStream, sample_of
 from lockstep.train.optim.update_config import UpdateConfig
@@ -117,7 +112,7 @@ class KerasTrainer(CheckpointRunner):
         return self._shared(make)
 
     def fit(
-        self, feed: DataPipeline, evaluation: Evaluation | None, options: FitOptions, callbacks: Any
+        self, feed: DataPipeline, validation: DataPass | None, options: FitOptions, callbacks: Any
     ) -> Logs:
         """Train on data; returns the last epoch's logs."""
         self._analysis.expire()
@@ -125,11 +120,14 @@ class KerasTrainer(CheckpointRunner):
         custom = self._find_custom_steps(feed.source, "train_step")
         loss, metrics = self._loss_and_metrics(feed.source, custom, is_fit=not options.is_one_batch)
         kind: Any = KerasFitTask if custom is None else partial(CustomStepFitTask, custom=custom)
-        start = self._start_of_fit(evaluation, options, callbacks)
-        self._epochs_trained = 0 if start.epoch else self._epochs_trained
-        self._steps_trained = start.step
+        # A callback of host 0 may have found an earlier run.
+        steps = max(int(one._iterations.value) for one in self._optimizers)
+        epoch, self._steps_trained = self._job_context.from_chief((options.initial_epoch, steps))
+        options = replace(options, initial_epoch=epoch)
+        self._epochs_trained = 0 if epoch else self._epochs_trained
         kind = partial(kind, loss=loss, metrics=metrics)
-        task = self._fit_task(kind, feed, evaluation, options, start)
+        hooks = self._hooks(validation, callbacks)
+        task = self._fit_task(kind, feed, validation, options, hooks)
         telling = telling_of_interrupts(lambda: self._steps_trained, self.keeper)
         with self._fitting(), telling, held_interrupts() as interrupt:
             backups = None
@@ -148,62 +146,47 @@ class KerasTrainer(CheckpointRunner):
                 self._job_context.share_values(self.model, driver.updater)
         return driver.logs if isinstance(driver, KerasFitDriver) else {}
 
-    def _start_of_fit(
-        self, evaluation: Evaluation | None, options: FitOptions, callbacks: Any
-    ) -> FitStart:
-        """The start for all hosts, from host 0's callbacks: one may have found an earlier run."""
-        start: FitStart = self._job_context.from_chief(
-            FitStart(
-                epoch=options.initial_epoch,
-                step=max(int(one._iterations.value) for one in self._optimizers),
-                before_steps=any_acts_in(callbacks, "on_train_batch_begin", "on_batch_begin"),
-                reports=report_times(callbacks, "on_train_batch_end", "on_batch_end"),
-                evaluation_reports="never" if evaluation is None else evaluation.reports,
-                evaluation_may_stop=may_stop(callbacks, "test"),
-                watches_validation=any_acts_in(callbacks, "on_test_begin", "on_test_end"),
-            )
+    def _hooks(self, validation: DataPass | None, callbacks: Any) -> FitHooks:
+        """What callbacks need between the steps of a ``fit``."""
+        reports = report_times(callbacks, "on_train_batch_end", "on_batch_end")
+        variables = self.model.variables.values()
+        return FitHooks(
+            callbacks=True,
+            epoch_begin=True,
+            step_begin=any_acts_in(callbacks, "on_train_batch_begin", "on_batch_begin"),
+            step_end=reports == "each",
+            slots=not all(is_elementwise(one, variables) for one in self._optimizers),
+            state=self.keeper is not None and self.keeper.acts_in("takes_state"),
+            full_state=self.keeper is not None,
+            validation=any_acts_in(callbacks, "on_test_begin", "on_test_end"),
+            reports=reports,
+            validation_reports="never" if validation is None else validation.reports,
+            validation_may_stop=may_stop(callbacks, "test"),
         )
-        return start
 
     def _fit_task(
         self,
         kind: Callable[..., KerasFitTask],
         feed: DataPipeline,
-        evaluation: Evaluation | None,
+        validation: DataPass | None,
         options: FitOptions,
-        start: FitStart,
+        hooks: FitHooks,
     ) -> KerasFitTask:
         """The task of a ``fit``, equal on all hosts."""
-        resume = self._resume_of(feed, evaluation, options, start)
-        if evaluation is not None:
-            reports, stops = start.evaluation_reports, start.evaluation_may_stop
-            evaluation = replace(evaluation, reports=reports, may_stop=stops)
-        variables = self.model.variables.values()
         task = kind(
             source=feed.source,
-            validation=None,
-            evaluation=evaluation,
-            evaluates=options.evaluates,
+            validation=validation,
+            validated=options.evaluates,
             epochs=options.epochs,
-            initial_epoch=start.epoch,
-            start=resume,
+            initial_epoch=options.initial_epoch,
+            start=self._resume_of(feed, validation, options),
             batch_size=feed.batch_size,
             steps_per_epoch=feed.steps_per_epoch,
             shuffle=options.shuffle,
             seed=self.seed,
             first_epoch=self._epochs_trained,
             first_step=self._steps_trained,
-            hooks=FitHooks(
-                callbacks=True,
-                epoch_begin=True,
-                step_begin=start.before_steps,
-                step_end=start.reports == "each",
-                slots=not all(is_elementwise(one, variables) for one in self._optimizers),
-                state=self.keeper is not None and self.keeper.acts_in("takes_state"),
-                full_state=self.keeper is not None,
-            ),
-            watches_validation=start.watches_validation,
-            reports=start.reports,
+            hooks=hooks,
         )
         if self._job_context.hosts is None:
             return task
@@ -213,16 +196,16 @@ class KerasTrainer(CheckpointRunner):
     def _resume_of(
         self,
         feed: DataPipeline,
-        evaluation: Evaluation | None,
+        validation: DataPass | None,
         options: FitOptions,
-        start: FitStart,
     ) -> Resume:
         """Where training begins; streams are read up to that place."""
+        first = options.initial_epoch
         if self._resumed is None:
-            return Resume(start.epoch)
+            return Resume(first)
         resume = self._start(feed.batch_size, is_stream=isinstance(feed.source, SharedStream))
-        others = [] if evaluation is None else [(evaluation.source, options.evaluates)]
-        self._read_again(resume, start.epoch, feed, others)
+        others = [] if validation is None else [(validation.source, options.evaluates)]
+        self._read_again(resume, first, feed, others)
         return resume
 
     def _driver(
@@ -251,25 +234,20 @@ class KerasTrainer(CheckpointRunner):
             self._job_context.hosts.wait()
             self._job_context.share_values(self.model)
 
-    def evaluate(self, evaluation: Evaluation, feed: DataPipeline, callbacks: Any) -> Logs:
+    def evaluate(self, data: DataPass, feed: DataPipeline, callbacks: Any) -> Logs:
         """Losses and metrics over data."""
         self._analysis.expire()
         custom = self._find_custom_steps(feed.source, "test_step")
         loss, metrics = self._loss_and_metrics(feed.source, custom, is_fit=False)
         if custom is None and self._is_divided():
             self._analysis.check_independence(feed.source)
-        reports, stops = self._job_context.from_chief(
-            (evaluation.reports, may_stop(callbacks, "test"))
-        )
-        evaluation = replace(evaluation, reports=reports, may_stop=stops)
-        options: dict[str, Any] = {"evaluation": evaluation, "metrics": metrics, "loss": loss}
-        task = KerasEvaluateTask(**options)
+        reports, stops = self._job_context.from_chief((data.reports, may_stop(callbacks, "test")))
+        data = replace(data, reports=reports, may_stop=stops)
+        evaluation: Evaluation = MeansOfBatches(loss)
         kind = EvaluationDriver
         if custom is not None:
-            task, kind = (
-                CustomStepEvaluateTask(**options, custom=custom),
-                CustomStepEvaluationDriver,
-            )
+            evaluation, kind = CustomStepEvaluation(custom, loss), CustomStepEvaluationDriver
+        task = EvaluateTask(data=data, metrics=metrics, evaluation=evaluation)
         driver = TaskDriver()
         if self._job_context.is_chief:
             driver = kind(self.model.model, callbacks)
@@ -288,16 +266,20 @@ class KerasTrainer(CheckpointRunner):
             self._analysis.check_prediction(feed.source)
             self._analysis.check_independence(feed.source)
         reports, stops = self._job_context.from_chief(
-            (any_acts_in(callbacks, "on_predict_batch_end"), may_stop(callbacks, "predict"))
+            (
+                report_times(callbacks, "on_predict_batch_end", shows_bar=False),
+                may_stop(callbacks, "predict"),
+            )
         )
-        task = KerasPredictTask(
+        data = DataPass(
             source=feed.source,
             batch_size=feed.batch_size,
             steps=feed.steps_per_epoch,
             reports=reports,
             may_stop=stops,
-            seed=stream_seed(self.seed, "predict", self._num_predictions),
         )
+        seed = stream_seed(self.seed, "predict", self._num_predictions)
+        task = PredictTask(data=data, seed=seed)
         self._num_predictions += 1
         is_chief = self._job_context.is_chief
         driver = PredictionDriver(self.model, callbacks) if is_chief else TaskDriver()
@@ -406,9 +388,7 @@ class KerasTrainer(CheckpointRunner):
 
     def _assignment(self, task: Task, *others: Any) -> Assignment:
         assignment = super()._assignment(task, *others)
-        if self._custom is not None and isinstance(
-            task, CustomStepFitTask | CustomStepEvaluateTask
-        ):
+        if self._custom is not None:
             check_plan(assignment.plan)
         return assignment
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lockstep.data.map_style.sources import Source
+from lockstep.data.trees import Tree
 from lockstep.errors import WorkerError
 from lockstep.launch.workers.team import Team
 from lockstep.parallel.debug.module_watch import Noted
@@ -170,6 +171,31 @@ class TaskDriver:
             renew_at: where ranks resume if they are sent everything anew; None within an epoch.
         """
         return directive
+
+    wants_to_stop = False
+    """True if a callback has ended the evaluation or prediction."""
+
+    def begin_batch(self, index: int) -> None:
+        """A batch of an evaluation or prediction begins."""
+
+    def end_batch(self, index: int, losses: Logs | None) -> None:
+        """Such a batch has ended; losses so far, or None if they are not reported now."""
+
+    def report_outputs(self, outputs: Tree) -> None:
+        """The outputs of the batch that has just been predicted, if they are reported."""
+
+    def report_losses(self, batches: Sequence[Any]) -> None:
+        """The losses of the steps since the last report, if they are reported."""
+
+    def report_logs(self, logs: Logs) -> None:
+        """The logs that a step of a model's own has returned for a batch."""
+
+    def resume_epoch(self, results: Sequence[StepResult]) -> None:
+        """An epoch continues after these steps."""
+
+    def results(self, values: Logs) -> Logs:
+        """Losses and metrics as the logs of an epoch or an evaluation."""
+        return values
 
     def note_bad_records(self, bad: Mapping[int, str]) -> None:
         """Bad records that are left out: the reason by index."""

@@ -1,6 +1,9 @@
 """When all ranks of a training wait for rank 0's callbacks, checkpoints and backups."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+# After which batches callbacks get losses and metrics: "timed" is as often as a screen changes.
+ReportTimes = Literal["never", "timed", "each"]
 
 
 class FitHooks(NamedTuple):
@@ -15,6 +18,10 @@ class FitHooks(NamedTuple):
         state: a callback or a backup may take the training's state after a step.
         full_state: that state includes what each replica has of its own, so that another process
             can resume from it.
+        validation: callbacks may act where a validation begins or ends.
+        reports: the steps after which callbacks get losses and metrics so far.
+        validation_reports: the same for batches of a validation.
+        validation_may_stop: callbacks may end a validation after any batch.
     """
 
     callbacks: bool = False
@@ -24,3 +31,7 @@ class FitHooks(NamedTuple):
     slots: bool = False
     state: bool = False
     full_state: bool = False
+    validation: bool = False
+    reports: ReportTimes = "never"
+    validation_reports: ReportTimes = "never"
+    validation_may_stop: bool = False

@@ -1,6 +1,6 @@
 """Training: the task that all ranks do together in ``fit``."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +31,14 @@ from lockstep.train.fit.epoch_sums import joined_turns, mean_loss, results_of_ra
 from lockstep.train.fit.fit_hooks import FitHooks
 from lockstep.train.fit.position_recorder import PositionRecorder
 from lockstep.train.fit.snapshots import noting, take_snapshot
-from lockstep.train.fit.tasks import Task, evaluate, joined_metrics
+from lockstep.train.fit.tasks import (
+    DataPass,
+    Evaluation,
+    MeansOfSamples,
+    Task,
+    evaluate,
+    joined_results,
+)
 from lockstep.train.fit.tracing import StepTracer
 from lockstep.train.input.bad_record_filter import BadRecordFilter
 from lockstep.train.input.stream_broadcast import GlobalBatch, Halt, SharedStream
@@ -87,7 +94,8 @@ class FitTask(Task):
 
     Attributes:
         source: the training data.
-        validation: the data evaluated after every epoch, or None.
+        validation: the data to evaluate on, or None.
+        validated: the epochs that end with it; None for all.
         epochs: the number of epochs.
         batch_size: samples of a global batch, if the data does not come in batches.
         shuffle: take the samples in a new order every epoch.
@@ -115,7 +123,7 @@ class FitTask(Task):
     name: ClassVar[str] = "fit"
     stops_before_steps: ClassVar[bool] = True
     source: Source | SharedStream
-    validation: Source | SharedStream | None
+    validation: DataPass | None
     epochs: int
     batch_size: int
     shuffle: bool
@@ -135,9 +143,10 @@ class FitTask(Task):
     loss_parts: LossParts = ONE_LOSS
     turns: LossParts = ONE_LOSS
     proves: bool = False
+    validated: tuple[int, ...] | None = None
 
     def sources(self) -> list[Source | SharedStream]:
-        return [self.source, *([] if self.validation is None else [self.validation])]
+        return [self.source, *([] if self.validation is None else [self.validation.source])]
 
     def run(self, worker: Worker, control: Control, driver: TaskDriver) -> FitResult:
         """Train until the last epoch, or until a callback or Ctrl-C ends it."""
@@ -389,19 +398,33 @@ class FitTask(Task):
         return own_parts.logs([sums for own in gathered for sums in own])
 
     def _logs(self, rank_sync: RankSync, epoch: int, losses: Logs) -> Logs:
-        logs = {**losses, **joined_metrics(self.metrics, rank_sync.control)}
-        if self.validation is None:
+        logs = joined_results(rank_sync, self.metrics, losses)
+        is_due = self.validated is None or epoch in self.validated
+        if self.validation is None or not is_due:
             return logs
-        rank_sync.act(rank_sync.driver.begin_validation)
+        driver, hooks = rank_sync.driver, self.hooks
+        if hooks.validation:  # a callback may swap weights for their averages
+            rank_sync.show_slots()
+        self._around_validation(rank_sync, driver.begin_validation)
         rank_sync.share_buffers()
-        validated = evaluate(
-            rank_sync,
-            self.validation,
-            self.batch_size,
-            self.validation_metrics or self.metrics,
-            self.loss_parts,
-            epoch,
-            self._filter_of(rank_sync, self.validation),
+        data = replace(
+            self.validation, reports=hooks.validation_reports, may_stop=hooks.validation_may_stop
         )
-        rank_sync.act(partial(rank_sync.driver.end_validation, validated))
+        validated = self._validated(rank_sync, data, epoch)
+        self._around_validation(rank_sync, partial(driver.end_validation, validated))
         return {**logs, **{f"val_{name}": value for name, value in validated.items()}}
+
+    def _validated(self, rank_sync: RankSync, data: DataPass, epoch: int) -> Logs:
+        metrics = self.validation_metrics or self.metrics
+        bad_records = self._filter_of(rank_sync, data.source)
+        return evaluate(rank_sync, data, metrics, self._evaluation(), epoch, bad_records)
+
+    def _evaluation(self) -> Evaluation:
+        return MeansOfSamples(self.loss_parts)
+
+    def _around_validation(self, rank_sync: RankSync, act: Callable[[], None]) -> None:
+        """Call callbacks; if they may act, all ranks get their changes of the model."""
+        if self.hooks.validation:
+            rank_sync.sync_callback(act)
+        else:
+            rank_sync.act(act)

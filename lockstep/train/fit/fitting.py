@@ -39,6 +39,7 @@ from lockstep.train.fault_tolerance.run_record import RunRecord
 from lockstep.train.fit.fit_hooks import FitHooks
 from lockstep.train.fit.fit_request import FitData, FitRequest
 from lockstep.train.fit.fit_task import FitTask
+from lockstep.train.fit.tasks import DataPass
 from lockstep.train.history import History
 from lockstep.train.input.bad_record_filter import skipping
 from lockstep.train.input.data_adapter import (
@@ -351,7 +352,9 @@ class FittingRunner(ResumingRunner):
         callbacks, wish = self._own_callbacks, fit.wish
         task = FitTask(
             source=fit.feed.source,
-            validation=None if fit.validation is None else fit.validation.source,
+            validation=None
+            if fit.validation is None
+            else DataPass(source=fit.validation.source, batch_size=fit.feed.batch_size),
             epochs=wish.epochs,
             batch_size=fit.feed.batch_size,
             shuffle=wish.shuffle is not False,
@@ -385,7 +388,8 @@ class FittingRunner(ResumingRunner):
             return task
         schedule = None if self.schedule is None else self.schedule.every
         facts = {"the schedule": schedule, "the Trainer's options": self._update_config}
-        check_same_data(hosts, task.validation, "validation_data")
+        validation = None if task.validation is None else task.validation.source
+        check_same_data(hosts, validation, "validation_data")
         return hosts.agree_on_task(task, facts)
 
     def _conduct(

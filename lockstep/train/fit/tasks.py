@@ -5,8 +5,9 @@ does anything: callbacks, progress, the user's metrics.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -15,17 +16,23 @@ import torch
 from lockstep.data.iterable.read_ahead import Read
 from lockstep.data.map_style.sources import Source
 from lockstep.data.order import batch_bounds
-from lockstep.data.trees import Tree, map_tensors
+from lockstep.data.trees import Tree, concatenate, map_tensors
+from lockstep.parallel.batch_run import Observe
 from lockstep.parallel.data_parallel.forward import modes_of
 from lockstep.parallel.exchange.control import Control
-from lockstep.parallel.loss.share_losses import ONE_LOSS, LossParts, Sums
+from lockstep.parallel.loss.share_losses import LossParts, Sums
 from lockstep.parallel.transfer.readers import reading_ahead
 from lockstep.parallel.worker import Worker
 from lockstep.train.callbacks.driver import Logs, TaskDriver
 from lockstep.train.callbacks.rank_sync import RankSync
+from lockstep.train.fit.fit_hooks import ReportTimes
 from lockstep.train.input.bad_record_filter import BadRecordFilter
 from lockstep.train.input.stream_broadcast import SharedStream, all_batches
+from lockstep.train.logging.metric_display import ShowTimes
 from lockstep.train.logging.metrics import Metrics
+
+# A bar is drawn at most so often.
+_SECONDS_BETWEEN_REPORTS = 0.05
 
 
 class Task(ABC):
@@ -62,19 +69,121 @@ class Task(ABC):
 
 
 @dataclass(kw_only=True)
-class EvaluateTask(Task):
-    """Loss and metrics over a source, every sample once."""
+class DataPass:
+    """One pass over data without training.
 
-    name: ClassVar[str] = "evaluate"
+    Attributes:
+        source: the data.
+        batch_size: of the global batch, if the data has no batches of its own.
+        steps: the most batches; None for all.
+        reports: after which batches callbacks get what was computed.
+        may_stop: True if callbacks may end it after any batch.
+    """
+
     source: Source | SharedStream
     batch_size: int
+    steps: int | None = None
+    reports: ReportTimes = "never"
+    may_stop: bool = False
+
+    def run(
+        self,
+        rank_sync: RankSync,
+        act: Callable[[int, Source, torch.Tensor], None],
+        epoch: int | None = None,
+    ) -> None:
+        """Act on each batch: its number, the source of its samples, and their indices.
+
+        Args:
+            rank_sync: the ranks.
+            act: what each rank does.
+            epoch: of the training around it, which Ctrl-C may end; None if there is none.
+        """
+        worker, control, driver = rank_sync.worker, rank_sync.control, rank_sync.driver
+        is_validation = epoch is not None
+        reads = islice(_reads_in_order(worker, self.source, self.batch_size), self.steps)
+        with (
+            modes_of(worker.model, training=False),
+            reading_ahead(self.source, reads, worker.passes.device) as ahead,
+        ):
+            batches = all_batches(
+                ahead,
+                worker,
+                control,
+                self.batch_size,
+                epoch or 0,
+                lambda: is_validation and driver.is_interrupted,
+            )
+            for index, (part, indices) in enumerate(islice(batches, self.steps)):
+                rank_sync.act(partial(driver.begin_batch, index))
+                act(index, part, indices)
+                if self.may_stop and control.broadcast(driver.wants_to_stop):
+                    break
+                if is_validation:
+                    rank_sync.pause_validation(index)
+
+
+class Evaluation(ABC):
+    """How batches are evaluated, and their losses so far."""
+
+    @abstractmethod
+    def begin(self, rank_sync: RankSync) -> None:
+        """Forget all batches."""
+
+    @abstractmethod
+    def run(
+        self, rank_sync: RankSync, source: Source, indices: torch.Tensor, observe: Observe | None
+    ) -> None:
+        """Evaluate a batch; ``observe`` gets the outputs of this rank's shares."""
+
+    @abstractmethod
+    def logs(self, control: Control) -> Logs:
+        """The losses by name, on rank 0; every rank calls it."""
+
+
+class MeansOfSamples(Evaluation):
+    """Losses are means over the samples of all batches.
+
+    Args:
+        parts: of the loss.
+    """
+
+    def __init__(self, parts: LossParts) -> None:
+        self._parts = parts
+        self._shares: list[Sums] = []
+
+    def begin(self, rank_sync: RankSync) -> None:
+        self._shares = []
+
+    def run(
+        self, rank_sync: RankSync, source: Source, indices: torch.Tensor, observe: Observe | None
+    ) -> None:
+        self._shares += rank_sync.worker.evaluate_step(source, indices, observe)
+
+    def logs(self, control: Control) -> Logs:
+        gathered = control.gather(self._shares)
+        return self._parts.logs([sums for own in gathered for sums in own])
+
+
+@dataclass(kw_only=True)
+class EvaluateTask(Task):
+    """Losses and metrics over data, every sample once."""
+
+    name: ClassVar[str] = "evaluate"
+    kept = frozenset(("evaluation", "metrics"))
+    data: DataPass
     metrics: Metrics
-    loss_parts: LossParts = ONE_LOSS
+    evaluation: Evaluation
+
+    @property
+    def source(self) -> Source | SharedStream:  # type: ignore[override]  # an attribute there
+        """The data."""
+        return self.data.source
 
     def run(self, worker: Worker, control: Control, driver: TaskDriver) -> Logs:
         """Evaluate; rank 0 returns the values."""
         rank_sync = RankSync(worker=worker, control=control, driver=driver)
-        return evaluate(rank_sync, self.source, self.batch_size, self.metrics, self.loss_parts)
+        return evaluate(rank_sync, self.data, self.metrics, self.evaluation)
 
 
 def _is_same(one: object, other: object) -> bool:
@@ -90,52 +199,47 @@ ShareOutput = tuple[int, Tree]
 
 @dataclass(kw_only=True)
 class PredictTask(Task):
-    """Outputs for a source, every sample once.
+    """Outputs for data, every sample once.
 
     Attributes:
-        source: the data.
-        batch_size: of the global batch, if the data does not come in batches.
-        steps: the most batches; None for all.
+        data: the data.
+        seed: of the random streams of this call; None for the training's.
     """
 
     name: ClassVar[str] = "predict"
-    source: Source | SharedStream
-    batch_size: int
-    steps: int | None = None
+    data: DataPass
+    seed: int | None = None
+
+    @property
+    def source(self) -> Source | SharedStream:  # type: ignore[override]  # an attribute there
+        """The data."""
+        return self.data.source
 
     def run(self, worker: Worker, control: Control, driver: TaskDriver) -> list[Tree]:
         """Predict; rank 0 returns the outputs of all shares in the order of their samples."""
+        rank_sync = RankSync(worker=worker, control=control, driver=driver)
         parts: list[ShareOutput] = []
         start = 0
-        reads = islice(_reads_in_order(worker, self.source, self.batch_size), self.steps)
-        with (
-            modes_of(worker.model, training=False),
-            reading_ahead(self.source, reads, worker.passes.device) as ahead,
-        ):
-            batches = all_batches(ahead, worker, control, self.batch_size)
-            for index, (source, indices) in enumerate(islice(batches, self.steps)):
-                self._begin_batch(index, driver)
-                own = [
-                    (start + position, map_tensors(torch.Tensor.cpu, output))
-                    for position, output in worker.predict_step(source, indices)
-                ]
-                parts += own
-                start += len(indices)
-                if self._end_batch(index, own, control, driver):
-                    break
-        return in_order(control.gather(parts))
 
-    def _begin_batch(self, index: int, driver: TaskDriver) -> None:
-        """Before a batch."""
+        def predict(index: int, source: Source, indices: torch.Tensor) -> None:
+            nonlocal start
+            own = [
+                (start + position, map_tensors(torch.Tensor.cpu, output))
+                for position, output in worker.predict_step(source, indices)
+            ]
+            parts.extend(own)
+            start += len(indices)
+            if self.data.reports == "each" and (outputs := _in_order(control.gather(own))):
+                driver.report_outputs(concatenate(outputs))
+            driver.end_batch(index, None)
 
-    def _end_batch(
-        self, index: int, own: list[ShareOutput], control: Control, driver: TaskDriver
-    ) -> bool:
-        """After a batch, with this rank's outputs; returns, on all ranks, True to stop."""
-        return False
+        if self.seed is not None:
+            worker.passes.reseed(self.seed)
+        self.data.run(rank_sync, predict)
+        return _in_order(control.gather(parts))
 
 
-def in_order(ranks: Sequence[Sequence[ShareOutput]]) -> list[Tree]:
+def _in_order(ranks: Sequence[Sequence[ShareOutput]]) -> list[Tree]:
     """The outputs of all ranks, in the order of their samples."""
     gathered = [part for parts in ranks for part in parts]
     return [output for _, output in sorted(gathered, key=lambda part: part[0])]
@@ -143,57 +247,56 @@ def in_order(ranks: Sequence[Sequence[ShareOutput]]) -> list[Tree]:
 
 def evaluate(
     rank_sync: RankSync,
-    source: Source | SharedStream,
-    batch_size: int,
+    data: DataPass,
     metrics: Metrics,
-    loss_parts: LossParts,
+    evaluation: Evaluation,
     epoch: int | None = None,
     bad_records: BadRecordFilter | None = None,
 ) -> Logs:
-    """Loss and metrics over a source; on rank 0.
+    """Losses and metrics over data; on rank 0.
 
     Args:
         rank_sync: the ranks.
-        source: the data.
-        batch_size: of the global batch, if the data does not come in batches.
+        data: the data.
         metrics: this rank's metrics.
-        loss_parts: of the loss, if it has several.
-        epoch: of the training around it, which Ctrl-C may end; None if there is none.
+        evaluation: evaluates batches.
+        epoch: see ``DataPass.run``.
         bad_records: leaves bad records out; None if they are errors.
     """
-    worker, control, is_validation = rank_sync.worker, rank_sync.control, epoch is not None
+    worker, control, driver = rank_sync.worker, rank_sync.control, rank_sync.driver
     num_bad = 0
     metrics.reset()
+    evaluation.begin(rank_sync)
     observe = metrics.update if metrics else None
-    losses: list[Sums] = []
-    reads = _reads_in_order(worker, source, batch_size)
-    with (
-        modes_of(worker.model, training=False),
-        reading_ahead(source, reads, worker.passes.device) as ahead,
-    ):
-        batches = all_batches(
-            ahead,
-            worker,
-            control,
-            batch_size,
-            epoch or 0,
-            lambda: is_validation and rank_sync.driver.is_interrupted,
-        )
-        for index, (part, indices) in enumerate(batches):
-            num_taken = len(indices)
-            if bad_records is not None:
-                part, indices = bad_records.filtered(part, indices)
-                num_bad += num_taken - len(indices)
-            if len(indices):
-                losses += worker.evaluate_step(part, indices, observe)
-            metrics.settle(control)
-            if bad_records is not None:
-                worker.barrier()
-            if is_validation:
-                rank_sync.pause_validation(index)
-    gathered = [loss for losses in control.gather(losses) for loss in losses]
+    times = report_times(control, data.reports)
+
+    def step(index: int, part: Source, indices: torch.Tensor) -> None:
+        nonlocal num_bad
+        num_taken = len(indices)
+        if bad_records is not None:
+            part, indices = bad_records.filtered(part, indices)
+            num_bad += num_taken - len(indices)
+        if len(indices):
+            evaluation.run(rank_sync, part, indices, observe)
+        metrics.settle(control)
+        if bad_records is not None:
+            worker.barrier()
+        report(partial(driver.end_batch, index))
+
+    def report(end_batch: Callable[[Logs | None], None]) -> None:
+        if data.reports == "each":
+            metrics.join(control)
+            rank_sync.act(partial(end_batch, evaluation.logs(control)))
+        elif times.is_due():
+            with metrics.joined(control):
+                rank_sync.act(partial(end_batch, evaluation.logs(control)))
+            times.set_next()
+        else:
+            rank_sync.act(partial(end_batch, None))
+
+    data.run(rank_sync, step, epoch)
     counts = {} if bad_records is None else {"bad_records": num_bad}
-    return {**loss_parts.logs(gathered), **joined_metrics(metrics, control), **counts}
+    return {**joined_results(rank_sync, metrics, evaluation.logs(control)), **counts}
 
 
 def _reads_in_order(
@@ -205,9 +308,13 @@ def _reads_in_order(
         yield worker.reads(torch.arange(start, stop))
 
 
-def joined_metrics(metrics: Metrics, control: Control) -> Logs:
-    """The metrics over all ranks; on rank 0."""
-    if not metrics:
-        return {}
-    metrics.join(control)
-    return metrics.values() if control.rank == 0 else {}
+def report_times(control: Control, reports: ReportTimes) -> ShowTimes:
+    """When to report to callbacks that show a bar."""
+    return ShowTimes(control, _SECONDS_BETWEEN_REPORTS if reports == "timed" else 0.0)
+
+
+def joined_results(rank_sync: RankSync, metrics: Metrics, losses: Logs) -> Logs:
+    """Losses and the metrics over all ranks; on rank 0."""
+    metrics.join(rank_sync.control)
+    values = metrics.values() if rank_sync.control.rank == 0 else {}
+    return rank_sync.driver.results({**losses, **values})

@@ -15,8 +15,8 @@ A metric is moved to the device of the outputs; between ranks they are sent from
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -232,20 +232,22 @@ class Metrics:
 
         It leaves out metrics that keep all samples, and those that need more samples.
         """
-        if self._needs_batches:
-            self._gather(control)
-        own = self._counts()
-        ranks = control.gather(own)
-        if not ranks:
-            return {}
-        self._set_counts(ranks)
-        empty, found = self._ids_of_empty(), {}
-        for name, metric in self.by_name.items():
-            if id(metric) not in empty and not keeps_samples(metric):
-                with suppress(Exception):  # R2Score, for example, needs two samples
-                    found[name] = plain_value(copy.deepcopy(metric).compute())
-        self._set_counts([own])
+        found: dict[str, Any] = {}
+        with self.joined(control):
+            empty = self._ids_of_empty()
+            for name, metric in self.by_name.items() if control.rank == 0 else ():
+                if id(metric) not in empty and not keeps_samples(metric):
+                    with suppress(Exception):  # R2Score, for example, needs two samples
+                        found[name] = plain_value(copy.deepcopy(metric).compute())
         return found
+
+    @contextmanager
+    def joined(self, control: Control) -> Iterator[None]:
+        """Within the block rank 0 has the values of all ranks; then each has its own again."""
+        own = self._counts()
+        self.join(control)
+        yield
+        self._set_counts([own])
 
     def values(self) -> dict[str, Any]:
         """The metrics' values: numbers, lists or dicts of numbers; NaN without samples."""

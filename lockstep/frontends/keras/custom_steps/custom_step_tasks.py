@@ -8,30 +8,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from keras.src.utils.python_utils import pythonify_logs
 
+from lockstep.data.map_style.sources import Source
 from lockstep.data.trees import Tree
 from lockstep.frontends.keras.custom_steps.custom_step import CustomSteps
 from lockstep.frontends.keras.custom_steps.share_steps import ShareSteps
 from lockstep.frontends.keras.custom_steps.staged_steps import StagedStep, StagedSteps
 from lockstep.frontends.keras.custom_steps.step_calls import metrics_of
 from lockstep.frontends.keras.fit.fit_driver import EvaluationDriver, KerasFitDriver
-from lockstep.frontends.keras.fit.tasks import (
-    BatchLosses,
-    Evaluation,
-    KerasDriver,
-    KerasEvaluateTask,
-    KerasFitTask,
-    evaluated_batches,
-    keras_driver,
-)
+from lockstep.frontends.keras.fit.tasks import KerasFitTask, SizedLosses
 from lockstep.frontends.keras.layers.metrics import KerasMetrics, assign_each
-from lockstep.parallel.batch_run import StepBatch
+from lockstep.parallel.batch_run import Observe, StepBatch
 from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.training_step import StepResult
-from lockstep.parallel.worker import Worker
 from lockstep.train.callbacks.driver import Logs, TaskDriver
 from lockstep.train.callbacks.rank_sync import RankSync
+from lockstep.train.fit.tasks import Evaluation
 
 
 class StepMetrics(KerasMetrics):
@@ -69,53 +63,43 @@ class CustomStepFitTask(KerasFitTask):
         if self._steps is None:
             self._steps = _steps_of(rank_sync, self.custom, self.loss)
         logs = self._steps.run("train_step", batch.source, batch.indices, batch.step)
-        keras_driver(rank_sync.driver).report_logs(logs)
+        rank_sync.driver.report_logs(logs)
         num_samples = len(batch.indices)
         return StepResult(total=0.0, weight=float(num_samples), num_samples=num_samples)
 
     def _losses(self, rank_sync: RankSync, results: Sequence[StepResult]) -> Logs:
         return {}
 
-    def _batch_losses(self, control: Control, results: Sequence[StepResult]) -> list[BatchLosses]:
+    def _sized_losses(self, control: Control, results: Sequence[StepResult]) -> list[SizedLosses]:
         return []
 
-    def _evaluated(self, rank_sync: RankSync, evaluation: Evaluation, epoch: int) -> Logs:
-        return _evaluate(rank_sync, evaluation, self.metrics, self.custom, self.loss, epoch)
+    def _evaluation(self) -> Evaluation:
+        return CustomStepEvaluation(self.custom, self.loss)
 
 
-@dataclass(kw_only=True)
-class CustomStepEvaluateTask(KerasEvaluateTask):
+class CustomStepEvaluation(Evaluation):
     """Evaluation by the model's ``test_step``.
 
-    Attributes:
+    Args:
         custom: what is known of the model's steps.
-        loss: see ``CustomStepFitTask``.
+        staged: see ``CustomStepFitTask.loss``.
     """
 
-    custom: CustomSteps
-    loss: StagedStep | None  # type: ignore[assignment]  # no other is taken
+    def __init__(self, custom: CustomSteps, staged: StagedStep | None) -> None:
+        self._custom, self._staged = custom, staged
+        self._steps: ShareSteps | StagedSteps | None = None
 
-    def run(self, worker: Worker, control: Control, driver: TaskDriver) -> Logs:
-        rank_sync = RankSync(worker=worker, control=control, driver=driver)
-        return _evaluate(rank_sync, self.evaluation, self.metrics, self.custom, self.loss)
+    def begin(self, rank_sync: RankSync) -> None:
+        self._steps = _steps_of(rank_sync, self._custom, self._staged)
 
+    def run(
+        self, rank_sync: RankSync, source: Source, indices: torch.Tensor, observe: Observe | None
+    ) -> None:
+        assert self._steps is not None
+        rank_sync.driver.report_logs(self._steps.run("test_step", source, indices, None))
 
-def _evaluate(
-    rank_sync: RankSync,
-    evaluation: Evaluation,
-    metrics: KerasMetrics,
-    custom: CustomSteps,
-    staged: StagedStep | None,
-    epoch: int | None = None,
-) -> Logs:
-    """Metrics and results of ``test_step`` over data, on rank 0; see ``tasks.evaluate``."""
-    driver = keras_driver(rank_sync.driver)
-    steps = _steps_of(rank_sync, custom, staged)
-    metrics.reset()
-    for index, part, indices in evaluated_batches(rank_sync, evaluation, epoch):
-        driver.report_logs(steps.run("test_step", part, indices, None))
-        driver.end_batch(index, None if evaluation.reports == "never" else {})
-    return driver.results({})
+    def logs(self, control: Control) -> Logs:
+        return {}
 
 
 def _steps_of(
@@ -127,7 +111,7 @@ def _steps_of(
     return ShareSteps(worker.model, custom, worker, rank_sync.control)
 
 
-class _StepLogs(KerasDriver):
+class _StepLogs(TaskDriver):
     """Makes logs of what steps return, as Keras does."""
 
     _model: Any

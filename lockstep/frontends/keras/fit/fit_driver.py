@@ -16,7 +16,7 @@ from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import OptionError, WorkerError
 from lockstep.frontends.keras.fit.checkpoint_runner import CheckpointRunner
 from lockstep.frontends.keras.fit.checkpoints import OptionCallback
-from lockstep.frontends.keras.fit.tasks import BatchLosses, KerasDriver, LossMeans, ReportTimes
+from lockstep.frontends.keras.fit.tasks import LossMeans, SizedLosses
 from lockstep.frontends.keras.layers.attributes import (
     NO_SETTINGS,
     described,
@@ -28,12 +28,13 @@ from lockstep.frontends.keras.optim.optimizer_copy import set_options
 from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.transfer.serialization import describe_values
 from lockstep.train.callbacks.change_detection import ChangeWatch, SettingsWatch, structure
-from lockstep.train.callbacks.driver import Logs
+from lockstep.train.callbacks.driver import Logs, TaskDriver
 from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.callbacks.rank_sync import Resume
 from lockstep.train.fault_tolerance.backups import Backups
 from lockstep.train.fault_tolerance.restarting import RestartingDriver
 from lockstep.train.fault_tolerance.run_record import RunRecord
+from lockstep.train.fit.fit_hooks import ReportTimes
 
 # Keras's own callbacks that change nothing.
 _OBSERVERS = ("History", "ProgbarLogger")
@@ -105,7 +106,7 @@ def may_stop(callbacks: Any, loop: str) -> bool:
     return any(_is_user_defined(one) and acts_in(one, *methods) for one in callbacks.callbacks)
 
 
-class EvaluationDriver(KerasDriver):
+class EvaluationDriver(TaskDriver):
     """Rank 0's part in ``evaluate``, and in the validation of a ``fit``.
 
     Args:
@@ -145,7 +146,7 @@ class EvaluationDriver(KerasDriver):
         self._callbacks.on_test_end(logs)
 
 
-class PredictionDriver(KerasDriver):
+class PredictionDriver(TaskDriver):
     """Rank 0's part in ``predict``.
 
     Args:
@@ -258,7 +259,7 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
     def end_validation(self, logs: Logs) -> None:
         self._journal.once(partial(super().end_validation, logs))
 
-    def report_losses(self, batches: Sequence[BatchLosses]) -> None:
+    def report_losses(self, batches: Sequence[SizedLosses]) -> None:
         self._reported_means.add(batches)
         self._step_logs = self.results(self._reported_means.logs)
 
