@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from lockstep.plan.spec import Plan
-from lockstep.train.callbacks.driver import Place
+from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.history import History
 
 
@@ -77,7 +77,7 @@ class TrainerProtocol(Protocol):
     def load_state_dict(self, state: Any) -> None:
         """Resume from a state."""
 
-    def record_position(self, place: Place | None, history: History) -> None:
+    def record_position(self, position: FitPosition | None, history: History) -> None:
         """Callbacks are called at this position next."""
 
     def averaged(self) -> AbstractContextManager[None]:

@@ -60,7 +60,7 @@ from lockstep.plan.makers.data_parallel import Maker, SingleDevice
 from lockstep.train.callbacks.change_detection import ChangeWatch
 from lockstep.train.callbacks.driver import Logs, TaskDriver
 from lockstep.train.callbacks.interrupt import Interrupt, held_interrupts, telling_of_interrupts
-from lockstep.train.callbacks.rank_sync import Resume
+from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.fault_tolerance.backups import Backups
 from lockstep.train.fault_tolerance.restarting import FollowerDriver
 from lockstep.train.fit.fit_hooks import FitHooks
@@ -198,11 +198,11 @@ class KerasTrainer(CheckpointRunner):
         feed: DataPipeline,
         validation: DataPass | None,
         options: FitOptions,
-    ) -> Resume:
+    ) -> FitPosition:
         """Where training begins; streams are read up to that place."""
         first = options.initial_epoch
         if self._resumed is None:
-            return Resume(first)
+            return FitPosition(first)
         resume = self._start(feed.batch_size, is_stream=isinstance(feed.source, SharedStream))
         others = [] if validation is None else [(validation.source, options.evaluates)]
         self._read_again(resume, first, feed, others)

@@ -13,6 +13,7 @@ from lockstep.launch.workers.team import Team
 from lockstep.parallel.debug.module_watch import Noted
 from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.update import PieceSlots, Updater
+from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.fault_tolerance.rank_states import RankState
 from lockstep.train.history import History
 from lockstep.train.input.stream_broadcast import GlobalBatch
@@ -48,32 +49,6 @@ class Snapshot:
     weights: tuple[float, ...] = ()
     num_samples: int = 0
     noted: Sequence[Noted] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """The position of a ``fit`` between two steps.
-
-    Attributes:
-        epoch: number of the epoch of the next step.
-        batch: number of its batch.
-        num_steps: made so far by the task under way.
-        so_far: losses and metrics of the epoch (``train.fit.epoch_sums``); None before it begins.
-        read: for a stream, the number of batches used, and their checksum; else None.
-        replicas: with local steps, the state of each replica of its own
-        (``train.checkpointing.replica_state``).
-        residuals: of all hosts that compress what they send (``train.optim.error_feedback``).
-        is_lasting: another process can resume from there.
-    """
-
-    epoch: int
-    batch: int
-    num_steps: int
-    so_far: Any = None
-    read: list[int] | None = None
-    replicas: Any = None
-    residuals: Any = None
-    is_lasting: bool = True
 
 
 class TaskDriver:
@@ -130,11 +105,11 @@ class TaskDriver:
         """True if a callback takes the training's state after this step."""
         return False
 
-    def record_position(self, place: Place | None) -> None:
+    def record_position(self, position: FitPosition | None) -> None:
         """Callbacks are called at this position next; None if training cannot resume from it."""
 
-    def begin_run(self, start: Any, look: Callable[[], list[RankState]]) -> None:
-        """All ranks begin to train from the ``Resume`` on; ``look`` returns their states."""
+    def begin_run(self, start: FitPosition, look: Callable[[], list[RankState]]) -> None:
+        """All ranks begin to train from a position on; ``look`` returns their states."""
 
     def note_failure(self, error: BaseException, states: list[RankState], team: Team) -> None:
         """Training has failed: the states of all ranks, before the helpers are ended."""
@@ -142,11 +117,11 @@ class TaskDriver:
     def back_up(self) -> None:
         """After a step and its callbacks: copy the training, if a backup is due."""
 
-    def back_up_at(self, resume: Any, num_steps: int) -> None:
+    def back_up_at(self, position: FitPosition) -> None:
         """An epoch begins in which ranks differ by some steps: copy the training now."""
 
-    def begin_apart(self, begun: Any) -> None:
-        """Ranks with local steps begin the steps of an epoch, from the ``Resume`` on."""
+    def begin_apart(self, begun: FitPosition) -> None:
+        """Ranks with local steps begin the steps of an epoch, from a position on."""
 
     def record_progress(self, stand: Any) -> None:
         """After the loss of a process: the ``ServerProgress``; None if unknown."""
@@ -159,8 +134,8 @@ class TaskDriver:
         """
         return None
 
-    def resume_after(self, error: WorkerError) -> Any:
-        """The ``Resume`` for after the loss of a process; None if training ends."""
+    def resume_after(self, error: WorkerError) -> FitPosition | None:
+        """Where to resume after the loss of a process; None if training ends."""
         return None
 
     def decide(self, directive: Any, renew_at: Any = None) -> Any:

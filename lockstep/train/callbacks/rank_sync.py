@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import torch
 
 from lockstep.parallel.exchange.control import Control
-from lockstep.parallel.parameter_server.async_worker import ServerProgress
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import Worker
 from lockstep.train.callbacks.driver import TaskDriver
 from lockstep.train.callbacks.state_values import set_values
+from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.fit.tracing import StepTracer
 from lockstep.train.input.stream_broadcast import Halt
 
@@ -25,36 +25,10 @@ _T = TypeVar("_T")
 _BATCHES_BETWEEN_PAUSES = 4
 
 
-@dataclass(frozen=True)
-class Resume:
-    """Where a training resumes.
-
-    Attributes:
-        epoch: the epoch's number.
-        is_begun: its ``on_epoch_begin`` was called.
-        stops: a callback has stopped training there, and one more step is due.
-        batch: the number of the epoch's next batch.
-        so_far: losses and metrics of the batches before (``train.fit.epoch_sums``).
-        replicas: with local steps, the state of each replica of its own
-        (``train.checkpointing.replica_state``).
-        served: progress of asynchronous workers and servers in the epoch.
-        num_ended: with ``served``, batches of the epoch whose end callbacks were called for.
-    """
-
-    epoch: int = 0
-    is_begun: bool = False
-    stops: bool = False
-    batch: int = 0
-    so_far: Any = None
-    replicas: Any = None
-    served: ServerProgress | None = None
-    num_ended: int = 0
-
-
 class RestartTask(Exception):  # noqa: N818  # no error: all ranks leave the loop here, together
     """A callback has changed what the ranks were sent."""
 
-    def __init__(self, resume: Resume) -> None:
+    def __init__(self, resume: FitPosition) -> None:
         super().__init__()
         self.resume = resume
 
@@ -92,7 +66,7 @@ class RankSync:
     def sync_callback(
         self,
         act: Callable[[], None],
-        renew_at: Resume | None = None,
+        renew_at: FitPosition | None = None,
         *,
         stops_at_once: bool = True,
     ) -> bool:
@@ -141,7 +115,7 @@ class RankSync:
             self.driver.fail(error)
             return None
 
-    def _directive(self, act: Callable[[], None], renew_at: Resume | None) -> CallbackOutcome:
+    def _directive(self, act: Callable[[], None], renew_at: FitPosition | None) -> CallbackOutcome:
         """What rank 0's callbacks decide."""
         driver, updater = self.driver, self.worker.updater
         assert updater is not None

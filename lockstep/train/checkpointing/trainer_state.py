@@ -12,8 +12,8 @@ from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.errors import OptionError
 from lockstep.tracebacks import public_methods
 from lockstep.train.callbacks.callback import Callback
-from lockstep.train.callbacks.driver import Place, TaskDriver
-from lockstep.train.callbacks.rank_sync import Resume
+from lockstep.train.callbacks.driver import TaskDriver
+from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.run_state import (
     callback_states,
     check_state,
@@ -48,13 +48,13 @@ class PersistentRunner(Runner):
     """A state from within a ``fit``, from which the next one resumes."""
     _first_epoch: int | None = None
     """Epochs trained before the present ``fit``; None outside of one."""
-    _place: dict[str, Any] | None = None
-    """The position in it at which callbacks are called."""
-    _is_lasting = False
-    """True if another process could resume from there."""
+    recorded: FitPosition | None = None
+    """The position in it at which callbacks are called; None if training cannot resume there."""
+    _history: History
+    """Up to that position."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_resumed": None, "_place": None}
+        return {**super().__getstate__(), "_resumed": None, "recorded": None}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model's weights and buffers, whole and by name, as safetensors.
@@ -158,35 +158,18 @@ class PersistentRunner(Runner):
                 hosts.check_equal({"the state": found.digest()})
             self._resume_from(found)
 
-    def record_position(self, place: Place | None, history: History) -> None:
+    def record_position(self, position: FitPosition | None, history: History) -> None:
         """Called by the driver of a ``fit``: the position of the next callbacks."""
-        if place is None:
-            self._place = None
-            return
-        self._is_lasting = place.is_lasting
-        fields = dict(vars(place))
-        del fields["num_steps"], fields["is_lasting"]
-        self._place = {
-            **fields,
-            "batch_size": self.batch_size,
-            "steps": self._steps_trained + place.num_steps,
-            "history": history.history,
-            "epochs": history.epoch,
-        }
+        self.recorded, self._history = position, history
 
-    @property
-    def is_placed(self) -> bool:
-        """True if the position of callbacks in the ``fit`` is known."""
-        return self._place is not None
-
-    def _start(self, batch_size: int, *, is_stream: bool) -> Resume:
+    def _start(self, batch_size: int, *, is_stream: bool) -> FitPosition:
         """Where the next ``fit`` begins.
 
         Raises:
             OptionError: it resumes another ``fit`` with another kind of data, or batch size.
         """
         if self._resumed is None:
-            return Resume()
+            return FitPosition()
         place = self._resumed.position["fit"]
         if is_stream != (place.get("read") is not None):
             kinds = ["arrays or map-style data", "data that can only be iterated"]
@@ -201,17 +184,10 @@ class PersistentRunner(Runner):
                 received=f"batch_size={batch_size} after batches of {place['batch_size']}",
                 fix="Give fit the arguments that it had.",
             )
-        batch = place["batch"]
-        return Resume(
-            place["epoch"],
-            is_begun=batch > 0,
-            batch=batch,
-            so_far=place["so_far"],
-            replicas=place.get("replicas"),
-        )
+        return FitPosition.of(place)
 
     def _read_again(
-        self, start: Resume, first: int, feed: DataPipeline, others: Sequence[Any]
+        self, start: FitPosition, first: int, feed: DataPipeline, others: Sequence[Any]
     ) -> None:
         """Skip what the ``fit`` had read of its streams before.
 
@@ -235,7 +211,7 @@ class PersistentRunner(Runner):
             feed.source.skip(start.epoch, start.batch)
             feed.source.check_used(used)
 
-    def _go_on(self, driver: TaskDriver, start: Resume) -> None:
+    def _go_on(self, driver: TaskDriver, start: FitPosition) -> None:
         """After ``on_train_begin``, set all to the state from which the ``fit`` resumes."""
         state, self._resumed = self._resumed, None
         if state is None:
@@ -252,7 +228,7 @@ class PersistentRunner(Runner):
         try:
             yield
         finally:
-            self._first_epoch = self._place = None
+            self._first_epoch = self.recorded = None
 
     def _resume_from(self, state: TrainingState) -> None:
         """Set all to a state, from which the next ``fit`` resumes.
@@ -273,15 +249,20 @@ class PersistentRunner(Runner):
         if self._first_epoch is None:
             place = None if self._resumed is None else self._resumed.position["fit"]
             return {"epochs": self._epochs_trained, "steps": self._steps_trained, "fit": place}
-        if self._place is None or not self._is_lasting:
+        if self.recorded is None or not self.recorded.is_lasting:
             raise no_place()
-        return self._place_in_fit()
+        return self._position_in_fit()
 
-    def _place_in_fit(self) -> dict[str, Any]:
-        assert self._place is not None
-        place = dict(self._place)
-        del place["residuals"]  # they are a part of the state
-        return {"epochs": self._first_epoch, "steps": place.pop("steps"), "fit": place}
+    def _position_in_fit(self) -> dict[str, Any]:
+        assert self.recorded is not None
+        fit = {
+            **self.recorded.tree(),
+            "batch_size": self.batch_size,
+            "history": self._history.history,
+            "epochs": self._history.epoch,
+        }
+        steps = self._steps_trained + self.recorded.num_steps
+        return {"epochs": self._first_epoch, "steps": steps, "fit": fit}
 
     def _copied_parts(self, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
         state = self._whole_state().copied(before)
@@ -310,7 +291,7 @@ class PersistentRunner(Runner):
         """The residuals of all hosts; within a ``fit`` those that its driver has recorded."""
         own = self._residuals.state(self._job_context.host)
         if self._first_epoch is not None:
-            recorded = None if self._place is None else self._place["residuals"]
+            recorded = None if self.recorded is None else self.recorded.residuals
             return own if recorded is None else recorded
         return {host: one for each in self._job_context.from_all(own) for host, one in each.items()}
 

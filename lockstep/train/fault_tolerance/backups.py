@@ -23,7 +23,7 @@ import torch
 from lockstep.cluster.memory_limits import free_memory
 from lockstep.data.trees import tensors_of
 from lockstep.errors import CheckpointError, DeviceError
-from lockstep.train.callbacks.rank_sync import Resume
+from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.fault_tolerance.overhead_budget import OverheadBudget
 from lockstep.train.input.stream_broadcast import SharedStream
@@ -86,7 +86,7 @@ class Backup:
     """
 
     state: TrainingState
-    resume: Resume
+    resume: FitPosition
 
     @property
     def last_step(self) -> int:
@@ -149,11 +149,11 @@ class Backups:
         """Take the first backup after a step, when ranks have allocated the memory they need."""
         self._is_waiting = True
 
-    def take(self, resume: Resume | None = None) -> None:
+    def take(self, resume: FitPosition) -> None:
         """Copy the training as it is now.
 
         Args:
-            resume: where to resume; None for the training's present position.
+            resume: where to resume.
 
         Raises:
             CheckpointError, DeviceError: a part of the state cannot be copied, or does not fit into
@@ -175,15 +175,6 @@ class Backups:
             state = now.copied(None if self._reusable is None else self._reusable.parts())
         self._reusable = state
         self._release_pages()
-        if resume is None:
-            place = state.position["fit"]
-            resume = Resume(
-                place["epoch"],
-                True,
-                batch=place["batch"],
-                so_far=place["so_far"],
-                replicas=place["replicas"],
-            )
         self._last = Backup(state=state, resume=resume)
         self.journal.clear()
         for stream in self._streams:

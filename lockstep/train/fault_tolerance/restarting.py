@@ -12,9 +12,10 @@ from lockstep.launch.workers.team import Team
 from lockstep.parallel.parameter_server.async_worker import ServerProgress
 from lockstep.parallel.update import PieceSlots
 from lockstep.plan.makers.averaging import AveragedUpdate
-from lockstep.train.callbacks.driver import Place, TaskDriver
+from lockstep.train.callbacks.driver import TaskDriver
 from lockstep.train.callbacks.interrupt import Interrupt
-from lockstep.train.callbacks.rank_sync import CallbackOutcome, Resume
+from lockstep.train.callbacks.rank_sync import CallbackOutcome
+from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.training_state import copied
 from lockstep.train.fault_tolerance.backups import Backups, Journal
 from lockstep.train.fault_tolerance.rank_states import RankState
@@ -96,7 +97,7 @@ class RestartingDriver(FollowerDriver):
 
     _is_backup_due = False
     """True to take a backup after this step."""
-    _async_start = Resume()
+    _async_start = FitPosition()
     """The start of the last epoch in which ranks did not wait for each other."""
     _progress: ServerProgress | None = None
     """Their progress in it when a process was lost."""
@@ -131,15 +132,15 @@ class RestartingDriver(FollowerDriver):
         self._is_backup_due = self._backups is not None and self._backups.is_due
         return self._is_state_taken or self._is_backup_due
 
-    def record_position(self, place: Place | None) -> None:
-        if place is not None and place.batch and not self._is_state_taken:
-            place = replace(place, is_lasting=False)  # for backups only
-        self._runner.record_position(place, self.history)
+    def record_position(self, position: FitPosition | None) -> None:
+        if position is not None and position.batch and not self._is_state_taken:
+            position = replace(position, is_lasting=False)  # for backups only
+        self._runner.record_position(position, self.history)
 
     def note_failure(self, error: BaseException, states: list[RankState], team: Team) -> None:
         self._record.note_failure(error, states, team)
 
-    def begin_run(self, start: Resume, look: Callable[[], list[RankState]]) -> None:
+    def begin_run(self, start: FitPosition, look: Callable[[], list[RankState]]) -> None:
         self._record.begin_run(look)
         if text := self._runner.note_shares():
             self._notice(text)
@@ -155,30 +156,25 @@ class RestartingDriver(FollowerDriver):
         if plan.pipeline is not None and not self._backups.is_required:
             self._backups.wait()  # this process may lack memory for the other stages
             return
-        place = Place(
-            epoch=start.epoch,
-            batch=start.batch,
-            num_steps=0,
-            so_far=start.so_far,
-            replicas=start.replicas,
-        )
-        self.record_position(place)
-        self._backups.take(start)
+        self._back_up_at(replace(start, num_steps=0))
+
+    def _back_up_at(self, position: FitPosition) -> None:
+        assert self._backups is not None
+        self.record_position(position)
+        self._backups.take(position)
         self.record_position(None)
 
     def back_up(self) -> None:
         if self._is_backup_due and self._backups is not None and not self.stop_training:
-            self._backups.take()
+            self._backups.take(self._runner.recorded)
         self._is_backup_due = False
 
-    def back_up_at(self, resume: Resume, num_steps: int) -> None:
+    def back_up_at(self, position: FitPosition) -> None:
         is_required = self._backups is not None and self._backups.is_required
-        if self._backups is not None and is_required and not self._journal.is_replaying:
-            self.record_position(Place(epoch=resume.epoch, batch=0, num_steps=num_steps))
-            self._backups.take(resume)
-            self.record_position(None)
+        if is_required and not self._journal.is_replaying:
+            self._back_up_at(position)
 
-    def begin_apart(self, begun: Resume) -> None:
+    def begin_apart(self, begun: FitPosition) -> None:
         self._async_start = begun
 
     def record_progress(self, progress: ServerProgress | None) -> None:
@@ -190,7 +186,7 @@ class RestartingDriver(FollowerDriver):
         backup = None if self._backups is None else self._backups.put_back()
         return None if backup is None else backup.last_step
 
-    def resume_after(self, error: WorkerError) -> Resume | None:
+    def resume_after(self, error: WorkerError) -> FitPosition | None:
         if self._backups is None or not error.is_loss or self.failure is not None:
             return None
         progress, self._progress = self._progress, None
@@ -218,7 +214,7 @@ class RestartingDriver(FollowerDriver):
         plan = self._runner.plan
         return plan.outlives_servers and error.rank is not None and plan.is_server(error.rank)
 
-    def _first_batch_left(self, progress: ServerProgress) -> Resume:
+    def _first_batch_left(self, progress: ServerProgress) -> FitPosition:
         """Where workers and servers resume an epoch: at the first batch that is not done."""
         start = self._async_start
         return replace(
@@ -244,7 +240,9 @@ class RestartingDriver(FollowerDriver):
         self._record.note_restart(error, then)
         self._notice(f"{self.history.restarts[-1]} {then}")
 
-    def decide(self, directive: CallbackOutcome, renew_at: Resume | None = None) -> CallbackOutcome:
+    def decide(
+        self, directive: CallbackOutcome, renew_at: FitPosition | None = None
+    ) -> CallbackOutcome:
         if directive.renew and renew_at is not None and self._backups is not None:
             self._back_up_changes(replace(renew_at, stops=directive.stop))
             return directive
@@ -256,14 +254,14 @@ class RestartingDriver(FollowerDriver):
             self._set_options(decided.options)
         return replace(decided, halt=directive.halt)
 
-    def _back_up_changes(self, resume: Resume) -> None:
+    def _back_up_changes(self, resume: FitPosition) -> None:
         """Replace the backup after changes by callbacks that a journal cannot repeat.
 
         This process has the whole training while callbacks are called, so it can be copied here.
         """
         assert self._backups is not None
         self._backups.drop()
-        if self._backups.is_required and self._runner.is_placed:
+        if self._backups.is_required and self._runner.recorded is not None:
             self._backups.take(resume)
 
 

@@ -23,8 +23,9 @@ from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.transfer.readers import reading_ahead
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import Worker
-from lockstep.train.callbacks.driver import Logs, Place, TaskDriver
-from lockstep.train.callbacks.rank_sync import RankSync, RestartTask, Resume
+from lockstep.train.callbacks.driver import Logs, TaskDriver
+from lockstep.train.callbacks.rank_sync import RankSync, RestartTask
+from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.replica_state import own_replica, set_replica
 from lockstep.train.checkpointing.training_state import copied
 from lockstep.train.fit.epoch_sums import joined_turns, mean_loss, results_of_ranks, results_so_far
@@ -47,7 +48,7 @@ from lockstep.train.logging.metrics import Metrics
 from lockstep.train.validation.rank_consistency import check_ranks_agree
 from lockstep.train.validation.stage_consistency import check_stages_agree
 
-_FROM_THE_START = Resume()
+_FROM_THE_START = FitPosition()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class FitResult:
     num_epochs: int
     num_steps: int
     slots: list[PieceSlots]
-    resume: Resume | None
+    resume: FitPosition | None
 
 
 @dataclass(kw_only=True)
@@ -134,7 +135,7 @@ class FitTask(Task):
     hooks: FitHooks
     steps_per_epoch: int | None = None
     traced: range | None = None
-    start: Resume = _FROM_THE_START
+    start: FitPosition = _FROM_THE_START
     record: bool = False
     watched_modules: WatchedSteps | None = None
     counts_skipped: bool = False
@@ -178,7 +179,7 @@ class FitTask(Task):
             resume=resume,
         )
 
-    def _train(self, run: _FitRun) -> Resume | None:
+    def _train(self, run: _FitRun) -> FitPosition | None:
         """Train all epochs; returns where to resume if the ranks must be sent everything anew."""
         worker, control, driver = run.rank_sync.worker, run.rank_sync.control, run.rank_sync.driver
         if self.proves:
@@ -226,8 +227,8 @@ class FitTask(Task):
             run.num_epochs = epoch + 1
             shows.end_step()
             if self.hooks.state:
-                place = Place(epoch=epoch, batch=index + 1, num_steps=run.num_steps)
-                run.recorder.end_step(place, results)
+                position = FitPosition(epoch, True, batch=index + 1, num_steps=run.num_steps)
+                run.recorder.end_step(position, results)
             if self._end_step(rank_sync, index, results[-1], replace(begun, stops=stops)):
                 break
             rank_sync.act(driver.back_up)
@@ -260,7 +261,9 @@ class FitTask(Task):
             take_snapshot(rank_sync, step, result, noted)
         return result
 
-    def _end_step(self, rank_sync: RankSync, index: int, result: StepResult, begun: Resume) -> bool:
+    def _end_step(
+        self, rank_sync: RankSync, index: int, result: StepResult, begun: FitPosition
+    ) -> bool:
         """Let callbacks end a step; returns True to stop."""
         end_step = partial(rank_sync.driver.end_step, index, result)
         if not self.hooks.step_end:
@@ -288,9 +291,10 @@ class FitTask(Task):
             logs["bad_records"] = sum(result.num_bad for result in results)
         if self.hooks.callbacks:
             run.recorder.show_all()
-        run.recorder.record(Place(epoch=epoch + 1, batch=0, num_steps=run.num_steps))
+        run.recorder.record(FitPosition(epoch + 1, num_steps=run.num_steps))
         end = partial(rank_sync.driver.end_epoch, epoch, logs)
-        return rank_sync.sync_callback(end, Resume(epoch + 1) if self.hooks.callbacks else None)
+        renew_at = FitPosition(epoch + 1) if self.hooks.callbacks else None
+        return rank_sync.sync_callback(end, renew_at)
 
     def _filter_of(
         self, rank_sync: RankSync, source: Source | SharedStream | None
@@ -301,9 +305,9 @@ class FitTask(Task):
         tell = rank_sync.driver.note_bad_records
         return BadRecordFilter(source, rank_sync.worker, rank_sync.control, tell)
 
-    def _start_of(self, epoch: int) -> Resume:
+    def _start_of(self, epoch: int) -> FitPosition:
         """Where to begin an epoch."""
-        return self.start if epoch == self.start.epoch else Resume(epoch)
+        return self.start if epoch == self.start.epoch else FitPosition(epoch)
 
     def _num_done(self, epoch: int) -> int:
         """Batches of the epoch that were trained before this task."""
@@ -331,7 +335,7 @@ class FitTask(Task):
             return self.start.stops
         return rank_sync.sync_callback(
             partial(rank_sync.driver.begin_epoch, epoch),
-            Resume(epoch, True) if self.hooks.epoch_begin else None,
+            FitPosition(epoch, True) if self.hooks.epoch_begin else None,
             stops_at_once=self.stops_before_steps,
         )
 

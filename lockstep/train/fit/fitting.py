@@ -25,8 +25,8 @@ from lockstep.train.callbacks.interrupt import (
     held_termination,
     telling_of_interrupts,
 )
-from lockstep.train.callbacks.rank_sync import Resume
 from lockstep.train.checkpointing.checkpoints import CheckpointWriter, check_places
+from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.fault_tolerance.backups import Backups
 from lockstep.train.fault_tolerance.lost_hosts import (
@@ -345,7 +345,7 @@ class FittingRunner(ResumingRunner):
 
     # --- training --------------------------------------------------------------------------------
 
-    def _start_of(self, feed: DataPipeline) -> Resume:
+    def _start_of(self, feed: DataPipeline) -> FitPosition:
         return self._start(feed.batch_size, is_stream=isinstance(feed.source, SharedStream))
 
     def _fit_task(self, fit: FitData) -> FitTask:

@@ -6,8 +6,8 @@ from functools import partial
 
 from lockstep.data.map_style.sources import Source
 from lockstep.parallel.training_step import StepResult
-from lockstep.train.callbacks.driver import Place
-from lockstep.train.callbacks.rank_sync import RankSync, Resume
+from lockstep.train.callbacks.rank_sync import RankSync
+from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.replica_state import replicas_of
 from lockstep.train.fit.epoch_sums import epoch_sums
 from lockstep.train.fit.fit_hooks import FitHooks
@@ -32,7 +32,7 @@ class PositionRecorder:
     metrics: Metrics
     source: Source | SharedStream
 
-    def begin_epoch(self, begun: Resume, num_steps: int) -> None:
+    def begin_epoch(self, begun: FitPosition, num_steps: int) -> None:
         """Before the first step of an epoch: ranks with local steps resume from there."""
         worker, driver = self.rank_sync.worker, self.rank_sync.driver
         if not worker.has_local_steps:
@@ -41,43 +41,43 @@ class PositionRecorder:
         driver.begin_apart(begun)
         if begun.served is None and self.hooks.state and not worker.has_own_optimizer:
             self.rank_sync.show_slots()  # no backup can be taken within the epoch
-            begun = Resume(begun.epoch, True, begun.stops)
-            self.rank_sync.act(partial(driver.back_up_at, begun, num_steps))
+            position = FitPosition(begun.epoch, True, begun.stops, num_steps=num_steps)
+            self.rank_sync.act(partial(driver.back_up_at, position))
 
-    def end_step(self, place: Place, results: Sequence[StepResult]) -> None:
+    def end_step(self, position: FitPosition, results: Sequence[StepResult]) -> None:
         """After a step: record the position if rank 0 takes the state there.
 
         Args:
-            place: the position, without the ranks' own parts.
+            position: without the ranks' own parts.
             results: of this rank's steps in the epoch so far.
         """
         rank_sync, worker = self.rank_sync, self.rank_sync.worker
         meets = self.hooks.full_state or not worker.has_local_steps
-        if worker.has_diverged or not meets or not self._is_wanted(place.batch - 1):
+        if worker.has_diverged or not meets or not self._is_wanted(position.batch - 1):
             rank_sync.driver.record_position(None)
             return
         self.show_all()
         results = [result.settled() for result in results]
         own = worker.results_of_epoch(results) if worker.has_own_optimizer else results
         sums = epoch_sums(own, self.metrics, rank_sync.control, are_apart=worker.has_local_steps)
-        self.record(replace(place, so_far=sums), results)
+        self.record(replace(position, so_far=sums), results)
 
     def _is_wanted(self, index: int) -> bool:
         """True, on all ranks, if rank 0 takes the state after a step."""
         wish = self.rank_sync.act(partial(self.rank_sync.driver.wants_state, index))
         return self.rank_sync.is_wanted(bool(wish))
 
-    def record(self, place: Place, results: Sequence[StepResult] = ()) -> None:
+    def record(self, position: FitPosition, results: Sequence[StepResult] = ()) -> None:
         """Record a position, with the ranks' own parts of the state."""
         worker, control = self.rank_sync.worker, self.rank_sync.control
         if worker.has_own_optimizer and self.hooks.full_state:
-            place = replace(place, replicas=replicas_of(worker, results, control))
+            position = replace(position, replicas=replicas_of(worker, results, control))
         if worker.plan.compression is not None and self.hooks.full_state:
-            place = replace(place, residuals=residuals_of_all(worker, control))
+            position = replace(position, residuals=residuals_of_all(worker, control))
         if isinstance(self.source, SharedStream):
             read = self.source.used
-            place = replace(place, read=read, is_lasting=read is not None)
-        self.rank_sync.driver.record_position(place)
+            position = replace(position, read=read, is_lasting=read is not None)
+        self.rank_sync.driver.record_position(position)
 
     def show_all(self) -> None:
         """Bring the whole state of the training to rank 0."""

@@ -17,7 +17,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         sight: a digest of weights and options.
-        read: see ``train.callbacks.driver.Place``.
+        read: see ``train.checkpointing.fit_position``.
         is_whole: the training's state has all that the next epoch needs.
     """
 
@@ -32,9 +32,9 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
 
 def at_end(trainer: Any) -> End:
     """The end of the last epoch of ``trainer``, a PersistentRunner."""
-    place = trainer.place_in_fit()
-    is_whole = place["replicas"] is None
-    return End(sight=_sight(trainer) if is_whole else "", read=place["read"], is_whole=is_whole)
+    position = trainer.recorded
+    is_whole = position.replicas is None
+    return End(sight=_sight(trainer) if is_whole else "", read=position.read, is_whole=is_whole)
 
 
 def _sight(trainer: Any) -> str:

@@ -179,11 +179,6 @@ class ResumingRunner(PersistentRunner):
         self._session.stores.release_pages()
         return state
 
-    def place_in_fit(self) -> dict[str, Any]:
-        """The position of callbacks in a ``fit``."""
-        assert self._place is not None
-        return self._place
-
     def _own_part(self, state: TrainingState) -> TrainingState:
         """This process's part of a state that was found."""
         return state
@@ -215,7 +210,7 @@ class ResumingRunner(PersistentRunner):
                 )
             return None
         return Backups(
-            lambda: self._state_at(self._place_in_fit()),
+            lambda: self._state_at(self._position_in_fit()),
             self._set_state_but_callbacks,
             self._session.stores.release_pages,
             [source for source in sources if isinstance(source, SharedStream)],

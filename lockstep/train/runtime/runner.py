@@ -35,7 +35,7 @@ from lockstep.plan.makers.data_parallel import Maker, SingleDevice
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks.driver import TaskDriver
 from lockstep.train.callbacks.model_changes import ModelLayout
-from lockstep.train.callbacks.rank_sync import Resume
+from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.run_state import set_state, state_of
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.fit.fit_task import FitResult, FitTask
@@ -225,7 +225,7 @@ class Runner(ABC):
         batch_size: int,
     ) -> None:
         """Run the task; restart it when a callback has changed what the ranks were sent."""
-        resume: Resume | None = task.start
+        resume: FitPosition | None = task.start
         first_epoch, first_step = self._epochs_trained, self._steps_trained
         self._epochs_trained += task.start.epoch
         while resume is not None and resume.epoch < task.epochs:

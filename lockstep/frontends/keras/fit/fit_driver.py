@@ -30,7 +30,7 @@ from lockstep.parallel.transfer.serialization import describe_values
 from lockstep.train.callbacks.change_detection import ChangeWatch, SettingsWatch, structure
 from lockstep.train.callbacks.driver import Logs, TaskDriver
 from lockstep.train.callbacks.interrupt import Interrupt
-from lockstep.train.callbacks.rank_sync import Resume
+from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.fault_tolerance.backups import Backups
 from lockstep.train.fault_tolerance.restarting import RestartingDriver
 from lockstep.train.fault_tolerance.run_record import RunRecord
@@ -237,7 +237,7 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
         names = [metric.name for metric in _loss_metrics(self._model)]
         self._loss_means, self._reported_means = LossMeans(), LossMeans(names)
 
-    def resume_after(self, error: WorkerError) -> Resume | None:
+    def resume_after(self, error: WorkerError) -> FitPosition | None:
         resume = super().resume_after(error)
         if resume is not None:  # an epoch that has begun continues from its sums
             self._model.reset_metrics()
