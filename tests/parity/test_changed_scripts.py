@@ -19,6 +19,7 @@ import lockstep
 from lockstep.errors import CheckpointError
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.resume.fit_record import FitRecord
+from tests.states import first_difference
 
 GENERATOR = torch.Generator().manual_seed(5)
 X = torch.randn(40, 6, generator=GENERATOR, dtype=torch.float64)
@@ -143,7 +144,7 @@ def test_what_has_changed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def assert_same(one: lockstep.Trainer, other: lockstep.Trainer) -> None:
     states = [TrainingState.of(each.state_dict()) for each in (one, other)]
-    assert states[0].first_difference(states[1]) is None
+    assert first_difference(states[0], states[1]) is None
 
 
 def plain_loop(steps: int, change: Callable[[optim.Optimizer], None]) -> dict[str, Tensor]:

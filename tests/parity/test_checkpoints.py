@@ -25,6 +25,7 @@ from lockstep.errors import CheckpointError, DataError, OptionError
 from lockstep.train.checkpointing import checkpoints
 from lockstep.train.checkpointing.training_state import TrainingState
 from tests.parity.test_resume import BATCH, STRATEGIES, X, Y, make_model, make_trainer
+from tests.states import first_difference
 from tests.thorough import core_of
 
 STEPS_PER_EPOCH = 5
@@ -66,7 +67,7 @@ def fit_until(step: int, trainer: lockstep.Trainer, folder: Path, **options: Any
 
 def assert_same(one: lockstep.Trainer, other: lockstep.Trainer) -> None:
     states = [TrainingState.of(each.state_dict()) for each in (one, other)]
-    assert states[0].first_difference(states[1]) is None
+    assert first_difference(states[0], states[1]) is None
 
 
 # --- exact resume --------------------------------------------------------------------------------

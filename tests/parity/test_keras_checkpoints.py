@@ -14,6 +14,7 @@ from lockstep.checkpoint.generations import generations
 from lockstep.errors import CheckpointError, DataError, OptionError
 from lockstep.train.checkpointing.training_state import TrainingState
 from tests import keras_zoo as zoo
+from tests.states import first_difference
 from tests.thorough import core_of
 
 X, Y = zoo.vectors(34).astype("float32"), zoo.classes(34)
@@ -200,7 +201,7 @@ def test_a_script_that_is_started_again_goes_on(
         model, found, listed = run(step, tmp_path / "run")
     assert found.history == history.history
     assert found.epoch == history.epoch
-    assert state_of(wanted).first_difference(state_of(model)) is None
+    assert first_difference(state_of(wanted), state_of(model)) is None
     assert 0 < len(listed[-1].logs) < steps
     assert listed[-1].logs.items() <= others[-1].logs.items()
     for one, other in zip(listed[:-1], others[:-1], strict=True):
@@ -210,7 +211,7 @@ def test_a_script_that_is_started_again_goes_on(
     again, found, listed = run(0, tmp_path / "run")  # which had ended
     assert (found.history, found.epoch) == (history.history, history.epoch)
     assert not listed[-1].logs
-    assert state_of(wanted).first_difference(state_of(again)) is None
+    assert first_difference(state_of(wanted), state_of(again)) is None
 
 
 def test_every_second_attempt_may_have_another_number_of_devices(tmp_path: Path) -> None:
@@ -226,7 +227,7 @@ def test_every_second_attempt_may_have_another_number_of_devices(tmp_path: Path)
     model, found = run(2, 0, tmp_path)
     assert found["loss"] == history["loss"]
     np.testing.assert_allclose(found["accuracy"], history["accuracy"], rtol=1e-6)
-    assert state_of(wanted).first_difference(state_of(model)) is None
+    assert first_difference(state_of(wanted), state_of(model)) is None
 
 
 # --- streams -------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from keras import layers, optimizers
 
 import lockstep
 from lockstep.errors import CheckpointError
-from lockstep.train.checkpointing.training_state import TrainingState
 from tests import keras_zoo as zoo
+from tests.states import from_flat
 from tests.thorough import core_of
 
 Model = Any
@@ -97,7 +97,7 @@ def test_another_model_goes_on(optimizer: str, saving: str, loading: str) -> Non
     tensors, values = trainer._state().copied().flat()
     read = msgspec.json.decode(msgspec.json.encode(values))
     second, receiver = make(optimizer, STRATEGIES[loading], scale=0.5)
-    receiver._set_state(TrainingState.from_flat(tensors, read))
+    receiver._set_state(from_flat(tensors, read))
     found = second.fit(X, Y, batch_size=6, verbose=0).history["loss"]
     assert found == (losses[1] if saving == loading else pytest.approx(losses[1], rel=1e-12))
     for one, other in zip(whole.get_weights(), second.get_weights(), strict=True):

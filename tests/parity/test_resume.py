@@ -18,6 +18,7 @@ from torch import Tensor, nn, optim
 import lockstep
 from lockstep.errors import CheckpointError
 from lockstep.train.checkpointing.training_state import TrainingState
+from tests.states import first_difference, from_flat
 from tests.thorough import core_of
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -154,7 +155,7 @@ def through_files(state: dict[str, Any]) -> dict[str, Any]:
     tensors, values = TrainingState.of(state).flat()
     copies = {name: one.clone().contiguous() for name, one in tensors.items()}
     read = msgspec.json.decode(msgspec.json.encode(values))
-    return TrainingState.from_flat(copies, read).parts()
+    return from_flat(copies, read).parts()
 
 
 ROWS = [(strategy, feature) for feature, found in FEATURES.items() for strategy in found.strategies]
@@ -173,11 +174,11 @@ def test_one_more_epoch_has_the_bits_of_the_second(strategy: str, feature: str) 
     state = first.state_dict()
     second = make_trainer(feature, strategy, seed=1)
     second.load_state_dict(through_files(state))
-    assert TrainingState.of(state).first_difference(TrainingState.of(second.state_dict())) is None
+    assert first_difference(TrainingState.of(state), TrainingState.of(second.state_dict())) is None
     more = fit(second)
     assert {name: [*values, *more[name]] for name, values in found.items()} == expected
     ends = [TrainingState.of(one.state_dict()) for one in (whole, second)]
-    assert ends[0].first_difference(ends[1]) is None
+    assert first_difference(ends[0], ends[1]) is None
     assert ends[0].digest() == ends[1].digest()
     if "average" in FEATURES[feature].options:
         with whole.averaged(), second.averaged():
@@ -250,7 +251,7 @@ def test_with_as_many_shares_another_number_of_devices_gives_the_same_bits(
     second.load_state_dict(first.state_dict())
     fit(second)
     states = [TrainingState.of(one.state_dict()) for one in (whole, second)]
-    assert states[0].first_difference(states[1]) is None
+    assert first_difference(states[0], states[1]) is None
 
 
 def test_several_optimizers_go_on() -> None:
@@ -282,7 +283,7 @@ def test_several_optimizers_go_on() -> None:
     second.load_state_dict(through_files(first.state_dict()))
     second.fit((X,), batch_size=BATCH, verbose=0)
     states = [TrainingState.of(one.state_dict()) for one in (whole, second)]
-    assert states[0].first_difference(states[1]) is None
+    assert first_difference(states[0], states[1]) is None
 
 
 # --- within a fit --------------------------------------------------------------------------------
@@ -364,7 +365,7 @@ def test_a_fit_goes_on_within_an_epoch(strategy: str, feature: str, place: str) 
     found = fit_for_long(second)
     assert found == expected
     ends = [TrainingState.of(one.state_dict()) for one in (whole, second)]
-    assert ends[0].first_difference(ends[1]) is None
+    assert first_difference(ends[0], ends[1]) is None
     assert (again.best, again.best_epoch) == (onlooker.best, onlooker.best_epoch)
 
 
@@ -388,7 +389,7 @@ def test_a_fit_goes_on_on_another_number_of_devices() -> None:
     second.load_state_dict(through_files(taking.state))
     assert fit_for_long(second) == fit_for_long(whole)
     states = [TrainingState.of(one.state_dict()) for one in (whole, second)]
-    assert states[0].first_difference(states[1]) is None
+    assert first_difference(states[0], states[1]) is None
 
 
 class Asking(lockstep.Callback):

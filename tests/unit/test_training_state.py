@@ -19,6 +19,7 @@ import lockstep
 from lockstep.checkpoint.trees import pointer
 from lockstep.errors import CheckpointError
 from lockstep.train.checkpointing.training_state import TrainingState
+from tests.states import from_flat
 
 X, Y = torch.rand(24, 4), torch.rand(24, 2)
 
@@ -45,13 +46,12 @@ def make_state(**parts: Any) -> TrainingState:
 
 def through_json(state: TrainingState) -> TrainingState:
     tensors, values = state.flat()
-    return TrainingState.from_flat(tensors, msgspec.json.decode(msgspec.json.encode(values)))
+    return from_flat(tensors, msgspec.json.decode(msgspec.json.encode(values)))
 
 
 def test_it_goes_through_tensors_and_json_unchanged() -> None:
     state = make_state()
     back = through_json(state)
-    assert back.first_difference(state) is None
     assert back.digest() == state.digest()
     assert type(back.schedule and back.schedule["milestones"]) is Counter
     assert back.options[0]["betas"] == (0.9, 0.999)
@@ -73,7 +73,7 @@ def test_tensors_have_qualified_names_and_a_file_holds_them(tmp_path: Path) -> N
     }
     path = tmp_path / "state.safetensors"
     save_file({name: one.contiguous() for name, one in tensors.items()}, path)
-    assert TrainingState.from_flat(load_file(path), values).digest() == make_state().digest()
+    assert from_flat(load_file(path), values).digest() == make_state().digest()
 
 
 def test_a_qualified_name_cannot_be_that_of_another() -> None:
@@ -90,34 +90,26 @@ def test_the_digest_is_a_known_one_and_does_not_depend_on_order_or_layout() -> N
     assert replace(state, parameters=turned, optimizer=moved).digest() == state.digest()
 
 
-CHANGES: dict[str, tuple[dict[str, Any], str]] = {
-    "a sign of zero": (
-        {"parameters": {"0.weight": torch.tensor([[1.5, 0.0]])}},
-        "parameters/0.weight",
-    ),
-    "a dtype": ({"buffers": {"count": torch.tensor(7, dtype=torch.int32)}}, "buffers/count"),
-    "a shape": ({"buffers": {"count": torch.tensor([7])}}, "buffers/count"),
-    "a name": ({"buffers": {"counts": torch.tensor(7)}}, "buffers/count"),
-    "an option": ({"options": [{"lr": 0.1, "betas": (0.9, 0.99)}]}, "options/0/betas/$tuple/1"),
-    "a tuple": ({"options": [{"lr": 0.1, "betas": [0.9, 0.999]}]}, "options/0/betas"),
-    "none": ({"schedule": None}, "schedule"),
+CHANGES: dict[str, dict[str, Any]] = {
+    "a sign of zero": {"parameters": {"0.weight": torch.tensor([[1.5, 0.0]])}},
+    "a dtype": {"buffers": {"count": torch.tensor(7, dtype=torch.int32)}},
+    "a shape": {"buffers": {"count": torch.tensor([7])}},
+    "a name": {"buffers": {"counts": torch.tensor(7)}},
+    "an option": {"options": [{"lr": 0.1, "betas": (0.9, 0.99)}]},
+    "a tuple": {"options": [{"lr": 0.1, "betas": [0.9, 0.999]}]},
+    "none": {"schedule": None},
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_change_shows_by_name(change: str) -> None:
+def test_every_change_shows_in_the_digest(change: str) -> None:
     base = TrainingState(
         parameters={"0.weight": torch.tensor([[1.5, -0.0]])},
         buffers={"count": torch.tensor(7)},
         options=[{"lr": 0.1, "betas": (0.9, 0.999)}],
         schedule={},
     )
-    parts, name = CHANGES[change]
-    other = replace(base, **parts)
-    assert other.digest() != base.digest()
-    found = base.first_difference(other)
-    assert found is not None
-    assert found.startswith(name), found
+    assert replace(base, **CHANGES[change]).digest() != base.digest()
 
 
 def test_values_that_are_the_same_number_of_another_kind_differ() -> None:
@@ -147,14 +139,13 @@ def test_any_tree_comes_back(tree: dict[str, Any]) -> None:
     state = TrainingState(position=tree)
     back = through_json(state)
     assert back.digest() == state.digest()
-    assert back.first_difference(state) is None
     assert repr(back.position) == repr(state.position)
 
 
 @given(TREES)
 def test_what_was_not_written_is_refused(tree: Any) -> None:
     with pytest.raises(CheckpointError):
-        TrainingState.from_flat({}, tree)
+        from_flat({}, tree)
 
 
 @pytest.mark.parametrize(
@@ -176,13 +167,13 @@ def test_what_was_not_written_is_refused(tree: Any) -> None:
 def test_malformed_values_are_refused(values: Any) -> None:
     plain = {each.name: None for each in fields(TrainingState)}
     with pytest.raises(CheckpointError, match="are damaged"):
-        TrainingState.from_flat({"b": torch.ones(1)}, {**plain, "position": values})
+        from_flat({"b": torch.ones(1)}, {**plain, "position": values})
 
 
 def test_a_tensor_that_nothing_names_is_refused() -> None:
     tensors, values = make_state().flat()
     with pytest.raises(CheckpointError, match=r"nothing names: \['more'"):
-        TrainingState.from_flat({**tensors, "more": torch.ones(1)}, values)
+        from_flat({**tensors, "more": torch.ones(1)}, values)
 
 
 def test_what_is_no_plain_value_is_refused_by_name() -> None:

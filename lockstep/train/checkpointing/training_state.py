@@ -10,7 +10,7 @@ options of the Trainer, data, Plan.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
-from lockstep.checkpoint.trees import Path, Tensors, Tree, assembled, flattened, pointer
+from lockstep.checkpoint.trees import Tensors, Tree, flattened
 from lockstep.data.trees import bits_of
 from lockstep.errors import CheckpointError
 
@@ -102,17 +102,6 @@ class TrainingState:
         """
         return flattened(self.parts())
 
-    @classmethod
-    def from_flat(cls, tensors: Mapping[str, torch.Tensor], values: Any) -> "TrainingState":
-        """The inverse of ``flat``.
-
-        Raises:
-            CheckpointError: it is not a state, or has missing or unknown tensors.
-        """
-        return cls.of(assembled(tensors, values))
-
-    # --- comparison ------------------------------------------------------------------------------
-
     def digest(self) -> str:
         """SHA-256 over names, dtypes, shapes and bytes of the tensors, and over all values."""
         found = hashlib.sha256()
@@ -123,22 +112,6 @@ class TrainingState:
     def digests(self) -> dict[str, bytes]:
         """SHA-256 of each part, by the part's name."""
         return {name: _digest(name, one) for name, one in self.parts().items()}
-
-    def first_difference(self, other: "TrainingState") -> str | None:
-        """The name of the first value that differs from another state's, and how; None if none."""
-        (tensors, values), (tensors_there, values_there) = self.flat(), other.flat()
-        for part in self.parts():
-            own, theirs = (
-                dict(_leaves(one[part], (part,), among))
-                for one, among in ((values, tensors), (values_there, tensors_there))
-            )
-            for name in (*own, *(name for name in theirs if name not in own)):
-                shown = [_shown(leaves, name) for leaves in (own, theirs)]
-                if shown[0] != shown[1]:
-                    return f"{name}: {shown[0]}, {shown[1]}"
-                if name in own and not _is_same(own[name], theirs[name]):
-                    return f"{name}: other values"
-        return None
 
 
 def copied(tree: Tree, before: Tree = None) -> Tree:
@@ -188,37 +161,6 @@ def _digest(name: str, part: Tree) -> bytes:
         if tensor.numel():
             found.update(bits_of(tensor).numpy())  # type: ignore[arg-type]  # it is a buffer
     return found.digest()
-
-
-def _leaves(value: Any, path: Path, tensors: Tensors) -> Iterator[tuple[str, Any]]:
-    """The leaves of a tree by qualified name; an empty dict or list is a leaf, too."""
-    if isinstance(value, dict) and "$tensor" in value:
-        yield pointer(path), tensors[value["$tensor"]]
-    elif isinstance(value, dict) and value:
-        for key, one in value.items():
-            yield from _leaves(one, (*path, key), tensors)
-    elif isinstance(value, list) and value:
-        for index, one in enumerate(value):
-            yield from _leaves(one, (*path, str(index)), tensors)
-    else:
-        yield pointer(path), value
-
-
-def _shown(leaves: Mapping[str, Any], name: str) -> str:
-    """A description of a value; of a tensor, only dtype and shape."""
-    if name not in leaves:
-        return "missing"
-    value = leaves[name]
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} of shape {tuple(value.shape)}"
-    return repr(value)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """True if two values with the same description have the same bits."""
-    if not isinstance(one, torch.Tensor):
-        return True
-    return torch.equal(*map(bits_of, (one, other)))
 
 
 def _form(tensor: torch.Tensor) -> object:
