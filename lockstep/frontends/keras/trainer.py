@@ -156,7 +156,7 @@ class KerasTrainer(CheckpointRunner):
             step_begin=any_acts_in(callbacks, "on_train_batch_begin", "on_batch_begin"),
             step_end=reports == "each",
             slots=not all(is_elementwise(one, variables) for one in self._optimizers),
-            state=self.keeper is not None and self.keeper.acts_in("takes_state"),
+            state=self.keeper is not None,
             full_state=self.keeper is not None,
             validation=any_acts_in(callbacks, "on_test_begin", "on_test_end"),
             reports=reports,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import msgspec
 import torch
@@ -30,7 +31,6 @@ from lockstep.launch.background import Background
 from lockstep.options import check_choice, check_count
 from lockstep.plan.spec import Plan
 from lockstep.tracebacks import public_methods
-from lockstep.train.callbacks.callback import Callback, Logs
 from lockstep.train.callbacks.interrupt import (
     PATIENCE_SECONDS,
     STATUS_OF_SIGTERM,
@@ -130,8 +130,8 @@ def _number(found: re.Match[str]) -> float:
 _PATIENCE_FOR_HOST_0_SECONDS = 2.0
 
 
-class CheckpointWriter(Callback):
-    """Writes the checkpoints of one ``fit``. It is called after all other callbacks.
+class CheckpointWriter:
+    """Writes the checkpoints of one ``fit``. Its driver calls it after all callbacks.
 
     Args:
         checkpoint: where, and how often.
@@ -149,9 +149,10 @@ class CheckpointWriter(Callback):
         found: the checkpoint from which all hosts resume; None afterwards, and without one.
         interrupt: the state of Ctrl-C, after which a last one is written; set before training.
         has_last: that one is taken.
+        trainer: a ResumingRunner; set before training.
     """
 
-    is_observer = True
+    trainer: Any
     record: FitRecord
     found: Found | None = None
     interrupt = Interrupt()
@@ -221,7 +222,8 @@ class CheckpointWriter(Callback):
 
     # --- between the steps -----------------------------------------------------------------------
 
-    def takes_state(self, batch: int) -> bool:
+    def is_due(self) -> bool:
+        """True if the state is taken after the step that was just made."""
         every = self._checkpoint
         self._is_last = self._termination.is_requested
         self.has_last = self.interrupt.is_requested
@@ -239,7 +241,13 @@ class CheckpointWriter(Callback):
         self._asked_seconds = time.monotonic()
         return self._is_wanted
 
-    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+    def end_step(self) -> None:
+        """Take the state, if it is due.
+
+        Raises:
+            OSError: the checkpoint before could not be written.
+            SystemExit: after SIGTERM, when the last one is written.
+        """
         self._num_steps += 1
         if self._is_wanted:
             self._take(self._asked_seconds, writes=self._is_due)
@@ -255,7 +263,8 @@ class CheckpointWriter(Callback):
         patience = PATIENCE_SECONDS if self._is_open else _PATIENCE_FOR_HOST_0_SECONDS
         return self.has_last or time.monotonic() - self.interrupt.requested_seconds > patience
 
-    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+    def end_epoch(self, epoch: int) -> None:
+        """Take the state, if that is due at the end of every epoch."""
         if self._checkpoint.is_by_epoch:
             self._take(time.monotonic(), writes=True)
         if epoch + 1 == self._epochs:
@@ -319,7 +328,7 @@ class CheckpointWriter(Callback):
         Raises:
             OSError: the one before could not be written.
         """
-        saved = _saved(parts, record, plan, self.model)
+        saved = _saved(parts, record, plan, self.trainer.model)
         self._wait()
         folder, keep = self._checkpoint.directory, self._checkpoint.keep
         self._writing = self._background.submit(partial(_write_one, folder, saved, keep))

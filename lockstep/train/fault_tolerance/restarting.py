@@ -10,9 +10,10 @@ from lockstep.errors import WorkerError
 from lockstep.launch.health.failure import add_note
 from lockstep.launch.workers.team import Team
 from lockstep.parallel.parameter_server.async_worker import ServerProgress
+from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.update import PieceSlots
 from lockstep.plan.makers.averaging import AveragedUpdate
-from lockstep.train.callbacks.driver import TaskDriver
+from lockstep.train.callbacks.driver import Logs, TaskDriver
 from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.callbacks.rank_sync import CallbackOutcome
 from lockstep.train.checkpointing.fit_position import FitPosition
@@ -102,7 +103,7 @@ class RestartingDriver(FollowerDriver):
     _progress: ServerProgress | None = None
     """Their progress in it when a process was lost."""
     _is_state_taken = False
-    """True if a callback takes the state after this step."""
+    """True if a callback or the writer takes the state after this step."""
 
     def __init__(
         self,
@@ -118,8 +119,16 @@ class RestartingDriver(FollowerDriver):
         self._journal = Journal(is_kept=False) if backups is None else backups.journal
 
     def _asks_for_state(self, index: int) -> bool:
-        """True if a callback takes the training's state after this step."""
-        return False
+        """True if a callback or the writer takes the training's state after this step."""
+        return self._writer is not None and bool(self._writer.is_due())
+
+    def end_step(self, index: int, result: StepResult) -> None:
+        if self._writer is not None:
+            self._journal.once(self._writer.end_step)
+
+    def end_epoch(self, epoch: int, logs: Logs) -> None:
+        if self._writer is not None:
+            self._journal.once(partial(self._writer.end_epoch, epoch))
 
     def _notice(self, text: str) -> None:
         """Show a line to the user."""

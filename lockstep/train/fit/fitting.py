@@ -22,7 +22,6 @@ from lockstep.train.callbacks.callback import acting, stopping, told_of_errors, 
 from lockstep.train.callbacks.fit_driver import FitDriver
 from lockstep.train.callbacks.interrupt import (
     held_interrupts,
-    held_termination,
     telling_of_interrupts,
 )
 from lockstep.train.checkpointing.checkpoints import CheckpointWriter, check_places
@@ -32,10 +31,8 @@ from lockstep.train.fault_tolerance.backups import Backups
 from lockstep.train.fault_tolerance.lost_hosts import (
     check_host_restarts,
     fit_with_restarts,
-    resumed_from_newest,
 )
 from lockstep.train.fault_tolerance.restarting import FollowerDriver
-from lockstep.train.fault_tolerance.run_record import RunRecord
 from lockstep.train.fit.fit_hooks import FitHooks
 from lockstep.train.fit.fit_request import FitData, FitRequest
 from lockstep.train.fit.fit_task import FitTask
@@ -88,7 +85,6 @@ class FittingRunner(ResumingRunner):
 
     metrics: Metrics
     stop_training: bool
-    _run_record: RunRecord
     _loss: LossAdapter | None
 
     def _fit_to_the_end(self, asked: FitRequest) -> History:
@@ -108,26 +104,13 @@ class FittingRunner(ResumingRunner):
     def _fit(self, asked: FitRequest) -> History:
         self._check_not_averaged("fit")
         check_places(asked.checkpoint, asked.record)
-        beside = None if asked.checkpoint is None else asked.checkpoint.directory
-        self._run_record = self._record_in(asked.record, beside)
-        with self._run_record.kept(self.strategy):
-            if asked.checkpoint is None:
-                return self._fit_on(asked, None)
-            with held_termination() as termination:
-                console = OutputConsole(quiet=not self._shows(asked))
-                keeper = CheckpointWriter(
-                    asked.checkpoint, termination, asked.memory, asked.epochs, console.tell
-                )
-                return self._fit_with(asked, keeper)
-
-    def _fit_with(self, asked: FitRequest, keeper: CheckpointWriter) -> History:
-        """Fit, and write checkpoints."""
-        hosts = self._job_context.hosts
-        with resumed_from_newest(keeper, hosts, asked.restarts, is_chief=self._is_chief):
-            history = self._fit_on(asked, keeper)
-        if hosts is not None:
-            hosts.wait()  # until the last one is written
-        return history
+        with (
+            self._recorded(asked.record, asked.checkpoint),
+            self._checkpointed(
+                asked.checkpoint, asked.memory, asked.epochs, asked.restarts, shows=asked.verbose
+            ) as keeper,
+        ):
+            return self._fit_on(asked, keeper)
 
     def _fit_on(self, asked: FitRequest, keeper: CheckpointWriter | None) -> History:
         """Resume the ``fit`` that was found, if one was."""
@@ -143,20 +126,17 @@ class FittingRunner(ResumingRunner):
                 fit = replace(fit, feed=fit.feed.resized(size))
             self._settle_batch_size(fit.feed.batch_size, asked.rule, console)
             if keeper is not None:
-                before = self._epochs_trained, self._steps_trained
-                keeper.record = self._record_of(asked.memory, partial(self._facts, fit), *before)
-                keeper.set_trainer(cast(TrainerProtocol, self))
                 is_new = keeper.found is None
-                if (ended := self._resume_found(keeper)) is not None:
+                before = self._epochs_trained, self._steps_trained
+                ended = self._resume_found(keeper, partial(self._facts, fit), *before)
+                if ended is not None:
                     return ended
                 if is_new and asked.restarts:
-                    self._keep_beginning(keeper)
+                    self._keep_beginning()
             self._begin_schedule(fit)
             self._pass_over(fit)
-            with self._kept(keeper):
-                history = self._train_through(asked, fit)
-        if keeper is not None:
-            self._finish(keeper, history)
+            history = self._train_through(asked, fit)
+        self._finish(history)
         return history
 
     def _train_through(self, asked: FitRequest, fit: FitData) -> History:
@@ -349,7 +329,8 @@ class FittingRunner(ResumingRunner):
         return self._start(feed.batch_size, is_stream=isinstance(feed.source, SharedStream))
 
     def _fit_task(self, fit: FitData) -> FitTask:
-        callbacks, wish = self._own_callbacks, fit.wish
+        callbacks, wish, is_kept = self._own_callbacks, fit.wish, self.keeper is not None
+        takes_state = is_kept or bool(acting(callbacks, "takes_state"))
         task = FitTask(
             source=fit.feed.source,
             validation=None
@@ -364,12 +345,12 @@ class FittingRunner(ResumingRunner):
             metrics=Metrics(None) if self._update_config.train_step is not None else self.metrics,
             validation_metrics=self.metrics.for_validation,
             hooks=FitHooks(
-                callbacks=bool(callbacks),
+                callbacks=bool(callbacks) or is_kept,
                 epoch_begin=bool(acting(callbacks, "on_epoch_begin")),
                 step_begin=bool(stopping(callbacks, "on_train_batch_begin")),
                 step_end=bool(stopping(callbacks, "on_train_batch_end")),
-                state=bool(acting(callbacks, "takes_state")),
-                full_state=bool(acting(callbacks, "takes_state")),
+                state=takes_state,
+                full_state=takes_state,
             ),
             steps_per_epoch=wish.steps_per_epoch,
             traced=traced_steps(callbacks, self._steps_trained),
@@ -418,7 +399,7 @@ class FittingRunner(ResumingRunner):
                     on_snapshot,
                     interrupt,
                     backups,
-                    self._run_record,
+                    self.record,
                 )
             with driver.raising_failure(self._state_after_failure):
                 with ending_with(driver.close):

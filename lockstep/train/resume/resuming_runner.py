@@ -14,15 +14,18 @@ from lockstep.data.map_style.sources import Source
 from lockstep.errors import OptionError
 from lockstep.events import LOGGER
 from lockstep.plan.makers.averaging import AveragedUpdate
-from lockstep.train.checkpointing.checkpoints import CheckpointWriter
+from lockstep.train.callbacks.interrupt import held_termination
+from lockstep.train.checkpointing.checkpoints import Checkpoint, CheckpointWriter
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.checkpointing.run_state import check_tensors
 from lockstep.train.checkpointing.trainer_state import PersistentRunner
 from lockstep.train.checkpointing.training_state import TrainingState, copied
 from lockstep.train.fault_tolerance.backups import Backups
+from lockstep.train.fault_tolerance.lost_hosts import resumed_from_newest
 from lockstep.train.fault_tolerance.run_record import VARIABLE, RunRecord, checked_folder
 from lockstep.train.history import History
 from lockstep.train.input.stream_broadcast import SharedStream
+from lockstep.train.logging.progress import OutputConsole
 from lockstep.train.resume.differences import Difference, describe, differences, resolve
 from lockstep.train.resume.fit_facts import Facts
 from lockstep.train.resume.fit_record import FitRecord, Found
@@ -34,53 +37,88 @@ class ResumingRunner(PersistentRunner):
 
     Attributes:
         keeper: writes the checkpoints of the ``fit`` under way; None without.
+        record: of the ``fit`` under way.
     """
 
     keeper: CheckpointWriter | None = None
+    record = RunRecord(None)
     _num_shares_before: int | None = None
     """Of the checkpoint from which training resumes, until the user is informed."""
     _begun: dict[str, Any] | None = None
     """The schedule before the ``fit``."""
 
-    def _record_of(
-        self, memory: MemoryCheckpoints, make_facts: Callable[[], Facts], epochs: int, steps: int
-    ) -> FitRecord:
-        """A checkpoint's record of a ``fit``, made before its first step.
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "keeper": None}
+
+    @contextmanager
+    def _recorded(
+        self, asked: str | os.PathLike[str] | None, checkpoint: Checkpoint | None
+    ) -> Iterator[None]:
+        """Within the block, a ``fit``, its record is kept: see ``_record_in``."""
+        self.record = self._record_in(asked, None if checkpoint is None else checkpoint.directory)
+        with self.record.kept(self.strategy):
+            yield
+
+    @contextmanager
+    def _checkpointed(
+        self,
+        checkpoint: Checkpoint | None,
+        memory: MemoryCheckpoints,
+        epochs: int,
+        restarts: int,
+        *,
+        shows: object,
+    ) -> Iterator[CheckpointWriter | None]:
+        """Within the block, a ``fit``, checkpoints are written; gives their writer.
 
         Args:
-            memory: has the facts if the ``fit`` was begun before.
-            make_facts: returns the facts of the script.
+            checkpoint: where they are written; None for none.
+            memory: checkpoints of this process in memory.
+            epochs: of the ``fit``.
+            restarts: allowed after the loss of a host.
+            shows: False to be silent.
+
+        Raises:
+            CheckpointError: no checkpoint is complete.
+        """
+        around, self.keeper = self.keeper, None  # of a ``fit`` whose callback makes this one
+        try:
+            if checkpoint is None:
+                yield None
+                return
+            hosts, is_chief = self._job_context.hosts, self._is_chief
+            tell = OutputConsole(quiet=not (shows and is_chief)).tell
+            with held_termination() as termination:
+                self.keeper = CheckpointWriter(checkpoint, termination, memory, epochs, tell)
+                self.keeper.trainer = self
+                with resumed_from_newest(self.keeper, hosts, restarts, is_chief=is_chief):
+                    yield self.keeper
+            if hosts is not None:
+                hosts.wait()  # until the last one is written
+        finally:
+            self.keeper = around
+
+    def _resume_found(
+        self, keeper: CheckpointWriter, make_facts: Callable[[], Facts], epochs: int, steps: int
+    ) -> History | None:
+        """Resume from the checkpoint that was found, if any; the history if the ``fit`` had ended.
+
+        Args:
+            keeper: has found it.
+            make_facts: returns the facts of the script, unless the ``fit`` was begun before.
             epochs: trained before the ``fit``.
             steps: made before it.
+
+        Raises:
+            CheckpointError: it is of another ``fit``, or the script has changed.
         """
+        memory = keeper.memory
         if memory.facts is None:
             schedule = None if self.schedule is None else copied(self.schedule.state_dict())
             memory.facts = make_facts(), schedule
         asked, self._begun = memory.facts
         asked = self._job_context.from_chief(asked)
-        return FitRecord(epochs=epochs, steps=steps, asked=asked)
-
-    @contextmanager
-    def _kept(self, keeper: CheckpointWriter | None) -> Iterator[None]:
-        """Within the block checkpoints are taken, after the user's callbacks."""
-        if keeper is None:
-            yield
-            return
-        if self._resumed is not None:
-            keeper.begin_at(self._resumed.position["steps"] - keeper.record.steps)
-        callbacks, self.callbacks = self.callbacks, [*self.callbacks, keeper]
-        self.keeper = keeper
-        try:
-            yield
-        finally:
-            self.callbacks, self.keeper = callbacks, None
-
-    def _resume_found(self, keeper: CheckpointWriter) -> History | None:
-        """Resume from the checkpoint that was found, if any; the history if the ``fit`` had ended.
-
-        Raises:
-            CheckpointError: it is of another ``fit``, or the script has changed.
-        """
+        keeper.record = FitRecord(epochs=epochs, steps=steps, asked=asked)
         found, keeper.found = keeper.found, None
         if found is None:
             return None
@@ -109,6 +147,7 @@ class ResumingRunner(PersistentRunner):
         if found.record.is_finished:
             return History(found.record.history, found.record.epoch)
         self._num_shares_before = found.record.num_shares
+        keeper.begin_at(found.state.position["steps"] - steps)
         return None
 
     def _resume_changed(
@@ -183,18 +222,20 @@ class ResumingRunner(PersistentRunner):
         """This process's part of a state that was found."""
         return state
 
-    def _keep_beginning(self, keeper: CheckpointWriter) -> None:
+    def _keep_beginning(self) -> None:
         """On several hosts, write a checkpoint before the first step, to resume after any loss."""
         hosts = self._job_context.hosts
-        if hosts is not None and not hosts.is_one_process:
+        if self.keeper is not None and hosts is not None and not hosts.is_one_process:
             parts = self._copied_parts()
             if self._is_chief:
-                keeper.begin(parts)
+                self.keeper.begin(parts)
 
-    def _finish(self, keeper: CheckpointWriter, history: History) -> None:
-        parts = self._copied_parts()
-        if self._is_chief:
-            keeper.finish(parts, history, self._plan)
+    def _finish(self, history: History) -> None:
+        """Write the last checkpoint, if any are written."""
+        if self.keeper is not None:
+            parts = self._copied_parts()
+            if self._is_chief:
+                self.keeper.finish(parts, history, self._plan)
 
     def _backups_of(
         self, sources: Iterable[Source | SharedStream], restarts: int

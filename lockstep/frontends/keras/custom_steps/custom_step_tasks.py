@@ -134,5 +134,3 @@ class CustomStepFitDriver(_StepLogs, KerasFitDriver):
 
     def end_step(self, index: int, result: StepResult) -> None:
         self._callbacks.on_train_batch_end(index, self._logs)
-        if self._writer is not None:
-            self._writer.on_train_batch_end(index)

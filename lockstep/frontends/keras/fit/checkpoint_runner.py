@@ -1,7 +1,7 @@
 """A runner of Keras models that writes checkpoints, and resumes from them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +15,10 @@ from lockstep.frontends.keras.fit_options import FitOptions
 from lockstep.frontends.keras.optim.optimizer_copy import options_of, set_options
 from lockstep.plan.makers.data_parallel import Maker
 from lockstep.train.callbacks.callback import Callback
-from lockstep.train.callbacks.interrupt import held_termination
-from lockstep.train.checkpointing.checkpoints import CheckpointWriter
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.checkpointing.training_state import TrainingState
-from lockstep.train.fault_tolerance.lost_hosts import check_host_restarts, resumed_from_newest
-from lockstep.train.fault_tolerance.run_record import RunRecord
+from lockstep.train.fault_tolerance.lost_hosts import check_host_restarts
 from lockstep.train.history import History
-from lockstep.train.logging.progress import OutputConsole
 from lockstep.train.resume.differences import Difference
 from lockstep.train.resume.fit_facts import Facts
 from lockstep.train.resume.fit_record import Found
@@ -30,18 +26,11 @@ from lockstep.train.resume.resuming_runner import ResumingRunner
 
 
 class CheckpointRunner(ResumingRunner):
-    """A runner whose ``fit`` may have checkpoints.
-
-    Attributes:
-        keeper: writes the checkpoints of the current ``fit``; None without.
-        record: of that ``fit``; None without.
-    """
+    """A runner whose ``fit`` may have checkpoints."""
 
     model: Any
     callbacks: list[Callback]
     schedule = None
-    keeper: CheckpointWriter | None = None
-    record: RunRecord | None = None
 
     @property
     def stop_training(self) -> bool:
@@ -77,47 +66,21 @@ class CheckpointRunner(ResumingRunner):
         check_host_restarts(
             context.hosts, restarts, has_checkpoint=has_checkpoint, reach=context.reach
         )
-        with ExitStack() as stack:
-            stack.enter_context(self._recorded(checkpoint))
-            if checkpoint is None:
+        files = None if checkpoint is None else checkpoint.files
+        with (
+            self._recorded(None, files),
+            self._checkpointed(files, memory, options.epochs, restarts, shows=verbose) as keeper,
+        ):
+            if keeper is None:
                 yield None
                 return
-            is_chief = self._is_chief
-            tell = OutputConsole(quiet=not (verbose and is_chief)).tell
-            termination = stack.enter_context(held_termination())
-            keeper = CheckpointWriter(checkpoint.files, termination, memory, options.epochs, tell)
-            stack.enter_context(
-                resumed_from_newest(keeper, context.hosts, restarts, is_chief=is_chief)
-            )
             epochs = 0 if options.initial_epoch else self._epochs_trained
             steps = int(self.model.model.optimizer._iterations.value)
-            keeper.record = record = self._record_of(memory, make_facts, epochs, steps)
-            keeper.set_trainer(self)  # type: ignore[arg-type]  # it has the attributes that are used
-            self.keeper, self.callbacks = (
-                keeper,
-                checkpointed_callbacks(callbacks) if self._is_chief else [],
-            )
+            self.callbacks = checkpointed_callbacks(callbacks) if self._is_chief else []
             try:
-                if (ended := self._resume_found(keeper)) is not None:
-                    yield ended
-                    return
-                if self._resumed is not None:
-                    keeper.begin_at(self._resumed.position["steps"] - record.steps)
-                yield None
+                yield self._resume_found(keeper, make_facts, epochs, steps)
             finally:
-                self.keeper, self.callbacks, self._resumed = None, [], None
-
-    @contextmanager
-    def _recorded(self, checkpoint: Checkpoint | None) -> Iterator[None]:
-        """Within the block a record is written, beside the checkpoints or where the user says."""
-        self.record = self._record_in(
-            None, None if checkpoint is None else checkpoint.files.directory
-        )
-        try:
-            with self.record.kept(self.strategy):
-                yield
-        finally:
-            self.record = None
+                self.callbacks, self._resumed = [], None
 
     def _set_new_options(self, found: Found, asked: Facts, taken: Sequence[Difference]) -> None:
         optimizer = self.model.model.optimizer
@@ -135,13 +98,12 @@ class CheckpointRunner(ResumingRunner):
         for each in self.callbacks:
             assert isinstance(each, CheckpointedCallback)
             each.begin()
-        if self.keeper is not None and self._resumed is None and restarts:
-            self._keep_beginning(self.keeper)
+        if self._resumed is None and restarts:
+            self._keep_beginning()
 
     def finish_checkpoints(self, history: History) -> None:
         """Callbacks' ``on_train_end`` has been called: write the last checkpoint."""
-        if self.keeper is not None:
-            self._finish(self.keeper, history)
+        self._finish(history)
 
 
 def check_restartable(maker: Maker) -> None:

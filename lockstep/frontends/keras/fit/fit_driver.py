@@ -267,20 +267,13 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
         self._loss_means.add([(result.num_samples, [result.loss if result.weight else 0.0])])
         logs, self._step_logs = self._step_logs or self._loss_means.logs, {}
         self._record.end_step(index)
-        self._journal.once(partial(self._show_step, index, logs))
-
-    def _show_step(self, index: int, logs: Logs) -> None:
-        self._callbacks.on_train_batch_end(index, logs)
-        if self._writer is not None:
-            self._writer.on_train_batch_end(index)
+        self._journal.once(partial(self._callbacks.on_train_batch_end, index, logs))
+        super().end_step(index, result)
 
     def resume_epoch(self, results: Sequence[StepResult]) -> None:
         self._loss_means.add(
             (one.num_samples, [one.loss if one.weight else 0.0]) for one in results
         )
-
-    def _asks_for_state(self, index: int) -> bool:
-        return self._writer is not None and self._writer.takes_state(index)
 
     def _notice(self, text: str) -> None:
         print_msg(text)
@@ -292,8 +285,7 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
         # Callbacks may add logs.
         self.logs = self._journal.once(partial(self._show_epoch, epoch, logs))
         self.history.add(epoch, self.logs)
-        if self._writer is not None:
-            self._journal.once(partial(self._writer.on_epoch_end, epoch))
+        super().end_epoch(epoch, logs)
 
     def _show_epoch(self, epoch: int, logs: Logs) -> Logs:
         self._record.end_epoch(epoch, logs)
