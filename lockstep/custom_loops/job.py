@@ -144,9 +144,7 @@ class Job:
         self.hosts = tuple(self._others.from_all(place.num_processes))
         self.rank = sum(self.hosts[: self.host])
         if place.num_processes > 1:
-            self._team = self._others.attach_team(
-                place.num_processes - 1, self.rank + 1, self.timeout_seconds
-            )
+            self._team = self._others.attach_team(self.rank + 1, self.timeout_seconds)
 
     def _open_exchange(self, place: Place | None) -> Exchange:
         """The exchange for all messages of replicas that are not an optimizer's."""
@@ -247,7 +245,7 @@ class Job:
     def _take(self, rank_in: Callable[[Sequence[int]], int]) -> tuple[_Handed, Shared]:
         """What the leader of this host sends."""
         assert self._attachment is not None
-        body, descriptors = _taken.pop(self._attachment.serve_call())
+        body, descriptors = self._attachment.serve_call()
         handed: _Handed = pickle.loads(body)
         count = handed.regions
         neighbours = None
@@ -372,15 +370,12 @@ class Job:
             self._attachment.close()
 
 
-def take(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
-    """On a replica that does not lead: keep what its leader sends; returns the key to it."""
-    key = b"%d" % len(_taken)
-    _taken[key] = body, descriptors
-    return key
+def take(
+    context: HelperContext, body: bytes, descriptors: tuple[int, ...]
+) -> tuple[bytes, tuple[int, ...]]:
+    """On a replica that does not lead: what its leader sends."""
+    return body, descriptors
 
-
-# From ``take`` to ``Job``, which can pass each other only bytes.
-_taken: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
 
 # The job of this process, once it has met the others.
 _jobs: list[Job] = []

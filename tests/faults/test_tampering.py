@@ -83,7 +83,8 @@ def train(group: ControlGroup, rest: Rest) -> str:
         rest()
         group.exchange(b"", give_up)
     finally:
-        channels.close()
+        for channel in opened:
+            channel.close()
     return "right"
 
 

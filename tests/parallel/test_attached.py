@@ -138,7 +138,7 @@ def serve(num_calls=1):
     attachment = attach(make_place(), SECRET, timeout_seconds=WAIT)
     say("attached")
     for _ in range(num_calls):
-        say("returned", attachment.serve_call().decode())
+        say("returned", (attachment.serve_call() or b"").decode())
     return attachment
 """
 

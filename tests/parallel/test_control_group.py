@@ -71,7 +71,6 @@ def error_of(call: Callable[[], Any]) -> str:
 def test_calls_in_any_order(groups: list[ControlGroup]) -> None:
     def call(group: ControlGroup) -> list[Any]:
         own = bytes([group.host])
-        group.check("The Plan", "same", give_up)
         return [
             group.exchange(own, give_up),
             group.broadcast(b"from 0" if group.host == 0 else None, give_up),
@@ -196,32 +195,6 @@ def test_different_calls_at_the_same_time_are_an_error(groups: list[ControlGroup
     assert wait_for_error(groups[2]) == results[0]
 
 
-def test_what_must_be_the_same_is_checked_on_all_hosts(groups: list[ControlGroup]) -> None:
-    values = ["a", "b", "a"]
-    checks = [partial(group.check, "The data", values[group.host]) for group in groups]
-    messages = together(*(partial(error_of, check) for check in checks))
-    assert len(set(messages)) == 1
-    received = "'a' on Host 0 (node0), Host 2 (node2); 'b' on Host 1 (node1)."
-    assert f"The data must be the same on all hosts. Received: {received}" in messages[0]
-    on_all(groups, lambda group: group.check("The data", "c", give_up))  # they can go on
-
-
-def test_of_long_values_the_difference_is_shown(groups: list[ControlGroup]) -> None:
-    values = ["same " * 1000 + f"only here {host == 1} " + "more " * 1000 for host in range(3)]
-    checks = [partial(group.check, "The Plan", values[group.host]) for group in groups]
-    for message in together(*(partial(error_of, check) for check in checks)):
-        assert "only here True" in message
-        assert "only here False" in message
-        assert len(message) < 1000
-
-
-def test_checks_of_different_things(groups: list[ControlGroup]) -> None:
-    names = ["The Plan", "The data", "The data"]
-    checks = [partial(group.check, names[group.host], "x") for group in groups]
-    for message in together(*(partial(error_of, check) for check in checks)):
-        assert "The Plan = 'x' on Host 0 (node0); The data = 'x' on Host 1" in message
-
-
 def close(opened: list[dict[int, list[Channel]]]) -> None:
     for by_host in opened:
         for channels in by_host.values():
@@ -263,7 +236,7 @@ def test_channels_are_the_same_connections_on_both_sides(
     close(opened)
     on_all(
         groups,
-        lambda group: group.check("Afterwards", "the control group still works", give_up),
+        lambda group: group.exchange(b"the control group still works", give_up),
     )
 
 

@@ -281,7 +281,7 @@ def test_large_tensors_pass_each_other() -> None:
         assert not thread.is_alive()
     assert torch.equal(found[0], numbers[1])
     assert torch.equal(found[1], numbers[0])
-    for channel in own_ends:
+    for channel in (left, right):
         channel.close()
 
 
@@ -292,4 +292,4 @@ def test_a_host_that_hangs_up_is_named() -> None:
     right.close()
     with pytest.raises(HostError, match=r"Host 1 \(node1\) no longer takes part.*has closed"):
         channels.transfer({}, {5: [torch.empty(1000)]})
-    channels.close()
+    left.close()

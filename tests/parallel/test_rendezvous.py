@@ -109,7 +109,6 @@ def test_one_host_needs_neither_secret_nor_socket() -> None:
     assert num_descriptors() == num_open
     assert group.exchange(b"x") == group.gather(b"x") == [b"x"]
     assert group.broadcast(b"x") == b"x"
-    group.check("The Plan", "x")
     group.look_around()
     assert open_channels(group, {}, 1.0) == {}
     group.close()

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 import torch
 
+from lockstep.channel.polling import LOOK_AROUND_SECONDS, Stopwatch
 from lockstep.comm.shared_memory import futex
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 
@@ -36,11 +37,6 @@ _NUM_ANNOUNCEMENTS = 8
 # Ranks mostly arrive within a fraction of a millisecond of each other, and waking one takes nearly
 # as long. A waiting rank yields its core to any process that needs it.
 _YIELDING_SECONDS = 0.001
-_LOOK_AROUND_SECONDS = 0.02
-
-# The most that one sleep counts for: the clock runs on while this process is stopped (Ctrl-Z),
-# which is not waiting.
-_MAX_COUNTED_SECONDS = 5 * _LOOK_AROUND_SECONDS
 
 # A rank that trains locally, and does not wait for others, checks them so often.
 _GLANCE_SECONDS = 0.2
@@ -288,18 +284,15 @@ class StatusBoard:
 
     def _sleep(self, bell: ctypes.c_uint32, line: _Line) -> None:
         assert self._is_there is not None
-        waited, last = 0.0, time.monotonic()
-        before = self._own.waited
+        watch, before = Stopwatch(), self._own.waited
         while True:
             heard = bell.value
-            self._own.waited = before + waited
+            self._own.waited = before + watch.seconds
             if self._is_there(line):
                 return
-            now = time.monotonic()
-            waited, last = waited + min(now - last, _MAX_COUNTED_SECONDS), now
-            if waited >= _LOOK_AROUND_SECONDS:
-                self._look_around(waited)
-            futex.wait_while_equal(bell, heard, _LOOK_AROUND_SECONDS)
+            if watch.tick() >= LOOK_AROUND_SECONDS:
+                self._look_around(watch.seconds)
+            futex.wait_while_equal(bell, heard, LOOK_AROUND_SECONDS)
 
 
 def look_around_of(board: StatusBoard | None) -> Callable[[float], None]:

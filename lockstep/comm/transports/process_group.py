@@ -27,6 +27,7 @@ import torch
 from torch import distributed
 
 from lockstep.accelerators import await_device, pinned, use
+from lockstep.channel.polling import Stopwatch
 from lockstep.channel.sealed_channel import late
 from lockstep.comm.codec.message_codec import decode, encode
 from lockstep.comm.collectives.cross_host_barrier import Crossing
@@ -35,7 +36,6 @@ from lockstep.errors import LockstepError, WorkerError
 
 _LOOK_AROUND = timedelta(milliseconds=20)
 _CAUSE_WAIT_SECONDS = 3.0
-_MAX_COUNTED_SECONDS = 5 * _LOOK_AROUND.total_seconds()
 
 # torch's types do not declare its exports.
 _dist: Any = distributed
@@ -180,12 +180,10 @@ class ProcessGroups:
             await_device(self.own_device, look_around)
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
-        waited, last = 0.0, monotonic()
+        watch = Stopwatch()
         while not self._is_complete(is_done):
-            now = monotonic()
-            waited, last = waited + min(now - last, _MAX_COUNTED_SECONDS), now
-            self._check_timeout(waited)
-            self._look_around(waited)
+            self._check_timeout(watch.tick())
+            self._look_around(watch.seconds)
 
     def _check_timeout(self, waited_seconds: float) -> None:
         """``look_around`` checks ranks of this host only; others are bound by the timeout."""

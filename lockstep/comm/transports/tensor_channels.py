@@ -7,15 +7,12 @@ Both directions move at once; otherwise two ranks that send to each other would 
 import select
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from time import monotonic
 
 import torch
 
+from lockstep.channel.polling import LOOK_AROUND_SECONDS, Stopwatch
 from lockstep.channel.sealed_channel import Channel, late, lost
 from lockstep.comm.transport import Buffers, Transport
-
-_LOOK_AROUND_SECONDS = 0.02
-_MAX_COUNTED_SECONDS = 5 * _LOOK_AROUND_SECONDS
 
 
 class TensorChannels(Transport):
@@ -53,31 +50,22 @@ class TensorChannels(Transport):
                 poller.register(descriptor, events)
             else:
                 del peers[descriptor]
-        waited, last = 0.0, monotonic()
+        watch = Stopwatch()
         while peers:
-            ready = poller.poll(_LOOK_AROUND_SECONDS * 1000)
+            ready = poller.poll(LOOK_AROUND_SECONDS * 1000)
             for descriptor, _ in ready:
                 if events := self._move(peers[descriptor], coming):
                     poller.modify(descriptor, events)
                 else:
                     poller.unregister(descriptor)
                     del peers[descriptor]
-            now = monotonic()
-            # Time counts as waiting only while no bytes move.
-            waited, last = (
-                0.0 if ready else waited + min(now - last, _MAX_COUNTED_SECONDS),
-                now,
-            )
-            if waited > self._timeout:
+            if ready:  # time counts as waiting only while no bytes move
+                watch = Stopwatch()
+                continue
+            if watch.tick() > self._timeout:
                 names = [self._names[peer] for peer in sorted(peers.values())]
-                raise late(names, waited, self._timeout)
-            if not ready:
-                self._look_around(waited)
-
-    def close(self) -> None:
-        """Close this rank's ends."""
-        while self._channels:
-            self._channels.popitem()[1].close()
+                raise late(names, watch.seconds, self._timeout)
+            self._look_around(watch.seconds)
 
     def _move(self, peer: int, coming: Mapping[int, deque[memoryview]]) -> int:
         """Send and receive without blocking; returns the events to poll for."""

@@ -15,21 +15,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import msgspec
-
 from lockstep.channel.polling import LookAround, Stopwatch, is_readable, wait_on
 from lockstep.errors import HostError
 from lockstep.launch.health.heartbeats import Heartbeats
 from lockstep.launch.rendezvous.framed_channel import Frame, FramedChannel
 from lockstep.launch.security.secret import Secret
-from lockstep.units import first_few
 
 _EXCHANGE = b"E"
 _BROADCAST = b"B"
 _GATHER = b"G"
 _CALLS = {_EXCHANGE: "exchange", _BROADCAST: "broadcast", _GATHER: "gather"}
-
-_SHOWN_CHARACTERS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,30 +123,6 @@ class ControlGroup:
                 self._send(0, _GATHER, payload, look_around)
                 return []
             return self._collect(_GATHER, payload, look_around, range(self.num_hosts))
-
-    def check(self, name: str, value: str, look_around: LookAround = wait_on) -> None:
-        """Check that a value is the same on all hosts.
-
-        Args:
-            name: of the value, for the message: "the Plan".
-            value: this host's.
-            look_around: called while waiting.
-
-        Raises:
-            HostError: the values differ; on all hosts.
-        """
-        payload = msgspec.json.encode((name, value))
-        answers = [_decode_check(answer) for answer in self.exchange(payload, look_around)]
-        groups: dict[tuple[str, str], list[str]] = {}
-        for host, answer in enumerate(answers):
-            groups.setdefault(answer, []).append(self.name_of(host))
-        if len(groups) > 1:
-            listed = [f"{_excerpt(each, answers)} on {first_few(groups[each])}" for each in groups]
-            raise HostError(
-                f"{name} must be the same on all hosts.",
-                received="; ".join(listed),
-                fix="Run the same script with the same options, data and seed on every host.",
-            )
 
     def look_around(self, waited_seconds: float = 0.0) -> None:
         """Check that the other hosts are connected. Does not wait, and takes no message.
@@ -269,22 +240,3 @@ def name_of(host: int, info: HostInfo) -> str:
     """A host for messages: its number, and its name if its info has one."""
     name = info.about.get("name")
     return f"Host {host}" if name is None else f"Host {host} ({name})"
-
-
-def _decode_check(payload: bytes) -> tuple[str, str]:
-    try:
-        return msgspec.json.decode(payload, type=tuple[str, str])
-    except msgspec.DecodeError as error:
-        raise HostError(f"Another host sent an invalid value to compare: {error}.") from error
-
-
-def _excerpt(answer: tuple[str, str], all_answers: Sequence[tuple[str, str]]) -> str:
-    """A value, or the part of a long one around the first difference; its name if names differ."""
-    names, values = zip(*all_answers, strict=True)
-    name, value = answer
-    if len(value) > _SHOWN_CHARACTERS:
-        columns = enumerate(zip(*values, strict=False))
-        alike = next((place for place, signs in columns if len(set(signs)) > 1), len(value))
-        start = max(alike - _SHOWN_CHARACTERS // 4, 0)
-        value = f"...{value[start : start + _SHOWN_CHARACTERS]}..."
-    return repr(value) if len(set(names)) == 1 else f"{name} = {value!r}"

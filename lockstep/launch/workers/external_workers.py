@@ -18,13 +18,12 @@ raised in the follower. Messages may be unpickled: they come from a process of t
 After a failure both ends close the connection, and meet again for the next call. Linux only.
 """
 
-import importlib
 import os
-import pickle
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from lockstep.channel.polling import LookAround
 from lockstep.cluster.place import Place
@@ -38,20 +37,10 @@ from lockstep.launch.health.diagnostics import (
 )
 from lockstep.launch.health.failure import failure_error, noting_on, pack_failure, unpack_failure
 from lockstep.launch.rendezvous.local_rendezvous import LocalPeer, meet_followers, meet_leader
-from lockstep.launch.workers.helper import (
-    CALL,
-    FAIL,
-    PING,
-    READY,
-    RETURN,
-    HelperContext,
-    Idleness,
-    Leader,
-    function_at,
-)
+from lockstep.launch.workers.helper import FAIL, RETURN, HelperContext
 from lockstep.launch.workers.link import Link, Message, give_up
 from lockstep.launch.workers.process_state import PeerProcess, StoppedProcessTimer
-from lockstep.launch.workers.team import Team, working_directory
+from lockstep.launch.workers.team import Team
 from lockstep.launch.workers.worker_backend import WorkerBackend
 
 # The leader's first message: the follower's rank, with descriptors of its diagnostics file and of
@@ -87,55 +76,52 @@ def attach_team(
     local_peers = meet_followers(
         place, secret, num_followers=num_helpers, timeout_seconds=timeout_seconds
     )
-    backend = _Followers(place, local_peers)
+    backends = [_FollowerBackend(place, number, one) for number, one in enumerate(local_peers, 1)]
     try:
         return Team(
             num_helpers,
-            lambda: backend,
+            iter(backends).__next__,
             first_rank=first_rank,
             start_timeout_seconds=timeout_seconds,
         )
     except BaseException:
-        backend.close()
+        for backend in backends:
+            backend.close()
         raise
 
 
-class _Followers(WorkerBackend):
-    """Followers, with the numbers of their host's processes."""
+class _FollowerBackend(WorkerBackend):
+    """The backend of one follower, whose process is the launcher's."""
 
-    stays_ready = False
-
-    def __init__(self, place: Place, local_peers: Sequence[LocalPeer]) -> None:
+    def __init__(self, place: Place, number: int, local_peer: LocalPeer) -> None:
         self._place = place
-        self._unclaimed = dict(enumerate(local_peers, 1))
-        self._peers: dict[int, PeerProcess] = {}
-        self._stack_events: dict[int, int] = {}
+        self._number = number  # among its host's processes
+        self._sock = local_peer.sock
+        self._peer = local_peer.peer
+        self._stack_event = make_event()
 
     def start_helper(self, rank: int, diagnostics: DiagnosticsFile) -> tuple[int, Link]:
-        event = make_event()
-        number = min(self._unclaimed)
-        local_peer = self._unclaimed.pop(number)
-        self._peers[number], self._stack_events[number] = local_peer.peer, event
-        link = Link(local_peer.sock)
+        link = Link(self._sock)
+        descriptors = (diagnostics.descriptor, self._stack_event)
         with suppress(OSError):  # it has ended: the first call raises that
-            link.send(Message(WELCOME, str(rank).encode(), (diagnostics.descriptor, event)))
-        return number, link
+            link.send(Message(WELCOME, str(rank).encode(), descriptors))
+        return self._number, link
 
     def note_ready(self) -> None:
         pass  # the process already ran
 
     def has_ended(self, number: int) -> bool:
-        return self._peers[number].has_ended()
+        return self._peer.has_ended()
 
     def describe_end(self, number: int) -> str:
-        if self._peers[number].is_ending():
+        if self._peer.is_ending():
             return "its process has ended; its output or its launcher says why"
         return "its process runs, but has left the call"
 
     def describe_absence(self, number: int, rank: int, reason: str, output: str) -> str:
         return problem(
             f"Rank {rank} did not take part in this call.",
-            received=f"{reason} (process {self._peers[number].pid}, number {number} of its host)",
+            received=f"{reason} (process {self._peer.pid}, number {number} of its host)",
             fix=f"Every process that {self._place.launcher} has started must run the same script, "
             "and call fit, evaluate and predict as often as process 0.",
         )
@@ -144,18 +130,18 @@ class _Followers(WorkerBackend):
         return ""  # their output goes to their launcher
 
     def ask_for_stacks(self, number: int) -> None:
-        notify(self._stack_events[number])
+        notify(self._stack_event)
 
     def end(self, numbers: Sequence[int]) -> None:
-        """Forget them: closing their links ends their call, and their scripts go on."""
-        for number in numbers:
-            self._peers.pop(number).close()
-            os.close(self._stack_events.pop(number))
+        """Forget the process: when its link is closed its call ends, and its script continues."""
+        self.close()
 
     def close(self) -> None:
-        """Close the connections of processes that have not become helpers."""
-        while self._unclaimed:
-            self._unclaimed.popitem()[1].close()
+        self._sock.close()
+        self._peer.close()
+        if self._stack_event >= 0:
+            os.close(self._stack_event)
+            self._stack_event = -1
 
 
 # --- a follower's side ---------------------------------------------------------------------------
@@ -176,14 +162,25 @@ def attach(place: Place, secret: bytes | None, *, timeout_seconds: float) -> "At
     return Attachment(meet_leader(place, secret, timeout_seconds=timeout_seconds))
 
 
-class Attachment:
-    """A follower's connection to its leader, which lasts for many calls."""
+class Attachment(HelperContext):
+    """A follower's end of the link to its leader, which lasts for many calls.
+
+    This process outlives the leader, and raises its failure.
+
+    Attributes:
+        has_leader_failed: True if ``leader_loss`` was the leader's own exception.
+    """
 
     def __init__(self, leader: LocalPeer) -> None:
-        self._leader = _LeadingProcess(leader)
-        self._rank = 0  # until WELCOME
+        super().__init__(0, Link(leader.sock))  # the rank comes with WELCOME
+        self.has_leader_failed = False
+        self._leader = leader.peer
+        self._stopped_timer = StoppedProcessTimer()
+        self._is_link_usable = True  # no message was sent in part
         self._descriptors: list[int] = []  # of the diagnostics file and the event
-        self._finalizer = weakref.finalize(self, _close, self._leader, self._descriptors)
+        self._finalizer = weakref.finalize(
+            self, _close, self._link, self._leader, self._descriptors
+        )
         give_up_in_forks(self, "close")  # the leader must see when the script itself closes it
 
     @property
@@ -191,7 +188,7 @@ class Attachment:
         """True if another call can be served."""
         return self._finalizer.alive
 
-    def serve_call(self) -> bytes:
+    def serve_call(self) -> Any:
         """Wait for the leader's next call, run its function, and return the result.
 
         Raises:
@@ -200,122 +197,64 @@ class Attachment:
         """
         assert self.is_open
         try:
-            call = self._await_call()
-            result = self._run(call)
-            self._leader.send(Message(RETURN, result))
+            call = self.await_call()
+            diagnostics, event = self._descriptors
+            with stacks_on_request(event, diagnostics), _restored_afterwards():
+                result = self.run(call)
+            self._send(Message(RETURN))
         except BaseException as error:
             with noting_on(error):
-                self._leader.send_failure(error)
+                self._send_failure(error)
             with noting_on(error):
                 self.close()
             raise
         return result
 
-    def leader_loss(self) -> WorkerError | None:
-        """Between calls: how the leader ended, failed or gave up; None while it is connected."""
-        return self._leader.loss()
+    def look_around(self, waited_seconds: float) -> None:
+        """Raise WorkerError if the leader has ended, given up the call, or is stopped."""
+        if (loss := self.leader_loss()) is not None:
+            raise loss
+        self.check_answering(waited_seconds)
 
-    @property
-    def has_leader_failed(self) -> bool:
-        """True if ``leader_loss`` was the leader's own exception."""
-        return self._leader.has_sent_failure
+    def leader_loss(self) -> WorkerError | None:
+        """How the leader ended, failed or gave up; None while it is connected."""
+        return self._loss() if self._link.is_cut else None
 
     def check_answering(self, waited_seconds: float) -> None:
         """Raise a WorkerError if the leader is stopped."""
-        self._leader.check_answering(waited_seconds)
+        if self._stopped_timer.is_over_limit(self._leader.pid, waited_seconds):
+            raise WorkerError(
+                f"Rank 0 of this host (process {self._leader.pid}) is stopped, as by SIGSTOP."
+            )
 
     def close(self) -> None:
         """Close the connection, without a message: the leader's next call fails."""
         self._finalizer()
 
-    def _await_call(self) -> Message:
-        ready = Message(READY, str(os.getpid()).encode())
-        self._leader.send(ready)
-        while (message := self._leader.receive_idly()).kind != CALL:
-            if message.kind == WELCOME:
-                self._rank = int(message.payload)
-                self._descriptors[:] = message.descriptors
-            else:
-                assert message.kind == PING, message.kind
-                self._leader.send(ready)
-        return message
+    def _handle(self, message: Message) -> None:
+        if message.kind == WELCOME:
+            self.rank = int(message.payload)
+            self._descriptors[:] = message.descriptors
+        else:
+            super()._handle(message)
 
-    def _run(self, call: Message) -> bytes:
-        target, path, directory, body = pickle.loads(call.payload)
-        diagnostics, event = self._descriptors
-        with (
-            stacks_on_request(event, diagnostics),
-            _search_path(path),
-            _working_directory(directory),
-        ):
-            try:
-                function = function_at(target)
-            except BaseException:
-                for descriptor in call.descriptors:
-                    os.close(descriptor)
-                raise
-            return function(HelperContext(self._rank, self._leader), body, call.descriptors)
-
-
-class _LeadingProcess(Leader):
-    """The process that leads the host. This process outlives it, and raises its failure."""
-
-    def __init__(self, local_peer: LocalPeer) -> None:
-        self._link = Link(local_peer.sock)
-        self._peer = local_peer.peer
-        self._stopped_timer = StoppedProcessTimer()
-        self._is_link_usable = True  # no message was sent in part
-        self.has_sent_failure = False
-
-    def send(self, message: Message) -> None:
-        self._send(message, self.look_around)
-
-    def receive(self) -> Message:
-        return self._receive(self.look_around)
-
-    def look_around(self, waited_seconds: float) -> None:
-        """Raise WorkerError if the leader has ended, given up the call, or is stopped."""
-        if (loss := self.loss()) is not None:
-            raise loss
-        self.check_answering(waited_seconds)
-
-    def check_answering(self, waited_seconds: float) -> None:
-        """Raise WorkerError if the leader is stopped."""
-        if self._stopped_timer.is_over_limit(self._peer.pid, waited_seconds):
-            raise WorkerError(
-                f"Rank 0 of this host (process {self._peer.pid}) is stopped, as by SIGSTOP."
-            )
-
-    def loss(self) -> WorkerError | None:
-        """How the leader ended, failed or gave up; None while it is connected."""
-        return self._loss() if self._link.is_cut else None
-
-    def receive_idly(self) -> Message:
-        """Wait for a message between calls."""
-        return self._receive(Idleness(self.look_around))
-
-    def send_failure(self, error: BaseException) -> None:
+    def _send_failure(self, error: BaseException) -> None:
         """Send the leader this failure, if the link can still carry a message."""
         if self._is_link_usable:
-            with suppress(OSError, WorkerError):
-                self._send(Message(FAIL, pack_failure(error)), give_up)
+            with suppress(OSError):
+                self._link.send(Message(FAIL, pack_failure(error)), give_up)
 
-    def close(self) -> None:
-        """Close the connection."""
-        self._link.close()
-        self._peer.close()
-
-    def _send(self, message: Message, look_around: LookAround) -> None:
+    def _send(self, message: Message) -> None:
         self._is_link_usable = False
         try:
-            self._link.send(message, look_around)
+            super()._send(message)
         except BrokenPipeError as error:
             raise self._loss() from error
         self._is_link_usable = True
 
-    def _receive(self, look_around: LookAround) -> Message:
+    def _receive(self, look_around: LookAround, *, is_idle: bool = False) -> Message:
         try:
-            message = self._link.receive(look_around)
+            message = super()._receive(look_around)  # the leader may stop at any time
         except EOFError as error:
             raise self._loss() from error
         if message.kind == FAIL:
@@ -329,14 +268,14 @@ class _LeadingProcess(Leader):
                 for descriptor in message.descriptors:
                     os.close(descriptor)
                 if message.kind == FAIL:
-                    self.has_sent_failure = True
+                    self.has_leader_failed = True
                     return _failure_in(message)
         what = (
             "has ended: its output or its launcher says why"
-            if self._peer.is_ending()
+            if self._leader.is_ending()
             else "has given up this call: its own error says why"
         )
-        return WorkerError(f"Rank 0 of this host (process {self._peer.pid}) {what}.")
+        return WorkerError(f"Rank 0 of this host (process {self._leader.pid}) {what}.")
 
 
 def _failure_in(message: Message) -> WorkerError:
@@ -344,33 +283,20 @@ def _failure_in(message: Message) -> WorkerError:
 
 
 @contextmanager
-def _search_path(path: Sequence[str]) -> Iterator[None]:
-    """Within the block, use the leader's module search path."""
-    own = list(sys.path)
-    sys.path[:] = path
-    importlib.invalidate_caches()  # the script may have written modules since the last call
+def _restored_afterwards() -> Iterator[None]:
+    """After the block, set the module search path and working directory to what they were."""
+    path = list(sys.path)
+    directory = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)  # it may have been removed
     try:
         yield
     finally:
-        sys.path[:] = own
+        sys.path[:] = path
+        os.fchdir(directory)
+        os.close(directory)
 
 
-@contextmanager
-def _working_directory(directory: str | None) -> Iterator[None]:
-    """Within the block, use the leader's working directory: its relative paths refer to it."""
-    if directory is None or directory == working_directory():
-        yield
-        return
-    own = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)  # it may have been removed
-    try:
-        os.chdir(directory)
-        yield
-    finally:
-        os.fchdir(own)
-        os.close(own)
-
-
-def _close(leader: _LeadingProcess, descriptors: list[int]) -> None:
+def _close(link: Link, leader: PeerProcess, descriptors: list[int]) -> None:
+    link.close()
     leader.close()
     while descriptors:
         os.close(descriptors.pop())

@@ -79,8 +79,6 @@ class ForkServerBackend(WorkerBackend):
         WorkerError: it cannot be started.
     """
 
-    stays_ready = True
-
     def __init__(self, threads: int | None, preload: tuple[str, ...]) -> None:
         self.forks = FORKS
         self.is_ready = False

@@ -34,67 +34,103 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
 
-class Leader(ABC):
-    """Rank 0 of this host as a helper sees it: messages, and what to do if it has ended."""
+class HelperContext(ABC):
+    """A helper's end of its link to rank 0: the first argument of every function that it is called.
 
-    @abstractmethod
-    def send(self, message: Message) -> None:
-        """Send all of a message."""
-
-    @abstractmethod
-    def receive(self) -> Message:
-        """Wait for a message, without a limit."""
-
-    @abstractmethod
-    def look_around(self, waited_seconds: float) -> None:
-        """Stop waiting if rank 0 has ended: raise, or end this process."""
-
-
-class HelperContext:
-    """The first argument of a called function: this helper's rank, and messages to rank 0.
+    Args:
+        rank: this helper's.
+        link: to rank 0.
 
     Attributes:
         rank: this helper's.
         kept: objects that calls keep for later calls, by name.
     """
 
-    def __init__(self, rank: int, leader: Leader) -> None:
+    def __init__(self, rank: int, link: Link) -> None:
         self.rank = rank
         self.kept: dict[str, Any] = {}
-        self._leader = leader
+        self._link = link
 
     def send(self, payload: bytes, descriptors: tuple[int, ...] = ()) -> None:
         """Send data to rank 0."""
-        self._leader.send(Message(DATA, payload, descriptors))
+        self._send(Message(DATA, payload, descriptors))
 
     def receive(self) -> tuple[bytes, tuple[int, ...]]:
         """Wait for data from rank 0, without a limit: rank 0 ends helpers after a failure."""
-        message = self._leader.receive()
+        message = self._receive(self.look_around)
         assert message.kind == DATA, message.kind
         return message.payload, message.descriptors
 
+    @abstractmethod
     def look_around(self, waited_seconds: float) -> None:
         """Call it repeatedly in every wait: it stops the wait if rank 0 has ended."""
-        self._leader.look_around(waited_seconds)
 
+    def await_call(self) -> Message:
+        """Report to rank 0 that this helper is ready, and wait for its next call."""
+        self._send_ready()
+        while (message := self._receive(Idleness(self.look_around), is_idle=True)).kind != CALL:
+            self._handle(message)
+        return message
 
-class _ParentLeader(Leader):
-    """Rank 0 for a helper that dies with its parent, the script's process or a fork server."""
+    def run(self, call: Message) -> Any:
+        """The result of a call's function, run in rank 0's working directory and search path."""
+        target, path, directory, body = pickle.loads(call.payload)
+        try:
+            sys.path[:] = path
+            importlib.invalidate_caches()  # the script may have written modules since the last call
+            if directory is not None:
+                os.chdir(directory)
+            function = function_at(target)
+        except BaseException:
+            for descriptor in call.descriptors:
+                os.close(descriptor)
+            raise
+        return function(self, body, call.descriptors)
 
-    def __init__(self, link: Link, parent: int) -> None:
-        self._link = link
-        self._parent = parent
+    def _handle(self, message: Message) -> None:
+        """Handle another message than a call, between calls."""
+        if message.kind == PING:
+            self._send_ready()
+        elif message.kind == FORGET:
+            self.kept.clear()
+        # Other messages belong to a call that has failed here, as rank 0 will see.
 
-    def send(self, message: Message) -> None:
+    def _send_ready(self) -> None:
+        self._send(Message(READY, str(os.getpid()).encode()))
+
+    def _send(self, message: Message) -> None:
         self._link.send(message, self.look_around)
 
-    def receive(self) -> Message:
-        return self._link.receive(self.look_around)
+    def _receive(self, look_around: LookAround, *, is_idle: bool = False) -> Message:
+        return self._link.receive(look_around, is_idle=is_idle)
+
+
+class _ForkedHelper(HelperContext):
+    """A helper that dies with its parent, the script's process or a fork server."""
+
+    def __init__(self, rank: int, link: Link, parent: int) -> None:
+        super().__init__(rank, link)
+        self._parent = parent
 
     def look_around(self, waited_seconds: float) -> None:
         """End this process if its parent has ended, on systems whose kernel does not do it."""
         if os.getppid() != self._parent:
             leave()
+
+    def answer_call(self) -> None:
+        """Serve rank 0's next call."""
+        call = self.await_call()
+        try:
+            self.run(call)
+            answer = Message(RETURN)
+        except BaseException as error:  # also SystemExit: a model that exits has failed
+            answer = Message(FAIL, pack_failure(error))
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(
+                AttributeError, OSError, ValueError
+            ):  # there may be none, or a broken pipe
+                stream.flush()
+        self._send(answer)
 
 
 def serve_calls(rank: int, link: Link, diagnostics_descriptor: int, parent: int) -> None:
@@ -113,20 +149,10 @@ def serve_calls(rank: int, link: Link, diagnostics_descriptor: int, parent: int)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # a killed helper does not flush
-    leader = _ParentLeader(link, parent)
-    context = HelperContext(rank, leader)
-    ready = Message(READY, str(os.getpid()).encode())
+    helper = _ForkedHelper(rank, link, parent)
     try:
-        link.send(ready)
         while True:
-            message = link.receive(Idleness(leader.look_around), is_idle=True)
-            if message.kind == PING:
-                link.send(ready)
-            elif message.kind == CALL:
-                link.send(_answer(context, message))
-            elif message.kind == FORGET:
-                context.kept.clear()
-            # Other messages belong to a call that has failed here, as rank 0 will see.
+            helper.answer_call()
     except (EOFError, OSError):  # rank 0 has closed the link
         link.close()
 
@@ -146,26 +172,6 @@ class Idleness:
         if waited_seconds > _COLLECT_AFTER_SECONDS and not self._has_collected:
             gc.collect()
             self._has_collected = True
-
-
-def _answer(context: HelperContext, call: Message) -> Message:
-    try:
-        answer = Message(RETURN, _run(context, call))
-    except BaseException as error:  # also SystemExit: a model that exits has failed
-        answer = Message(FAIL, pack_failure(error))
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # there may be none, or a broken pipe
-            stream.flush()
-    return answer
-
-
-def _run(context: HelperContext, call: Message) -> bytes:
-    target, path, directory, body = pickle.loads(call.payload)
-    sys.path[:] = path
-    importlib.invalidate_caches()  # the script may have written modules since the last call
-    if directory is not None:
-        os.chdir(directory)
-    return function_at(target)(context, body, call.descriptors)
 
 
 def die_with(parent: int) -> None:
@@ -209,9 +215,9 @@ def reference_of(function: Callable[..., Any]) -> str:
     return f"{function.__module__}:{function.__qualname__}"
 
 
-def function_at(reference: str) -> Callable[[HelperContext, bytes, tuple[int, ...]], bytes]:
+def function_at(reference: str) -> Callable[[HelperContext, bytes, tuple[int, ...]], Any]:
     """The function of such a reference, imported."""
     module, _, name = reference.partition(":")
-    function: Callable[[HelperContext, bytes, tuple[int, ...]], bytes]
+    function: Callable[[HelperContext, bytes, tuple[int, ...]], Any]
     function = getattr(importlib.import_module(module), name)
     return function

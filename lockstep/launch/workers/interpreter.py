@@ -7,12 +7,11 @@ but nothing of its state. No ``if __name__`` guard is needed: they never run the
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from queue import SimpleQueue
-from typing import Any
+from concurrent.futures import Future
 
 from lockstep.errors import WorkerError
+from lockstep.launch.background import Background
 from lockstep.launch.health.diagnostics import DiagnosticsFile
 from lockstep.pickling import search_path
 
@@ -64,9 +63,7 @@ def environment(threads: int | None) -> dict[str, str]:
     return {**os.environ, **changed}
 
 
-_Request = tuple[Callable[[], Any], "SimpleQueue[Any]"]
-_requests: "SimpleQueue[_Request] | None" = None
-_lock = threading.Lock()
+_spawner = Background("lockstep-spawner")
 
 
 def _spawn(make: Callable[[], "subprocess.Popen[bytes]"]) -> "subprocess.Popen[bytes]":
@@ -76,50 +73,24 @@ def _spawn(make: Callable[[], "subprocess.Popen[bytes]"]) -> "subprocess.Popen[b
     PR_SET_PDEATHSIG), and ``fit`` may be called from a short-lived one. Also, Ctrl-C never
     interrupts a start in that thread.
     """
-    answers: SimpleQueue[Any] = SimpleQueue()
-    _spawner().put((make, answers))
+    future = _spawner.submit(make)
     try:
-        answer = answers.get()
+        return future.result()
     except BaseException:  # Ctrl-C: the process is not needed any more
-        _spawner().put((lambda: _end(answers.get()), SimpleQueue()))
+        future.add_done_callback(_end)
         raise
-    if isinstance(answer, BaseException):
-        raise answer
-    assert isinstance(answer, subprocess.Popen)
-    return answer
 
 
-def _end(process: Any) -> None:
-    if isinstance(process, subprocess.Popen):
-        process.kill()
-        process.wait()
-
-
-def _spawner() -> "SimpleQueue[_Request]":
-    """The queue of this process's spawning thread, which is started on first use."""
-    global _requests
-    with _lock:
-        if _requests is None:
-            _requests = SimpleQueue()
-            threading.Thread(
-                target=_serve_requests, args=(_requests,), name="lockstep-spawner", daemon=True
-            ).start()
-        return _requests
-
-
-def _serve_requests(requests: "SimpleQueue[_Request]") -> None:
-    while True:
-        make, answers = requests.get()
-        try:
-            answers.put(make())
-        except BaseException as error:
-            answers.put(error)
+def _end(future: "Future[subprocess.Popen[bytes]]") -> None:
+    if future.exception() is None:
+        future.result().kill()
+        future.result().wait()
 
 
 def _forget_spawner() -> None:
     """A fork has no threads: it needs its own spawner."""
-    global _requests, _lock
-    _requests, _lock = None, threading.Lock()
+    global _spawner
+    _spawner = Background("lockstep-spawner")
 
 
 os.register_at_fork(after_in_child=_forget_spawner)

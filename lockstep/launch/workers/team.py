@@ -163,14 +163,14 @@ class Team:
 
     def call(
         self,
-        function: Callable[..., bytes],
+        function: Callable[..., object],
         body: bytes,
         descriptors: tuple[int, ...] = (),
         *,
         position: Callable[[int], str],
         timeout_seconds: float,
     ) -> None:
-        """Have every helper run ``function(context, body, descriptors) -> bytes``.
+        """Have every helper run ``function(context, body, descriptors)``.
 
         Args:
             function: at the top level of a module that helpers can import.
@@ -206,7 +206,7 @@ class Team:
         """Wait until every helper has returned from the call."""
         for helper in self._helpers:
             self._next(helper, RETURN, timeout_seconds)
-            helper.is_ready = helper.backend.stays_ready
+            helper.is_ready = False  # it reports when it waits for the next call
         self._position = _between_calls  # the call's own ``position`` refers to its memory
 
     def look_around(self, is_awaited: Callable[[int], bool] = lambda rank: True) -> None:

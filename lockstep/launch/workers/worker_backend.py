@@ -13,14 +13,7 @@ from lockstep.launch.workers.link import Link
 
 
 class WorkerBackend(ABC):
-    """Starts and ends helpers, each of which has its own number here.
-
-    Attributes:
-        stays_ready: True if a helper waits for the next call as soon as it has returned from one;
-            otherwise it sends READY again when its script reaches the next call.
-    """
-
-    stays_ready: bool
+    """Starts and ends helpers, each of which has its own number here."""
 
     @abstractmethod
     def start_helper(self, rank: int, diagnostics: DiagnosticsFile) -> tuple[int, Link]:

@@ -230,7 +230,7 @@ def is_shortage(error: BaseException | None) -> bool:
 # --- in the trial's process ----------------------------------------------------------------------
 
 
-def serve_trials(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
+def serve_trials(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> None:
     """Try one size after the other, until rank 0 ends this process."""
     _volunteer()
     payload, specs, threads, settings = pickle.loads(body)

@@ -5,7 +5,7 @@ Each runs the user's script, too. While the leader trains, they serve it within 
 """
 
 import os
-import pickle
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -22,7 +22,13 @@ from lockstep.parallel.transfer.serialization import pack
 from lockstep.train.callbacks.interrupt import held_interrupts
 from lockstep.train.callbacks.state_values import set_values, values_of
 
-_CONCLUSION = b"conclusion"
+
+@dataclass(frozen=True)
+class _Conclusion:
+    """The end of a leader's call: its result, and the model's values (``values_of``)."""
+
+    result: Any
+    values: Any
 
 
 def host_key() -> bytes | None:
@@ -64,21 +70,15 @@ class Follower:
         with held_interrupts() as interrupt:
             interrupt.hold()  # the leader gets Ctrl-C, too, and ends after the present step
             try:
-                while not (reply := self._attachment.serve_call()).startswith(_CONCLUSION):
+                while not isinstance(end := self._attachment.serve_call(), _Conclusion):
                     pass
             except WorkerError as lost:
                 error = as_raised(lost)
                 if error is lost:
                     raise
                 raise error from error.__cause__
-        result, values = _conclusions.pop(reply)
-        set_values(model, values)
-        return result
-
-    def close(self) -> None:
-        """Disconnect."""
-        if self._attachment is not None:
-            self._attachment.close()
+        set_values(model, end.values)
+        return end.result
 
 
 def call_conclude(team: Team, result: Any, model: nn.Module, timeout_seconds: float) -> None:
@@ -95,12 +95,6 @@ def call_conclude(team: Team, result: Any, model: nn.Module, timeout_seconds: fl
     serialized.close()
 
 
-def conclude(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
-    """On a follower: store the result of the leader's call; returns its key in ``_conclusions``."""
-    key = _CONCLUSION + pickle.dumps(len(_conclusions))
-    _conclusions[key] = unpacked(body, descriptors)
-    return key
-
-
-# Passes results from ``conclude`` to ``Follower.serve``: helpers' functions return bytes only.
-_conclusions: dict[bytes, Any] = {}
+def conclude(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> _Conclusion:
+    """On a follower: the end of the leader's call."""
+    return _Conclusion(*unpacked(body, descriptors))

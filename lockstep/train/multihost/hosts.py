@@ -132,24 +132,30 @@ class Hosts:
         """True if the launcher has started a process for each of this host's devices."""
         return self.place.num_processes > 1
 
-    def attach_team(self, num_helpers: int, first_rank: int, timeout_seconds: float) -> Team:
-        """The other processes of this host, as helpers.
+    def check_devices(self, num_devices: int) -> None:
+        """Check that a Plan has a device on this host for each process of the launcher.
 
         Raises:
-            OptionError: the Plan has another number of devices on this host.
-            WorkerError: they do not connect.
+            OptionError: it has another number.
         """
-        if num_helpers != self.place.num_processes - 1:
+        if num_devices != self.place.num_processes:
             raise OptionError(
                 f"Under {self.place.launcher} each process is one device.",
-                received=f"{num_helpers + 1} devices on a host with "
+                received=f"{num_devices} devices on a host with "
                 f"{self.place.num_processes} processes",
                 fix="Leave `devices_per_host` out.",
             )
+
+    def attach_team(self, first_rank: int, timeout_seconds: float) -> Team:
+        """The other processes of this host, as helpers.
+
+        Raises:
+            WorkerError: they do not connect.
+        """
         return attach_team(
             self.place,
             host_key(),
-            num_helpers=num_helpers,
+            num_helpers=self.place.num_processes - 1,
             first_rank=first_rank,
             timeout_seconds=timeout_seconds,
         )

@@ -119,7 +119,7 @@ class TaskRequest:
     devices: tuple[str, ...]
 
 
-def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
+def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> None:
     """A helper's part of ``Session.run``."""
     call: TaskRequest = pickle.loads(body)
     context.kept.pop(call.name, None)
@@ -170,17 +170,15 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
         end.close()
     if call.keeps:
         context.kept[call.name] = part
-    return b""
 
 
-def serve_again(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
+def serve_again(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> None:
     """A helper's part of a call that it has cached."""
     news: CallUpdate = unpacked(body, descriptors)
     part: CachedCall = context.kept[news.name]
     part.hear(news)
     with part.assignment.settings.applied(), compute_settings(part.assignment.plan):
         _take_part(part)
-    return b""
 
 
 def _move_to_device(

@@ -122,10 +122,8 @@ class Session:
 
     def dismiss(self, hosts: Hosts, result: Any, model: nn.Module) -> None:
         """Send a call's result and the weights to the processes that follow this one."""
-        if self._team is None:
-            self._meet_followers(hosts, self._timeout)
-        assert self._team is not None
-        call_conclude(self._team, result, model, self._timeout)
+        team = self._team or self._meet_followers(hosts, hosts.first_rank + 1, self._timeout)
+        call_conclude(team, result, model, self._timeout)
 
     def desert(self, hosts: Hosts, error: BaseException) -> None:
         """After a call that has failed: end it for the processes that follow this one.
@@ -135,15 +133,15 @@ class Session:
         if not self._has_met:
             patience = min(_DISMISSAL_SECONDS, self._timeout)
             with suppress(WorkerError):  # they have not joined: the call failed there, too
-                self._meet_followers(hosts, patience)
+                self._meet_followers(hosts, hosts.first_rank + 1, patience)
         self.close(error)
         self._has_met = False
 
-    def _meet_followers(self, hosts: Hosts, timeout_seconds: float) -> None:
-        """Meet the processes that follow this one, in a call that needs no Plan."""
-        helpers = range(hosts.place.num_processes - 1)
-        self._team = hosts.attach_team(len(helpers), hosts.first_rank + 1, timeout_seconds)
+    def _meet_followers(self, hosts: Hosts, first_rank: int, timeout_seconds: float) -> Team:
+        """Meet the processes that follow this one, the first of which has this rank."""
+        self._team = hosts.attach_team(first_rank, timeout_seconds)
         self._is_attached = self._has_met = True
+        return self._team
 
     def _run_alone(self, assignment: Assignment, driver: TaskDriver) -> Any:
         spec = exchange_spec(assignment)
@@ -295,17 +293,14 @@ class Session:
             )
         ):
             self.close()
-        if self._team is None:
-            self._threads = plan.threads_per_device
-            self._is_attached = hosts is not None and hosts.has_followers
-            if hosts is not None and hosts.has_followers:
-                self._team = hosts.attach_team(num_helpers, first_rank, self._timeout)
-                self._has_met = True
-            else:
-                announce(f"Starting {num_helpers} helper{'s' if num_helpers > 1 else ''}")
-                self._team = take_team(
-                    num_helpers, self._threads, self._preload, first_rank=first_rank
-                )
+        if self._team is not None:
+            return self._team
+        if hosts is not None and hosts.has_followers:
+            hosts.check_devices(len(here))
+            return self._meet_followers(hosts, first_rank, self._timeout)
+        self._is_attached, self._threads = False, plan.threads_per_device
+        announce(f"Starting {num_helpers} helper{'s' if num_helpers > 1 else ''}")
+        self._team = take_team(num_helpers, self._threads, self._preload, first_rank=first_rank)
         return self._team
 
     def _call(self, part: RunningCall, serialized: SerializedObject, *, keeps: bool) -> None:
@@ -347,7 +342,7 @@ class Session:
     def _send(
         self,
         part: RunningCall,
-        function: Callable[..., bytes],
+        function: Callable[..., object],
         body: bytes,
         descriptors: tuple[int, ...],
     ) -> None:
