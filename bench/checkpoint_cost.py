@@ -34,7 +34,7 @@ from lockstep.checkpoint import generations
 from lockstep.train.checkpointing import checkpoints
 from lockstep.train.checkpointing.checkpoints import CheckpointWriter
 from lockstep.train.fault_tolerance.backups import Backups
-from lockstep.train.resume.resuming_runner import ResumingRunner
+from lockstep.train.resume.fit_checkpoints import FitCheckpoints
 
 NET = NETS["wide"]
 STATE_BYTES = 3 * 4 * sum(one.numel() for one in NET.make_model().parameters())
@@ -45,12 +45,12 @@ Fit = Callable[..., Any]
 @contextmanager
 def without_copies() -> Iterator[None]:
     """Within the block no ``fit`` keeps copies in memory, as each does where there is room."""
-    own = ResumingRunner._backups_of
-    ResumingRunner._backups_of = lambda *arguments: None  # type: ignore[method-assign]
+    own = FitCheckpoints.backups_of
+    FitCheckpoints.backups_of = lambda *arguments: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        ResumingRunner._backups_of = own  # type: ignore[method-assign]
+        FitCheckpoints.backups_of = own  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

@@ -153,8 +153,8 @@ def _train_keras(folder: Path, epochs: int, every: str, steps: int, *, is_told: 
         ],
     )
     trainer: Any = model._lockstep.trainer
-    digest = TrainingState.of(trainer.state_dict()).digest()
-    trainer.close()
+    digest = TrainingState.of(trainer.state.take()).digest()
+    trainer.runner.close()
     return [digest, {name: [*map(float, each)] for name, each in history.history.items()}]
 
 

@@ -73,20 +73,20 @@ class Faults:
         self._hit_at = 0.0
         self._num_ended = 0
 
-    def after_step(self, trainer: Any, loss: float) -> None:
+    def after_step(self, session: Any, loss: float) -> None:
         """A callback hears of it once for every step."""
         self.losses.append(loss)
-        ended = trainer._session.num_ended
+        ended = session.num_ended
         if ended > self._num_ended:
             self.seconds.append(time.monotonic() - self._hit_at)
         if ended > self._num_ended or len(self.losses) == 1:
             self._num_ended = ended
-            self._plan_next(trainer)
+            self._plan_next(session)
 
-    def _plan_next(self, trainer: Any) -> None:
+    def _plan_next(self, session: Any) -> None:
         if self._number is not None and self._num_ended < self._most:
             delay = self._chance.uniform(0, MOST_DELAY_SECONDS)
-            timer = threading.Timer(delay, self._hit, [trainer._session._team, next(self._phases)])
+            timer = threading.Timer(delay, self._hit, [session._team, next(self._phases)])
             timer.daemon = True
             timer.start()
 
@@ -114,7 +114,7 @@ class Told(lockstep.Callback):
         self._faults = faults
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._faults.after_step(self.trainer, logs["loss"])
+        self._faults.after_step(self.trainer._runner.session, logs["loss"])
 
 
 def trained(strategy: str, faults: Faults, most: int) -> tuple[object, Phases]:
@@ -158,7 +158,7 @@ def _fit_keras(faults: Iterable[Faults], restarts: int, record: str) -> tuple[st
     class ToldByKeras(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             for one in faults:
-                one.after_step(self.model._lockstep.trainer, float(logs["loss"]))
+                one.after_step(self.model._lockstep.trainer.runner.session, float(logs["loss"]))
 
     keras.utils.clear_session()  # layers have their first names again
     keras.utils.set_random_seed(0)
@@ -174,8 +174,8 @@ def _fit_keras(faults: Iterable[Faults], restarts: int, record: str) -> tuple[st
     data = (x, (x[:, 0] > 0).astype("int64"))
     history = model.fit(*data, epochs=EPOCHS, batch_size=BATCH, verbose=0, callbacks=callbacks)
     trainer: Any = model._lockstep.trainer
-    digest = TrainingState.of(trainer.state_dict()).digest()
-    trainer.close()
+    digest = TrainingState.of(trainer.state.take()).digest()
+    trainer.runner.close()
     return digest, {name: [*map(float, each)] for name, each in history.history.items()}
 
 

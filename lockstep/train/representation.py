@@ -6,6 +6,9 @@ from typing import Any
 
 from torch import nn, optim
 
+from lockstep.parallel.loss.share_losses import LossAdapter
+from lockstep.train.trainer_protocol import TrainerProtocol
+
 _LONGEST = 100
 
 
@@ -26,3 +29,16 @@ def describe(thing: Any) -> str:
     text = repr(thing) if name is None else str(name)
     is_short = len(text) <= _LONGEST and "\n" not in text and not text.startswith("<")
     return text if is_short or name is not None else type(thing).__name__
+
+
+def describe_trainer(trainer: TrainerProtocol, loss: LossAdapter | None) -> str:
+    """A Trainer with its parts."""
+    parts: dict[str, Any] = {
+        "loss": None if loss is None else loss.loss,
+        "optimizer": trainer.optimizer,
+        "metrics": list(trainer.metrics.by_name) or None,
+        "strategy": trainer.strategy,
+        "precision": trainer.precision,
+    }
+    shown = [f"{name}={describe(part)}" for name, part in parts.items() if part is not None]
+    return f"Trainer({', '.join([type(trainer.model).__name__, *shown])})"

@@ -4,63 +4,57 @@ It never branches on the strategy: it captures the model, lets the strategy's ma
 runs tasks on the Plan's ranks through a ``Session``.
 """
 
-import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
-from torch import nn, optim
+from torch import nn
 
 from lockstep.data.batch_dims import BatchDims
 from lockstep.data.map_style.sources import joined
 from lockstep.data.records.bad_records import OnBadRecord
-from lockstep.data.trees import Tree, concatenate, map_tensors
-from lockstep.launch.health.failure import ending_with
+from lockstep.data.trees import Tree
 from lockstep.options import checks_names
 from lockstep.parallel.data_parallel.gradient_rules import OnNonFinite
 from lockstep.parallel.loss.loss_options import adapt_loss
+from lockstep.plan.spec import Plan
 from lockstep.tracebacks import public_methods
 from lockstep.train.batch_size_search.batch_size import BatchSizeSearch
 from lockstep.train.by_name import loss_named, metrics_named, optimizer_named
 from lockstep.train.callbacks.callback import Callback, Logs
-from lockstep.train.callbacks.driver import TaskDriver
 from lockstep.train.callbacks.interrupt import held_termination
 from lockstep.train.checkpointing.checkpoints import Checkpoint
+from lockstep.train.checkpointing.trainer_state import TrainerState
 from lockstep.train.fit.fit_request import FitRequest
-from lockstep.train.fit.tasks import DataPass, EvaluateTask, MeansOfSamples, PredictTask
+from lockstep.train.fit.fitting import Fit
+from lockstep.train.fit.forward_passes import evaluate, predict
 from lockstep.train.history import History
-from lockstep.train.input.data_adapter import (
-    DEFAULT_BATCH_SIZE,
-    DataOptions,
-    DataPipeline,
-    adapt_data,
-)
-from lockstep.train.input.stream_broadcast import sample_of
+from lockstep.train.input.data_adapter import DEFAULT_BATCH_SIZE
 from lockstep.train.logging.metrics import Metrics
-from lockstep.train.model_making import check_scope, made_models, made_up_sample
-from lockstep.train.optim.learning_rates import make_schedule
+from lockstep.train.model_making import check_scope, made_models
+from lockstep.train.optim.learning_rates import RunningSchedule, make_schedule
 from lockstep.train.optim.optimizers import Optimizers, make_optimizers
 from lockstep.train.optim.rate_rules import rule_of
-from lockstep.train.optim.update_config import AnyUpdater, UpdateConfig
+from lockstep.train.optim.update_config import UpdateConfig
 from lockstep.train.optim.wrapped_updaters import EMA
-from lockstep.train.plan_and_proof import ProvingRunner
-from lockstep.train.preloadable_modules import known_modules
-from lockstep.train.representation import describe
+from lockstep.train.part_attributes import of_part
+from lockstep.train.plan_and_proof import plan_for, verify
+from lockstep.train.representation import describe_trainer
+from lockstep.train.resume.fit_checkpoints import FitCheckpoints
 from lockstep.train.runtime.job_context import JobContext, StrategyLike
+from lockstep.train.runtime.runner import Runner
+from lockstep.train.saved_state import StateMethods
 from lockstep.train.scope import current_strategy
+from lockstep.train.torch_front_end import TorchFrontEnd
 from lockstep.train.validation.checks import (
     check_arguments,
-    check_counts,
-    check_names,
-    check_targets,
-    log_names,
 )
 
 
 @public_methods
-class Trainer(ProvingRunner):
+class Trainer(StateMethods):
     """Trains a PyTorch model under a strategy, with the weights one device would have given.
 
     Args:
@@ -127,6 +121,18 @@ class Trainer(ProvingRunner):
         ModelError: the model cannot be trained as it is.
     """
 
+    model: nn.Module = of_part("_runner")
+    strategy: Any = of_part("_runner")
+    precision: str = of_part("_runner")
+    seed: int = of_part("_runner")
+    deterministic: bool = of_part("_runner")
+    batch_size: int | None = of_part("_runner")
+    optimizer: Any = of_part("_front_end")
+    schedule: RunningSchedule | None = of_part("_front_end")
+    metrics: Any = of_part("_front_end")
+    stop_training: bool = of_part("_front_end")
+    callbacks: list[Callback] = of_part("_state")
+
     @checks_names
     def __init__(
         self,
@@ -172,58 +178,70 @@ class Trainer(ProvingRunner):
             check_scope(dims)
         with torch.inference_mode(False):  # tensors made there cannot be trained
             made, meta_model = made_models(model, precision)
-            super().__init__(
-                made,
-                meta_model=meta_model,
-                job_context=JobContext(strategy),
-                strategy=strategy,
-                update_config=update_config,
-                precision=precision,
-                seed=seed,
-                dims=dims,
-            )
-            self.optimizer = make_optimizers(optimizer, self.model, train_step)
+            optimizer = make_optimizers(optimizer, made, train_step)
+        found_metrics = Metrics(metrics_named(metrics, loss), dims, seed)
+        if schedule is not None:
+            one = None if isinstance(optimizer, Optimizers) else optimizer
+            schedule = make_schedule(schedule, one)
+        self._front_end = TorchFrontEnd(
+            made,
+            loss=None if loss is None else adapt_loss(dims.loss(loss), loss_weights),
+            optimizer=optimizer,
+            schedule=schedule,
+            metrics=found_metrics,
+            update_config=update_config,
+        )
+        self._runner = Runner(
+            made,
+            self._front_end,
+            meta_model=meta_model,
+            job_context=JobContext(strategy),
+            strategy=strategy,
+            update_config=update_config,
+            precision=precision,
+            seed=seed,
+            dims=dims,
+            deterministic=deterministic,
+        )
+        self._state = TrainerState(self._runner, callbacks)
+        self._checkpoints = FitCheckpoints(self._state)
         self._job_parts = {
             "loss": loss,
             "loss_weights": loss_weights,
             "train_step": train_step,
             "batch_dim": batch_dim,
         }
-        self.deterministic = deterministic
-        self.callbacks = list(callbacks)
-        self.stop_training = False
-        self.metrics = Metrics(metrics_named(metrics, loss), dims, seed)
-        self.schedule = None if schedule is None else make_schedule(schedule, self._one_optimizer)
-        self._loss = None if loss is None else adapt_loss(dims.loss(loss), loss_weights)
-        check_names(self._loss, self.schedule, self.metrics)
 
     def __repr__(self) -> str:
-        parts: dict[str, Any] = {
-            "loss": None if self._loss is None else self._loss.loss,
-            "optimizer": self.optimizer,
-            "metrics": list(self.metrics.by_name) or None,
-            "strategy": self.strategy,
-            "precision": self.precision,
-        }
-        shown = [f"{name}={describe(part)}" for name, part in parts.items() if part is not None]
-        return f"Trainer({', '.join([type(self.model).__name__, *shown])})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state without callbacks and helpers."""
-        return {**super().__getstate__(), "callbacks": [], "schedule": None}
+        return describe_trainer(self, self._front_end.loss)
 
     def log_names(self) -> list[str]:
         """Names of the values that an epoch may have in the history, with validation or without."""
-        names = log_names(self._loss, self.metrics, self._update_config, has_validation=True)
-        rates = [] if self.schedule is None else ["lr"]
-        skipped = ["skipped_steps"] if self._update_config.rules.on_nonfinite == "skip" else []
-        return [*names, *rates, *skipped]
+        return self._front_end.all_log_names()
 
     @property
     def loss_scale(self) -> float | None:
         """The current loss scale, with ``precision="fp16-mixed"``."""
-        scale = self._update_config.rules.loss_scale
+        scale = self._runner.update_config.rules.loss_scale
         return None if scale is None else scale.scale
+
+    @property
+    def timeout_seconds(self) -> float:
+        """Longest wait for a helper, by the strategy."""
+        return self._runner.timeout_seconds
+
+    @property
+    def plan(self) -> Plan:
+        """The Plan of the last call, or the one a ``fit`` with the default batch would have.
+
+        Raises:
+            OptionError: before the first call, if the Plan depends on the cost of layers.
+        """
+        return self._runner.plan
+
+    def close(self) -> None:
+        """End the helper processes now instead of with the trainer."""
+        self._runner.close()
 
     @checks_names
     def fit(
@@ -325,7 +343,7 @@ class Trainer(ProvingRunner):
             on_snapshot=on_snapshot,
         )
         with nullcontext() if checkpoint is None else held_termination():
-            return self._fit_to_the_end(asked)
+            return Fit(self, self._front_end, self._checkpoints, asked).run()
 
     @checks_names
     def evaluate(
@@ -347,35 +365,13 @@ class Trainer(ProvingRunner):
         Returns:
             ``{"loss": ..., <metric>: ...}``.
         """
-        data = joined(data, y, sample_weight)
-        return self._call("evaluate", lambda: self._evaluate(data, batch_size))
-
-    def _evaluate(self, data: Any, batch_size: int | None) -> Logs:
-        (batch_size,) = check_counts({"batch_size": batch_size})
-        loss = self._need_loss("evaluate")
-        wish = DataOptions(
-            name="data",
-            batch_size=batch_size,
-            seed=self.seed,
-            is_read_here=self._is_chief,
-            dims=self._dims,
+        data, loss = joined(data, y, sample_weight), self._front_end.loss_for
+        return self._runner.call(
+            "evaluate",
+            lambda: evaluate(
+                self._runner, data, batch_size, loss("evaluate"), self.metrics, self._call_callbacks
+            ),
         )
-        feed = self._job_context.agreed_feed(adapt_data(data, wish))
-        check_targets(sample_of(feed.source), loss, self.metrics)
-        # Within a fit, the user's metrics are busy with the training data.
-        metrics = self.metrics.for_validation
-        metrics = copy.deepcopy(metrics) if self._job_context.is_aside else metrics
-        task = EvaluateTask(
-            data=DataPass(source=feed.source, batch_size=feed.batch_size),
-            metrics=metrics,
-            evaluation=MeansOfSamples(loss.parts),
-        )
-        self._tell_callbacks("on_test_begin")
-        with ending_with(feed.close):
-            logs: Logs = self._run(task, loss, None, TaskDriver(), feed.batch_size)
-        logs = self._job_context.from_chief(logs)
-        self._tell_callbacks("on_test_end", logs)
-        return logs
 
     @checks_names
     def predict(self, inputs: Any, *, batch_size: int | None = None) -> Tree:
@@ -390,61 +386,62 @@ class Trainer(ProvingRunner):
         Returns:
             The model's outputs, with all samples along the first dim of every tensor.
         """
-        return self._call("predict", lambda: self._predict_all(inputs, batch_size))
-
-    def _predict_all(self, inputs: Any, batch_size: int | None) -> Tree:
-        (batch_size,) = check_counts({"batch_size": batch_size})
-        wish = DataOptions(
-            name="inputs",
-            batch_size=batch_size,
-            seed=self.seed,
-            with_targets=False,
-            is_read_here=self._is_chief,
-            dims=self._dims,
+        return self._runner.call(
+            "predict", lambda: predict(self._runner, inputs, batch_size, self._call_callbacks)
         )
-        feed = self._job_context.agreed_feed(adapt_data(inputs, wish))
-        self._tell_callbacks("on_predict_begin")
-        with ending_with(feed.close):
-            outputs = self._predict_none(feed) if feed.num_steps == 0 else self._predict(feed)
-            outputs = self._dims.given_outputs(outputs)
-        self._tell_callbacks("on_predict_end")
-        return outputs
 
-    # --- parts -----------------------------------------------------------------------------------
-
-    def _tell_callbacks(self, method: str, *args: Any) -> None:
-        for callback in self._own_callbacks:
+    def _call_callbacks(self, method: str, *args: Any) -> None:
+        for callback in self._state.own_callbacks:
             callback.set_trainer(self)
             getattr(callback, method)(*args)
 
-    @property
-    def _preload(self) -> tuple[str, ...]:
-        loss = None if self._loss is None else self._loss.loss
-        return known_modules([*self.model.modules(), loss, *self.metrics.by_name.values()])
+    @checks_names
+    def plan_for(self, data: Any, y: Any = None, *, batch_size: int | None = None) -> Plan:
+        """The Plan by which ``fit`` would train on this data, without training.
 
-    @property
-    def _one_optimizer(self) -> optim.Optimizer | None:
-        """The optimizer; None if there are several."""
-        one: optim.Optimizer | None = self.optimizer
-        return None if isinstance(self.optimizer, Optimizers) else one
+        Args:
+            data: as in ``fit``. The first batch of an iterable is read.
+            y: likewise.
+            batch_size: likewise.
 
-    def _make_updater(self) -> AnyUpdater:
-        changes_by_step = self.schedule is not None and self.schedule.every == "step"
-        return self._update_config.updater(
-            self.optimizer,
-            self.model,
-            changes_by_step=changes_by_step,
-            has_outer=self._maker().outer is not None,
-        )
+        Returns:
+            The Plan for this host: ``print(plan)`` shows it.
+        """
+        return plan_for(self._runner, joined(data, y, None), batch_size)
 
-    def _predict(self, feed: DataPipeline) -> Tree:
-        data = DataPass(source=feed.source, batch_size=feed.batch_size)
-        task = PredictTask(data=data)
-        parts = self._run(task, None, None, TaskDriver(), feed.batch_size)
-        return self._job_context.from_chief(concatenate(parts) if self._is_chief else None)
+    @checks_names
+    def verify(
+        self,
+        data: Any,
+        y: Any = None,
+        *,
+        batch_size: int = DEFAULT_BATCH_SIZE,
+        steps: int = 5,
+        seed: int = 0,
+        bits: bool = False,
+        self_test: bool = False,
+    ) -> Any:
+        """Prove that the strategy gives the weights that one device would have given.
 
-    def _predict_none(self, feed: DataPipeline) -> Tree:
-        """No samples: outputs of the right kind and shape, found with one made-up sample."""
-        sample = made_up_sample(feed.source)
-        outputs = self._predict(DataPipeline(source=sample, batch_size=1, num_steps=1))
-        return map_tensors(lambda tensor: tensor[:0], outputs)
+        Both sides train copies of the model and the optimizer in float64; the Trainer's own are not
+        changed. Clipping, accumulation, averages and schedules are not part of the proof: the
+        report lists those that the Trainer has.
+
+        Args:
+            data: as in ``fit``.
+            y: likewise.
+            batch_size: likewise.
+            steps: see ``lockstep.verify``, as for the rest.
+            seed: likewise.
+            bits: likewise.
+            self_test: likewise.
+
+        Returns:
+            The report of ``lockstep.verify``: ``print`` it, or ask ``report.passed``.
+
+        Raises:
+            OptionError: there is no strategy, loss or optimizer.
+        """
+        setup = {"steps": steps, "seed": seed, "bits": bits, "self_test": self_test}
+        job = {**self._job_parts, "data": joined(data, y, None), "batch_size": batch_size}
+        return verify(self._runner, self._front_end, job, setup)

@@ -10,8 +10,6 @@ from typing import Any, Protocol
 from torch import nn
 
 from lockstep.plan.spec import Plan
-from lockstep.train.checkpointing.fit_position import FitPosition
-from lockstep.train.history import History
 
 
 class TrainerProtocol(Protocol):
@@ -71,19 +69,11 @@ class TrainerProtocol(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """The whole state of the training."""
 
-    def state_onto(self, before: Any) -> dict[str, Any]:
-        """``state_dict()``, in the memory of an earlier one."""
-
     def load_state_dict(self, state: Any) -> None:
         """Resume from a state."""
-
-    def record_position(self, position: FitPosition | None, history: History) -> None:
-        """Callbacks are called at this position next."""
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within the block the model has the averaged weights."""
 
     def rewound(self) -> AbstractContextManager[None]:
         """Restore the training's state after the block."""
-
-    def __getstate__(self) -> dict[str, Any]: ...

@@ -98,7 +98,7 @@ def model_of(trainer: lockstep.Trainer) -> Net:
 
 def helpers_of(trainer: Any) -> list[int]:
     """Process ids, by rank from 1."""
-    team = trainer._session._team
+    team = trainer._runner.session._team
     assert team is not None
     return list(team.pids())
 

@@ -43,7 +43,7 @@ def make_trainer(devices=2, **options):
         strategy=lockstep.MirroredStrategy(devices=devices, **options))
 
 def pids(trainer):
-    return trainer._session._team.pids()
+    return trainer._runner.session._team.pids()
 """
 
 

@@ -80,8 +80,8 @@ def test_ctrl_c_ends_training_with_the_step(devices: int, step: int) -> None:
     expected.callbacks = []
     for trainer in (interrupted, expected):
         fit(trainer, epochs=2)
-        assert trainer._steps_trained == step + 1 + 2 * STEPS_PER_EPOCH
-        assert trainer._epochs_trained == step // STEPS_PER_EPOCH + 1 + 2
+        assert trainer._runner.steps_trained == step + 1 + 2 * STEPS_PER_EPOCH
+        assert trainer._runner.epochs_trained == step // STEPS_PER_EPOCH + 1 + 2
     check_same(interrupted, expected)
 
 
@@ -89,8 +89,8 @@ def test_helpers_are_kept_after_ctrl_c() -> None:
     trainer = make_trainer(2, press_ctrl_c, step=1, on="rank 0")
     with pytest.raises(KeyboardInterrupt):
         fit(trainer)
-    assert trainer._session._team is not None
-    assert trainer._session._team.answers()
+    assert trainer._runner.session._team is not None
+    assert trainer._runner.session._team.answers()
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -99,7 +99,7 @@ def test_the_second_ctrl_c_ends_training_at_once(devices: int) -> None:
     with pytest.raises(KeyboardInterrupt):
         fit(trainer)
     assert model_of(trainer).calls == 2
-    assert trainer._steps_trained == 0
+    assert trainer._runner.steps_trained == 0
     model_of(trainer).act = None
     fit(trainer)
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
@@ -125,8 +125,8 @@ def test_ctrl_c_in_a_callback(devices: int, point: str, num_steps: int) -> None:
     trainer = make_trainer(devices, callbacks=(_Press(point),))
     with pytest.raises(KeyboardInterrupt):
         fit(trainer, epochs=5, validation_data=make_data())
-    assert trainer._steps_trained == num_steps
-    assert trainer._epochs_trained == (1 if num_steps else 0)
+    assert trainer._runner.steps_trained == num_steps
+    assert trainer._runner.epochs_trained == (1 if num_steps else 0)
     trainer.callbacks = []
     expected = make_trainer(devices)
     if num_steps:
@@ -144,7 +144,7 @@ def test_ctrl_c_before_the_first_step_leaves_all_as_it_was(devices: int) -> None
     with pytest.raises(KeyboardInterrupt):
         fit(trainer)
     torch.testing.assert_close(trainer.model.state_dict(), before, rtol=0, atol=0)
-    assert trainer._steps_trained == 0
+    assert trainer._runner.steps_trained == 0
     model_of(trainer).act = None
     fit(trainer)
     expected = make_trainer(devices)
@@ -156,7 +156,7 @@ def test_ctrl_c_before_training_raises_at_once() -> None:
     trainer = make_trainer(2, callbacks=(_Press("on_train_begin"),))
     with pytest.raises(KeyboardInterrupt):
         fit(trainer)
-    assert trainer._session._team is None
+    assert trainer._runner.session._team is None
 
 
 def test_ctrl_c_within_a_fit_within_a_fit() -> None:
@@ -167,12 +167,12 @@ def test_ctrl_c_within_a_fit_within_a_fit() -> None:
     class Nest(lockstep.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             fit(inner, epochs=5)
-            done.append(inner._steps_trained)
+            done.append(inner._runner.steps_trained)
 
     outer = make_trainer(2, callbacks=(Nest(),))
     with pytest.raises(KeyboardInterrupt):
         fit(outer, epochs=5)
-    assert (done, outer._steps_trained) == ([2], STEPS_PER_EPOCH)
+    assert (done, outer._runner.steps_trained) == ([2], STEPS_PER_EPOCH)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -289,7 +289,7 @@ trainer.callbacks.append(Tell())
 try:
     train(trainer, epochs=10**6)
 finally:
-    print("steps", trainer._steps_trained > 4, trainer._session._team.answers())
+    print("steps", trainer._runner.steps_trained > 4, trainer._runner.session._team.answers())
 """
 )
 

@@ -14,8 +14,8 @@ import pytest
 import lockstep
 import lockstep.keras
 from lockstep.errors import OptionError, WorkerError
-from lockstep.frontends.keras.fit.checkpoint_runner import CheckpointRunner
 from lockstep.frontends.keras.fit.checkpoints import FitSnapshot
+from lockstep.frontends.keras.fit.keras_checkpoints import KerasCheckpoints
 from lockstep.frontends.keras.fit_options import FitOptions
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.checkpointing.training_state import TrainingState
@@ -49,7 +49,7 @@ class MetricUpdate(keras.callbacks.Callback):  # type: ignore[misc]
         self.num_steps += 1
         self.told.append((batch, plain(logs)))
         if self.num_steps in self.kills:
-            os.kill(self.model._lockstep.trainer._session._team.pids()[-1], signal.SIGKILL)
+            os.kill(self.model._lockstep.trainer.runner.session._team.pids()[-1], signal.SIGKILL)
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         self.told.append(("tested", batch, plain(logs)))
@@ -99,8 +99,8 @@ def trained(
     callbacks = [*others, seen, *([lockstep.keras.Restarts(restarts)] if restarts else [])]
     options = {"x": X, "y": Y, "batch_size": BATCH, "validation_data": (X[:20], Y[:20]), **options}
     history = model.fit(epochs=EPOCHS, verbose=0, callbacks=callbacks, **options)
-    state = TrainingState.of(model._lockstep.trainer.state_dict()).digest()
-    model._lockstep.trainer.close()
+    state = TrainingState.of(model._lockstep.trainer.state.take()).digest()
+    model._lockstep.trainer.runner.close()
     values = {name: [*map(float, each)] for name, each in history.history.items()}
     return state, values, seen.told
 
@@ -175,12 +175,12 @@ def test_a_fit_begins_once_more_with_what_it_began_with() -> None:
     callbacks = [seen, done, lockstep.keras.Restarts(1)]
     begun = FitSnapshot(model, trainer, callbacks)
     model.fit(X, X[:, :1], verbose=0, batch_size=BATCH, epochs=2, callbacks=callbacks)
-    assert (int(model.optimizer.iterations), trainer._epochs_trained) == (12, 3), (
-        trainer._epochs_trained
+    assert (int(model.optimizer.iterations), trainer.runner.epochs_trained) == (12, 3), (
+        trainer.runner.epochs_trained
     )
     assert len(done.losses) == 9
     begun.restore(trainer)
-    assert (int(model.optimizer.iterations), trainer._epochs_trained) == (4, 1)
+    assert (int(model.optimizer.iterations), trainer.runner.epochs_trained) == (4, 1)
     assert (seen.losses, done.losses) == ([], [2.0])
     assert not seen.mean.any()
     assert not hasattr(seen, "last")
@@ -194,10 +194,11 @@ def test_what_cannot_be_asked() -> None:
         trained("local", MetricUpdate(), restarts=1)
     place = SimpleNamespace(launcher="TF_CONFIG", num_processes=1)
     hosts = SimpleNamespace(is_one_process=False, has_followers=False, place=place)
-    runner: Any = SimpleNamespace(_job_context=SimpleNamespace(hosts=hosts, reach="all hosts"))
+    context = SimpleNamespace(hosts=hosts, reach="all hosts")
+    checkpoints: Any = SimpleNamespace(_runner=SimpleNamespace(job_context=context, is_chief=True))
     options = FitOptions(epochs=1, initial_epoch=0, shuffle=True, evaluates=(), restarts=1)
     keep = partial(
-        CheckpointRunner.checkpointed, runner, None, partial(pytest.fail, "asked"), [], options
+        KerasCheckpoints.around_fit, checkpoints, None, partial(pytest.fail, "asked"), [], options
     )
     match = r"need a checkpoint.*a lockstep.keras.Checkpoint"
     with pytest.raises(OptionError, match=match), keep(MemoryCheckpoints(), 0):

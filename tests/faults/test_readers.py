@@ -87,8 +87,8 @@ try:
 finally:
     import multiprocessing, threading
     readers = [one for one in threading.enumerate() if one.name == "lockstep-reader"]
-    print("left", readers, multiprocessing.active_children(), trainer._steps_trained > 3)
-    print("answers", trainer._session._team.answers())
+    print("left", readers, multiprocessing.active_children(), trainer._runner.steps_trained > 3)
+    print("answers", trainer._runner.session._team.answers())
 """
 
 

@@ -60,7 +60,7 @@ class Seen(lockstep.Callback):
         self.num_steps += 1
         self.told.append((batch, logs))
         if self.num_steps in self.kills:
-            self.killed.append(self.trainer._session._team.pids()[-1])
+            self.killed.append(self.trainer._runner.session._team.pids()[-1])
             os.kill(self.killed[-1], self.number)
 
     def on_test_end(self, logs: Any = None) -> None:
@@ -297,7 +297,7 @@ class _Thaws(lockstep.Callback):
         for parameter in self.trainer.model.parameters():
             parameter.requires_grad_(True)
         trainer: Any = self.trainer
-        os.kill(trainer._session._team.pids()[0], signal.SIGKILL)
+        os.kill(trainer._runner.session._team.pids()[0], signal.SIGKILL)
 
 
 class _Freezes(lockstep.Callback):
@@ -320,7 +320,7 @@ class _Freezes(lockstep.Callback):
         self.trainer.model[0].requires_grad_(False)
         self.trainer.optimizer.param_groups[0]["lr"] *= 0.5
         if self._kills:
-            os.kill(self.trainer._session._team.pids()[0], signal.SIGKILL)
+            os.kill(self.trainer._runner.session._team.pids()[0], signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

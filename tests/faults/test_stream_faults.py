@@ -75,8 +75,8 @@ def test_ctrl_c_ends_waiting_for_data(num_batches: int, draws: bool, devices: in
     check_same(trainer, expected)
     trainer.fit(lambda: iter(BATCHES), verbose=0)
     if devices > 1:  # the helpers have left in good order
-        assert trainer._session._team is not None
-        assert trainer._session._team.answers()
+        assert trainer._runner.session._team is not None
+        assert trainer._runner.session._team.answers()
 
 
 @pytest.mark.parametrize("devices", core_of([1, 2], [2]))
@@ -116,8 +116,8 @@ def test_a_helper_that_dies_while_data_is_waited_for_is_noticed() -> None:
 
     def batches() -> Iterator[Any]:
         yield from BATCHES[:4]
-        assert trainer._session._team is not None
-        os.kill(trainer._session._team.pids()[0], signal.SIGKILL)
+        assert trainer._runner.session._team is not None
+        os.kill(trainer._runner.session._team.pids()[0], signal.SIGKILL)
         time.sleep(0.5)
         yield BATCHES[4]
 

@@ -506,7 +506,7 @@ def fit(devices):
     for _ in range(2):
         trainer.fit(data, epochs=2, batch_size=16, verbose=0)
     outputs = trainer.predict(inputs, batch_size=16)
-    trainer._session.close()
+    trainer._runner.session.close()
     return [*model.state_dict().values(), outputs]
 
 def lead():

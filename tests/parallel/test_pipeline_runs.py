@@ -85,7 +85,7 @@ def test_weights_and_slots_go_from_one_strategy_to_the_next() -> None:
     )
     for epoch, each in enumerate(strategies):
         trainer = make_trainer(each, model, optimizer=optimizer)
-        trainer._epochs_trained = epoch  # the order of the samples goes on
+        trainer._runner.epochs_trained = epoch  # the order of the samples goes on
         trainer.fit((X, Y), epochs=1, batch_size=16, verbose=0)
     for name, value in alone.model.state_dict().items():
         assert model.state_dict()[name].allclose(value, rtol=0, atol=1e-12), name
@@ -284,7 +284,7 @@ class Kill(lockstep.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if batch == 1:
             trainer: Any = self.trainer
-            os.kill(trainer._session._team.pids()[0], signal.SIGKILL)
+            os.kill(trainer._runner.session._team.pids()[0], signal.SIGKILL)
 
 
 def test_a_killed_stage_is_an_error_and_the_next_fit_works() -> None:

@@ -309,7 +309,7 @@ def test_weights_that_are_set_win_over_their_copies(tmp_path: Path) -> None:
 
 def test_averages_of_masters_are_in_float32() -> None:
     trainer = train_low(lockstep.MirroredStrategy(2), average=lockstep.EMA(0.9))
-    averages = trainer._update_config.averages
+    averages = trainer._runner.update_config.averages
     assert averages is not None
     assert {value.dtype for value in averages.by_name.values()} == {torch.float32}
     with trainer.averaged():

@@ -415,7 +415,7 @@ class _Killer(lockstep.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if epoch == 0:
             trainer: Any = self.trainer
-            os.kill(trainer._session._team.pids()[0], signal.SIGKILL)
+            os.kill(trainer._runner.session._team.pids()[0], signal.SIGKILL)
             time.sleep(0.3)
 
 

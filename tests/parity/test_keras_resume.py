@@ -94,10 +94,10 @@ def test_another_model_goes_on(optimizer: str, saving: str, loading: str) -> Non
     keras.utils.set_random_seed(3)
     losses = [whole.fit(X, Y, batch_size=6, verbose=0).history["loss"] for _ in range(2)]
     assert first.fit(X, Y, batch_size=6, verbose=0).history["loss"] == losses[0]
-    tensors, values = trainer._state().copied().flat()
+    tensors, values = trainer.runner.state().copied().flat()
     read = msgspec.json.decode(msgspec.json.encode(values))
     second, receiver = make(optimizer, STRATEGIES[loading], scale=0.5)
-    receiver._set_state(from_flat(tensors, read))
+    receiver.runner.set_state(from_flat(tensors, read))
     found = second.fit(X, Y, batch_size=6, verbose=0).history["loss"]
     assert found == (losses[1] if saving == loading else pytest.approx(losses[1], rel=1e-12))
     for one, other in zip(whole.get_weights(), second.get_weights(), strict=True):
@@ -111,13 +111,13 @@ def test_another_model_goes_on(optimizer: str, saving: str, loading: str) -> Non
 def test_slots_have_names() -> None:
     model, trainer = make("one's own", STRATEGIES["single"])
     model.fit(X, Y, verbose=0)
-    slots = trainer._state().optimizer
+    slots = trainer.runner.state().optimizer
     assert set(slots.pop("")) == {"once"}
     assert set(slots) == set(trainer.model.variables)
     assert all(set(own) == {"speeds"} for own in slots.values())
     model, trainer = make("Adam", STRATEGIES["mirrored-2"])
     model.fit(X, Y, verbose=0)
-    slots = trainer._state().optimizer
+    slots = trainer.runner.state().optimizer
     assert set(slots) == set(trainer.model.variables)
     assert all(set(own) == {"momentum", "velocity"} for own in slots.values())
 
@@ -125,4 +125,4 @@ def test_slots_have_names() -> None:
 def test_the_slots_of_another_optimizer_are_refused() -> None:
     (_, one), (_, other) = (make(name, STRATEGIES["single"]) for name in ("Adam", "SGD"))
     with pytest.raises(CheckpointError, match="must have the same slots"):
-        other._set_state(one._state())
+        other.runner.set_state(one.runner.state())

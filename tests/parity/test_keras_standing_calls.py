@@ -270,7 +270,7 @@ def test_a_helper_that_died_in_between() -> None:
             train(model)
         assert_alike(models)
         if number == 5:
-            team = models[1]._lockstep.trainer._session._team
+            team = models[1]._lockstep.trainer.runner.session._team
             os.kill(team.pids()[0], signal.SIGKILL)
 
 

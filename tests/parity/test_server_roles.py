@@ -23,7 +23,7 @@ def trained(strategy):
     generator = torch.Generator().manual_seed(1)
     data = torch.randn(23, 4, generator=generator), torch.randn(23, 3, generator=generator)
     trainer.fit(data, batch_size=5, epochs=2, verbose=0)
-    plan = trainer.plan if trainer._plan is not None else None
+    plan = trainer.plan if trainer._runner.last_plan is not None else None
     weights = [weight.flatten().tolist() for weight in trainer.model.parameters()]
     return plan and [plan.num_ranks, plan.num_servers], weights
 staleness = json.loads(sys.argv[1])

@@ -79,8 +79,8 @@ def test_outputs_are_not_exchanged_for_what_is_known(name: str) -> None:
     job = JOBS[name]()
     trainer = trainer_of(job, STRATEGIES["mirrored-2"])
     trainer.fit(job.data, batch_size=job.batch_size, epochs=1, verbose=0)
-    assert trainer._loss is not None
-    assert not trainer._loss.uses_whole_batch
+    assert trainer._front_end.loss is not None
+    assert not trainer._front_end.loss.uses_whole_batch
     trainer.close()
 
 

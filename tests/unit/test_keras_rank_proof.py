@@ -142,7 +142,7 @@ def test_what_the_script_has_changed_is_named(name: str, monkeypatch: Patch) -> 
     with pytest.raises(ModelError, match=f"(?s)Rank 1 does not compute.*{place}"):
         fit(model)
     assert all(map(np.array_equal, model.get_weights(), weights))
-    model._lockstep.trainer.close()
+    model._lockstep.trainer.runner.close()
 
 
 @pytest.mark.parametrize("kind", ["of a model whose calls are known", "of any other"])

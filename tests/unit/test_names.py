@@ -22,7 +22,7 @@ RETIRED = {
     "Footing": "CallSignature",
     "Form": "ModelLayout",
     "Keeper": "CheckpointWriter",
-    "KeepingRunner": "CheckpointRunner",
+    "KeepingRunner": "KerasCheckpoints",
     "Look": "ModelFingerprint",
     "Lookout": "ModelSnapshotter, CompiledModelFingerprinter or LoopWatchdog",
     "News": "CallUpdate or BatchHeader",

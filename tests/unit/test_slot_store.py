@@ -84,7 +84,8 @@ def test_slots_that_are_loaded_between_two_fits_count() -> None:
     assert other.optimizer is not None
     other.model.load_state_dict(trainer.model.state_dict())
     other.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
-    other._steps_trained, other._epochs_trained = trainer._steps_trained, trainer._epochs_trained
+    ran, trained = other._runner, trainer._runner
+    ran.steps_trained, ran.epochs_trained = trained.steps_trained, trained.epochs_trained
     fit(trainer)
     fit(other)
     assert_same(slots_of(trainer), slots_of(other))

@@ -90,7 +90,7 @@ class CallSetup:
         if self.trainer is None or not is_model_of(self.trainer.model, model):
             module = KerasModel(model, self._layout)
             self.trainer = KerasTrainer(module, self._strategy, self.job_context)
-        self.trainer.seed = random_seed()
+        self.trainer.runner.seed = random_seed()
         return self.trainer
 
     def run_pass(

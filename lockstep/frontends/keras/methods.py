@@ -75,7 +75,7 @@ class Methods:
                 received=f"a model {self._model.name!r} that was not called",
                 fix="Call fit, evaluate or predict first.",
             )
-        return self.trainer.plan
+        return self.trainer.runner.plan
 
     def fit(
         self,
@@ -179,7 +179,8 @@ class Methods:
         trainer = self._setup.trainer_for(feed)
         facts = partial(facts_of_fit, trainer, feed, validation, **_result_options(options))
         train = partial(self._fit_with_callbacks, trainer, feed, validation, options, listed)
-        with trainer.checkpointed(checkpoint, facts, listed, options, memory, verbose) as ended:
+        checkpoints = trainer.checkpoints
+        with checkpoints.around_fit(checkpoint, facts, listed, options, memory, verbose) as ended:
             history = trainer.on_all_processes(train if ended is None else lambda: vars(ended))
         if ended is not None or not self._job_context.is_chief:
             vars(self._model.history).update(history)
@@ -196,7 +197,7 @@ class Methods:
         model = self._model
         model.stop_training = False
         callbacks.on_train_begin()
-        trainer.begin_checkpoints(options.restarts)
+        trainer.checkpoints.begin_callbacks(options.restarts)
         options = replace(options, initial_epoch=model._initial_epoch or options.initial_epoch)
         warn_if_short(feed, options.epochs - options.initial_epoch)
         if validation is not None:
@@ -214,7 +215,7 @@ class Methods:
         trainer.finish_fit()
         history = getattr(model, "history", None)  # a user's CallbackList may lack one
         found = {} if history is None else {"epoch": history.epoch, "history": history.history}
-        trainer.finish_checkpoints(History(**found))
+        trainer.checkpoints.finish(History(**found))
         return self._job_context.from_chief(found)
 
     def evaluate(

@@ -1,12 +1,10 @@
-"""The runner of a Keras model: plans, processes and steps are those of any model."""
+"""The Trainer of a Keras model: plans, processes and steps are those of any model."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
-
-from torch import optim
 
 from lockstep.cluster.devices import discover
 from lockstep.data.map_style.sources import ArraySource, Source
@@ -27,7 +25,6 @@ from lockstep.frontends.keras.custom_steps.custom_step_tasks import (
 )
 from lockstep.frontends.keras.custom_steps.staged_steps import StagedStep, check_staged
 from lockstep.frontends.keras.custom_steps.step_trial import find_steps
-from lockstep.frontends.keras.fit.checkpoint_runner import CheckpointRunner, check_restartable
 from lockstep.frontends.keras.fit.fit_driver import (
     EvaluationDriver,
     KerasFitDriver,
@@ -36,6 +33,7 @@ from lockstep.frontends.keras.fit.fit_driver import (
     may_stop,
     report_times,
 )
+from lockstep.frontends.keras.fit.keras_checkpoints import KerasCheckpoints, check_restartable
 from lockstep.frontends.keras.fit.tasks import KerasFitTask, MeansOfBatches
 from lockstep.frontends.keras.fit_options import FitOptions
 from lockstep.frontends.keras.layers.checks import has_custom_steps
@@ -52,44 +50,56 @@ from lockstep.frontends.keras.layers.model_fingerprint import (
 from lockstep.frontends.keras.layers.pickling import reduce
 from lockstep.frontends.keras.model import KerasModel, giving_losses
 from lockstep.frontends.keras.model_analysis import ModelAnalysis
+from lockstep.frontends.keras.optim.optimizer_copy import options_of, set_options
 from lockstep.frontends.keras.optim.updater import KerasUpdater, is_elementwise
 from lockstep.frontends.keras.optim.updater_set import KerasUpdaterSet, OptimizerList, parts_of
 from lockstep.frontends.keras.settings import random_seed
 from lockstep.parallel.transfer.serialization import reducing
 from lockstep.plan.makers.data_parallel import Maker, SingleDevice
+from lockstep.plan.spec import Plan
 from lockstep.train.callbacks.change_detection import ChangeWatch
 from lockstep.train.callbacks.driver import Logs, TaskDriver
 from lockstep.train.callbacks.interrupt import Interrupt, held_interrupts, telling_of_interrupts
 from lockstep.train.checkpointing.fit_position import FitPosition
+from lockstep.train.checkpointing.trainer_state import TrainerState
 from lockstep.train.fault_tolerance.backups import Backups
 from lockstep.train.fault_tolerance.restarting import FollowerDriver
 from lockstep.train.fit.fit_hooks import FitHooks
-from lockstep.train.fit.tasks import DataPass, EvaluateTask, Evaluation, PredictTask, Task
+from lockstep.train.fit.tasks import DataPass, EvaluateTask, Evaluation, PredictTask
 from lockstep.train.input.data_adapter import DataPipeline
 from lockstep.train.input.stream_broadcast import SharedStream, sample_of
 from lockstep.train.optim.update_config import UpdateConfig
-from lockstep.train.runtime.assignment import Assignment
+from lockstep.train.resume.differences import Difference
+from lockstep.train.resume.fit_facts import Facts
+from lockstep.train.resume.fit_record import Found
+from lockstep.train.runtime.front_end import FrontEnd
 from lockstep.train.runtime.job_context import JobContext, StrategyLike
-from lockstep.train.runtime.session import Session
+from lockstep.train.runtime.runner import Runner
 from lockstep.units import first_few
 
 _T = TypeVar("_T")
 
 
-class KerasTrainer(CheckpointRunner):
+class KerasTrainer(FrontEnd):
     """Trains a Keras model.
 
     Args:
         module: the model.
         strategy: where and how.
         job_context: the other processes that make the same calls; callers have joined them.
+
+    Attributes:
+        model: the one given.
+        runner: runs its tasks.
+        state: of its training.
+        checkpoints: of its training.
     """
 
-    model: KerasModel
-
     def __init__(self, module: KerasModel, strategy: StrategyLike, job_context: JobContext) -> None:
-        super().__init__(
+        self.model = module
+        self.runner = Runner(
             module,
+            self,
             meta_model=module,
             job_context=job_context,
             strategy=strategy,
@@ -98,7 +108,9 @@ class KerasTrainer(CheckpointRunner):
             precision=module.precision,
             seed=random_seed(),
         )
-        self.callbacks = []
+        self.state = TrainerState(self.runner)
+        self.checkpoints = KerasCheckpoints(self.state)
+        self._job_context = job_context
         self._analysis = ModelAnalysis(module, job_context)
         self._updater: tuple[ModelFingerprint, Any] | None = None
         self._num_predictions = 0
@@ -107,41 +119,51 @@ class KerasTrainer(CheckpointRunner):
         self._staged: StagedStep | None = None  # or in the stages of a pipeline
         self._optimizer_list = OptimizerList()  # of custom steps
 
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer with which the model is compiled; a callback may replace it."""
+        return self.model.model.optimizer
+
+    @property
+    def stop_training(self) -> bool:  # type: ignore[override]  # an attribute in the base
+        """Whether a callback has ended training."""
+        return bool(self.model.model.stop_training)
+
     def on_all_processes(self, make: Callable[[], _T]) -> _T:
         """The result of a call, on all processes that make it."""
-        return self._shared(make)
+        return self.runner.shared(make)
 
     def fit(
         self, feed: DataPipeline, validation: DataPass | None, options: FitOptions, callbacks: Any
     ) -> Logs:
         """Train on data; returns the last epoch's logs."""
         self._analysis.expire()
-        self.optimizer = self.model.model.optimizer
         custom = self._find_custom_steps(feed.source, "train_step")
         loss, metrics = self._loss_and_metrics(feed.source, custom, is_fit=not options.is_one_batch)
         kind: Any = KerasFitTask if custom is None else partial(CustomStepFitTask, custom=custom)
+        runner = self.runner
         # A callback of host 0 may have found an earlier run.
         steps = max(int(one._iterations.value) for one in self._optimizers)
-        epoch, self._steps_trained = self._job_context.from_chief((options.initial_epoch, steps))
+        epoch, runner.steps_trained = self._job_context.from_chief((options.initial_epoch, steps))
         options = replace(options, initial_epoch=epoch)
-        self._epochs_trained = 0 if epoch else self._epochs_trained
+        runner.epochs_trained = 0 if epoch else runner.epochs_trained
         kind = partial(kind, loss=loss, metrics=metrics)
         hooks = self._hooks(validation, callbacks)
         task = self._fit_task(kind, feed, validation, options, hooks)
-        telling = telling_of_interrupts(lambda: self._steps_trained, self.keeper)
-        with self._fitting(), telling, held_interrupts() as interrupt:
+        telling = telling_of_interrupts(lambda: runner.steps_trained, self.checkpoints.writer)
+        with self.state.fitting(), telling, held_interrupts() as interrupt:
             backups = None
-            if options.restarts or self._maker().outlives_servers:
-                check_restartable(self._maker())
-                backups = self._backups_of(task.sources(), options.restarts)
+            if options.restarts or self.runner.maker().outlives_servers:
+                check_restartable(self.runner.maker())
+                backups = self.checkpoints.backups_of(task.sources(), options.restarts)
             if backups is not None:
                 task.hooks = task.hooks._replace(state=True, full_state=True)
             driver = self._driver(callbacks, interrupt, backups)
-            self._maker().check_batch_size(feed.batch_size)
-            self.batch_size = feed.batch_size
-            self._go_on(driver, task.start)
-            with driver.raising_failure(self._state_after_failure):
-                self._train(task, loss, driver, feed.batch_size)
+            self.runner.maker().check_batch_size(feed.batch_size)
+            self.runner.batch_size = feed.batch_size
+            self.state.continue_fit(driver, task.start)
+            with driver.raising_failure(self.checkpoints.state_after_failure):
+                self.runner.train(task, loss, driver, feed.batch_size)
                 self._analysis.is_independent = True
                 self._job_context.share_values(self.model, driver.updater)
         return driver.logs if isinstance(driver, KerasFitDriver) else {}
@@ -156,8 +178,8 @@ class KerasTrainer(CheckpointRunner):
             step_begin=any_acts_in(callbacks, "on_train_batch_begin", "on_batch_begin"),
             step_end=reports == "each",
             slots=not all(is_elementwise(one, variables) for one in self._optimizers),
-            state=self.keeper is not None,
-            full_state=self.keeper is not None,
+            state=self.checkpoints.writer is not None,
+            full_state=self.checkpoints.writer is not None,
             validation=any_acts_in(callbacks, "on_test_begin", "on_test_end"),
             reports=reports,
             validation_reports="never" if validation is None else validation.reports,
@@ -183,9 +205,9 @@ class KerasTrainer(CheckpointRunner):
             batch_size=feed.batch_size,
             steps_per_epoch=feed.steps_per_epoch,
             shuffle=options.shuffle,
-            seed=self.seed,
-            first_epoch=self._epochs_trained,
-            first_step=self._steps_trained,
+            seed=self.runner.seed,
+            first_epoch=self.runner.epochs_trained,
+            first_step=self.runner.steps_trained,
             hooks=hooks,
         )
         if self._job_context.hosts is None:
@@ -201,31 +223,31 @@ class KerasTrainer(CheckpointRunner):
     ) -> FitPosition:
         """Where training begins; streams are read up to that place."""
         first = options.initial_epoch
-        if self._resumed is None:
+        if self.state.resumed is None:
             return FitPosition(first)
-        resume = self._start(feed.batch_size, is_stream=isinstance(feed.source, SharedStream))
+        resume = self.state.start(feed.batch_size, is_stream=isinstance(feed.source, SharedStream))
         others = [] if validation is None else [(validation.source, options.evaluates)]
-        self._read_again(resume, first, feed, others)
+        self.state.read_again(resume, first, feed, others)
         return resume
 
     def _driver(
         self, callbacks: Any, interrupt: Interrupt, backups: Backups | None
     ) -> KerasFitDriver | FollowerDriver:
         if not self._job_context.is_chief:
-            return FollowerDriver(interrupt, self.keeper)
+            return FollowerDriver(interrupt, self.checkpoints.writer)
         kind = KerasFitDriver if self._custom is None else CustomStepFitDriver
         return kind(
             self.model,
             callbacks,
             ChangeWatch(
                 self.model,
-                lambda: self._session.stores.readopt(self.model),
+                lambda: self.runner.session.stores.readopt(self.model),
                 sees_weights=backups is not None,
             ),
             interrupt,
-            self,
+            self.checkpoints,
             backups,
-            self.record,
+            self.checkpoints.record,
         )
 
     def finish_fit(self) -> None:
@@ -251,7 +273,7 @@ class KerasTrainer(CheckpointRunner):
         driver = TaskDriver()
         if self._job_context.is_chief:
             driver = kind(self.model.model, callbacks)
-        found: Logs = self._run(task, loss, None, driver, feed.batch_size)
+        found: Logs = self.runner.run(task, loss, None, driver, feed.batch_size)
         return self._job_context.from_chief(found)
 
     def predict(self, feed: DataPipeline, callbacks: Any) -> Tree:
@@ -278,20 +300,20 @@ class KerasTrainer(CheckpointRunner):
             reports=reports,
             may_stop=stops,
         )
-        seed = stream_seed(self.seed, "predict", self._num_predictions)
+        seed = stream_seed(self.runner.seed, "predict", self._num_predictions)
         task = PredictTask(data=data, seed=seed)
         self._num_predictions += 1
         is_chief = self._job_context.is_chief
         driver = PredictionDriver(self.model, callbacks) if is_chief else TaskDriver()
-        parts = self._run(task, None, None, driver, feed.batch_size)
+        parts = self.runner.run(task, None, None, driver, feed.batch_size)
         return self._job_context.from_chief(
             concatenate(parts) if self._job_context.is_chief else None
         )
 
-    def _maker(self) -> Maker:
-        """The maker of Plans for this call: steps that train nothing may need one device."""
-        is_alone = self._custom is not None and self._is_alone
-        return self._maker_for_one() if is_alone else super()._maker()
+    @property
+    def is_on_one_device(self) -> bool:  # type: ignore[override]  # an attribute in the base
+        """Whether the call must run there: steps that train nothing may."""
+        return self._custom is not None and self._is_alone
 
     def _find_custom_steps(self, source: Source | SharedStream, name: str) -> CustomSteps | None:
         """Try a custom step on a few samples; None for a model without custom steps."""
@@ -299,9 +321,9 @@ class KerasTrainer(CheckpointRunner):
         if has_custom_steps(self.model.model):
             sample = sample_of(source)
             assert isinstance(sample, ArraySource)
-            if self.keeper is not None:
+            if self.checkpoints.writer is not None:
                 raise checkpoint_refused()
-            maker = self._maker()
+            maker = self.runner.maker()
             trains = self.model.model.trainable_variables or self._job_context.hosts is not None
             cuts = maker.sample_size(discover(), 1) is not None  # it measures layers to cut
             self._is_alone = not trains and (cuts or name == "train_step")
@@ -342,12 +364,11 @@ class KerasTrainer(CheckpointRunner):
 
     def _is_divided(self) -> bool:
         """Whether devices work on parts of a batch."""
-        return not isinstance(self._maker(), SingleDevice)
+        return not isinstance(self.runner.maker(), SingleDevice)
 
-    def _make_updater(self) -> Any:
+    def make_updater(self, maker: Maker) -> Any:
         if self._custom is not None and self._custom.optimizers:
             return self._updater_of(self._custom.optimizers)
-        self.optimizer = self.model.model.optimizer  # a callback may have replaced it
         if not self.optimizer.built:
             self.optimizer.build(self.model.model.trainable_variables)
         known = set(map(id, self.optimizer._trainable_variables))
@@ -374,47 +395,41 @@ class KerasTrainer(CheckpointRunner):
         whole = None if self._custom is not None else self.optimizer
         return KerasUpdaterSet(self._optimizer_list, self.model.variables, whole)
 
-    def _own_updater(self) -> Any:
-        self.optimizer = self.model.model.optimizer
-        return super()._own_updater()
-
     @property
-    def _torch_optimizers(self) -> list[optim.Optimizer]:
-        return []
-
-    @property
-    def _preload(self) -> tuple[str, ...]:
+    def preload(self) -> tuple[str, ...]:
         return ("lockstep.frontends.keras.preloading",)
 
-    def _assignment(self, task: Task, *others: Any) -> Assignment:
-        assignment = super()._assignment(task, *others)
+    def check_plan(self, plan: Plan) -> None:
         if self._custom is not None:
-            check_plan(assignment.plan)
-        return assignment
+            check_plan(plan)
 
-    def _prepare_proof(
-        self, assignment: Assignment, session: Session, driver: TaskDriver
-    ) -> object:
-        if (
-            self._custom is not None and self._staged is None
-        ):  # a custom step returns no loss to compare
-            return None
-        return super()._prepare_proof(assignment, session, driver)
+    def set_new_options(
+        self, begun: Any, found: Found, asked: Facts, taken: Sequence[Difference]
+    ) -> None:
+        own = options_of(self.optimizer)
+        names = {one.option for one in taken if one.name.startswith("optimizer.")}
+        new = {name: asked[f"optimizer.{name}"] for name in own if name in names}
+        set_options(self.optimizer, {**own, **new})
 
-    def _run(self, task: Task, loss: Any, updater: Any, driver: TaskDriver, batch_size: int) -> Any:
+    @property
+    def proves(self) -> bool:  # type: ignore[override]  # an attribute in the base
+        """Whether ranks can compare a loss: a custom step returns none, except in a pipeline."""
+        return self._custom is None or self._staged is not None
+
+    @contextmanager
+    def running(self, loss: Any) -> Iterator[ModelFingerprint | None]:
         if self._job_context.hosts is not None:
             self._job_context.check_equal(facts_of(self.model.model))
-        self._model_fingerprint = self._analysis.fingerprint()
+        fingerprint = self._analysis.fingerprint()
+        is_aside = self._job_context.is_aside
         try:
             with (
                 frozen_as_keras(self.model),
                 giving_losses(self.model, loss is not None),
-                metric_values_restored(self.model.model)
-                if self._job_context.is_aside
-                else nullcontext(),
+                metric_values_restored(self.model.model) if is_aside else nullcontext(),
                 reducing(reduce),
             ):
-                return super()._run(task, loss, updater, driver, batch_size)
+                yield fingerprint
         finally:
             self._analysis.expire()
             self.model.model._clear_losses()

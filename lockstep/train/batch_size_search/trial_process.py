@@ -100,7 +100,8 @@ class Trials:
         model = trainer.model
         blank = blank_names(model)
         named = [(name, one) for name, one in model.named_parameters() if name in blank]
-        parts = {f"the {name.lstrip('_')}": part for name, part in trainer.__getstate__().items()}
+        names = ("model", "optimizer", "metrics", "strategy")
+        parts = {f"the {name}": getattr(trainer, name) for name in names}
         self._serialized = pack_named(trainer, parts, [one for _, one in named])
         self._body = pickle.dumps(
             (

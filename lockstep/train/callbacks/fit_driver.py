@@ -21,6 +21,7 @@ from lockstep.train.input.input_wait import ClockedSource, InputClock
 from lockstep.train.input.stream_broadcast import GlobalBatch
 from lockstep.train.logging.progress import ProgressDisplay
 from lockstep.train.optim.optimizers import each_optimizer
+from lockstep.train.resume.fit_checkpoints import FitCheckpoints
 from lockstep.train.trainer_protocol import TrainerProtocol
 
 # The most bad records that the display names; all are counted.
@@ -37,6 +38,7 @@ class FitDriver(RestartingDriver):
 
     Args:
         trainer: callbacks set its ``stop_training``.
+        checkpoints: of the training.
         callbacks: the user's.
         display: the progress display, or None to be silent.
         readopt: moves parameters that a callback moved back to the shared memory.
@@ -49,6 +51,7 @@ class FitDriver(RestartingDriver):
     def __init__(
         self,
         trainer: TrainerProtocol,
+        checkpoints: FitCheckpoints,
         callbacks: Sequence[Callback],
         display: ProgressDisplay | None,
         readopt: Callable[[], None],
@@ -57,7 +60,7 @@ class FitDriver(RestartingDriver):
         backups: Backups | None = None,
         record: RunRecord | None = None,
     ) -> None:
-        super().__init__(interrupt, trainer, backups, record)
+        super().__init__(interrupt, checkpoints, backups, record)
         self._num_bad_shown = 0
         self._trainer = trainer
         self._schedule = trainer.schedule

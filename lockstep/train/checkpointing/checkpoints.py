@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import msgspec
 import torch
@@ -38,6 +37,7 @@ from lockstep.train.callbacks.interrupt import (
     Termination,
 )
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
+from lockstep.train.checkpointing.trainer_state import TrainerState
 from lockstep.train.history import History
 from lockstep.train.resume.differences import ON_DIFFERENCE, OnDifference
 from lockstep.train.resume.fit_record import End, FitRecord, Found, at_end, reaches
@@ -146,14 +146,14 @@ class CheckpointWriter:
         tell: shows a line to the user.
         memory: the one given.
         record: of the ``fit``; set before training.
+        state: of the training; likewise.
         found: the checkpoint from which all hosts resume; None afterwards, and without one.
         interrupt: the state of Ctrl-C, after which a last one is written; set before training.
         has_last: that one is taken.
-        trainer: a ResumingRunner; set before training.
     """
 
-    trainer: Any
     record: FitRecord
+    state: TrainerState
     found: Found | None = None
     interrupt = Interrupt()
     has_last = False
@@ -254,7 +254,7 @@ class CheckpointWriter:
             self._is_due = self._is_wanted = False
         if self.has_last:
             self._wait()
-        if self._is_last and not self.trainer.stop_training:  # else the end is written soon
+        if self._is_last and not self.state.stop_training:  # else the end is written soon
             self._wait()
             raise SystemExit(STATUS_OF_SIGTERM)
 
@@ -268,19 +268,19 @@ class CheckpointWriter:
         if self._checkpoint.is_by_epoch:
             self._take(time.monotonic(), writes=True)
         if epoch + 1 == self._epochs:
-            self._end = at_end(self.trainer)
+            self._end = at_end(self.state)
 
     def _take(self, began: float, *, writes: bool) -> None:
-        if self.trainer.stop_training:
+        if self.state.stop_training:
             return  # the end is written soon, and a run from this one would not stop here
         self._wait()  # the next copy reuses the memory that it writes from
         # Memory that was touched before is faster to write to.
-        parts = self.trainer.state_onto(self.memory.release())
-        num_shares = self.trainer.plan.num_shares
-        self.record = msgspec.structs.replace(self.record, num_shares=num_shares)
+        parts = self.state.take(self.memory.release())
+        plan = self.state.runner.plan
+        self.record = msgspec.structs.replace(self.record, num_shares=plan.num_shares)
         self.memory.keep(parts, self.record.tree(), began)
         if writes:
-            self._write(parts, self.record, self.trainer.plan)
+            self._write(parts, self.record, plan)
             self._last_seconds = time.monotonic()
             self._last_steps = self._num_steps
 
@@ -317,8 +317,8 @@ class CheckpointWriter:
             history=history.history,
             epoch=history.epoch,
             is_finished=True,
-            is_stopped=self.trainer.stop_training,
-            end=None if self._end is None else self._end.unless_changed(self.trainer),
+            is_stopped=self.state.stop_training,
+            end=None if self._end is None else self._end.unless_changed(self.state),
         )
         self._write(parts, record, plan)
 
@@ -328,7 +328,7 @@ class CheckpointWriter:
         Raises:
             OSError: the one before could not be written.
         """
-        saved = _saved(parts, record, plan, self.trainer.model)
+        saved = _saved(parts, record, plan, self.state.runner.model)
         self._wait()
         folder, keep = self._checkpoint.directory, self._checkpoint.keep
         self._writing = self._background.submit(partial(_write_one, folder, saved, keep))

@@ -22,6 +22,7 @@ from lockstep.train.fault_tolerance.backups import Backups, Journal
 from lockstep.train.fault_tolerance.rank_states import RankState
 from lockstep.train.fault_tolerance.run_record import RunRecord
 from lockstep.train.history import History
+from lockstep.train.resume.fit_checkpoints import FitCheckpoints
 
 
 class FollowerDriver(TaskDriver):
@@ -91,7 +92,7 @@ class RestartingDriver(FollowerDriver):
 
     Args:
         interrupt: the state of Ctrl-C.
-        runner: whose training it is.
+        checkpoints: of the training.
         backups: of it; None without.
         record: of it; None to keep none.
     """
@@ -108,12 +109,13 @@ class RestartingDriver(FollowerDriver):
     def __init__(
         self,
         interrupt: Interrupt,
-        runner: Any,
+        checkpoints: FitCheckpoints,
         backups: Backups | None,
         record: RunRecord | None,
     ) -> None:
-        super().__init__(interrupt, runner.keeper)
-        self._runner = runner
+        super().__init__(interrupt, checkpoints.writer)
+        self._state = checkpoints.state
+        self._runner = self._state.runner
         self._backups = backups
         self._record = record or RunRecord(None)
         self._journal = Journal(is_kept=False) if backups is None else backups.journal
@@ -144,14 +146,14 @@ class RestartingDriver(FollowerDriver):
     def record_position(self, position: FitPosition | None) -> None:
         if position is not None and position.batch and not self._is_state_taken:
             position = replace(position, is_lasting=False)  # for backups only
-        self._runner.record_position(position, self.history)
+        self._state.record_position(position, self.history)
 
     def note_failure(self, error: BaseException, states: list[RankState], team: Team) -> None:
         self._record.note_failure(error, states, team)
 
     def begin_run(self, start: FitPosition, look: Callable[[], list[RankState]]) -> None:
         self._record.begin_run(look)
-        if text := self._runner.note_shares():
+        if text := self._state.note_shares():
             self._notice(text)
         plan = self._runner.plan
         if self._backups is None or self._journal.is_replaying or start.served is not None:
@@ -175,7 +177,8 @@ class RestartingDriver(FollowerDriver):
 
     def back_up(self) -> None:
         if self._is_backup_due and self._backups is not None and not self.stop_training:
-            self._backups.take(self._runner.recorded)
+            assert self._state.recorded is not None
+            self._backups.take(self._state.recorded)
         self._is_backup_due = False
 
     def back_up_at(self, position: FitPosition) -> None:
@@ -270,7 +273,7 @@ class RestartingDriver(FollowerDriver):
         """
         assert self._backups is not None
         self._backups.drop()
-        if self._backups.is_required and self._runner.recorded is not None:
+        if self._backups.is_required and self._state.recorded is not None:
             self._backups.take(resume)
 
 

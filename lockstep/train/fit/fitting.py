@@ -3,15 +3,13 @@
 The Trainer does what comes before and after; the driver does what happens between the steps.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
 
 from lockstep.data.records.bad_records import CheckedSource
-from lockstep.errors import ModelError, OptionError
+from lockstep.errors import OptionError
 from lockstep.launch.health.failure import ending_with
-from lockstep.parallel.loss.share_losses import ONE_LOSS, LossAdapter
+from lockstep.parallel.loss.share_losses import ONE_LOSS
 from lockstep.train.batch_size_search.batch_size import (
     BatchSizeSearch,
     Training,
@@ -27,7 +25,6 @@ from lockstep.train.callbacks.interrupt import (
 from lockstep.train.checkpointing.checkpoints import CheckpointWriter, check_places
 from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
-from lockstep.train.fault_tolerance.backups import Backups
 from lockstep.train.fault_tolerance.lost_hosts import (
     check_host_restarts,
     fit_with_restarts,
@@ -52,8 +49,7 @@ from lockstep.train.input.stream_broadcast import SharedStream, sample_of
 from lockstep.train.logging.metrics import Metrics
 from lockstep.train.logging.progress import OutputConsole, ProgressDisplay
 from lockstep.train.optim.optimizers import rates_of
-from lockstep.train.optim.rate_rules import RateRule
-from lockstep.train.resume.differences import Difference
+from lockstep.train.resume.fit_checkpoints import FitCheckpoints
 from lockstep.train.resume.fit_facts import (
     Facts,
     described,
@@ -62,38 +58,50 @@ from lockstep.train.resume.fit_facts import (
     plain,
     schedule_facts,
 )
-from lockstep.train.resume.fit_record import Found
-from lockstep.train.resume.new_options import set_new_options
-from lockstep.train.resume.resuming_runner import ResumingRunner
+from lockstep.train.torch_front_end import TorchFrontEnd
 from lockstep.train.trainer_protocol import TrainerProtocol
 from lockstep.train.validation.checks import (
     check_counts,
     check_on_bad_record,
     check_restarts,
     check_targets,
-    log_names,
 )
 
 
-class FittingRunner(ResumingRunner):
-    """A runner that fits.
+class Fit:
+    """One ``fit``.
 
-    Attributes:
-        metrics: by name.
-        stop_training: set to True to end training after the step under way.
+    Args:
+        trainer: whose it is; callbacks get it.
+        front_end: its loss, optimizer, schedule and metrics.
+        checkpoints: of its training.
+        asked: the arguments.
     """
 
-    metrics: Metrics
-    stop_training: bool
-    _loss: LossAdapter | None
+    def __init__(
+        self,
+        trainer: TrainerProtocol,
+        front_end: TorchFrontEnd,
+        checkpoints: FitCheckpoints,
+        asked: FitRequest,
+    ) -> None:
+        self._trainer = trainer
+        self._front_end = front_end
+        self._checkpoints = checkpoints
+        self._state = checkpoints.state
+        self._runner = checkpoints.state.runner
+        self._job_context = self._runner.job_context
+        self._update_config = self._runner.update_config
+        self._asked = asked
 
-    def _fit_to_the_end(self, asked: FitRequest) -> History:
+    def run(self) -> History:
         """Fit; on several hosts, again after one was lost."""
-        start = self._epochs_trained, self._steps_trained
+        runner, asked = self._runner, self._asked
+        start = runner.epochs_trained, runner.steps_trained
 
         def fit(memory: MemoryCheckpoints) -> History:
-            self._epochs_trained, self._steps_trained = start
-            return self._call("fit", lambda: self._fit(replace(asked, memory=memory)))
+            runner.epochs_trained, runner.steps_trained = start
+            return runner.call("fit", lambda: self._fit(memory))
 
         history, lost = fit_with_restarts(
             fit, asked.restarts, self._job_context, verbose=asked.verbose
@@ -101,64 +109,51 @@ class FittingRunner(ResumingRunner):
         history.restarts += lost
         return history
 
-    def _fit(self, asked: FitRequest) -> History:
-        self._check_not_averaged("fit")
-        check_places(asked.checkpoint, asked.record)
+    def _fit(self, memory: MemoryCheckpoints) -> History:
+        checkpoint = self._asked.checkpoint
+        self._state.check_not_averaged("fit")
+        check_places(checkpoint, self._asked.record)
+        self._shows = bool(self._asked.verbose) and self._runner.is_chief
+        self._console = OutputConsole(quiet=not self._shows)
+        asked, checkpoints = self._asked, self._checkpoints
         with (
-            self._recorded(asked.record, asked.checkpoint),
-            self._checkpointed(
-                asked.checkpoint, asked.memory, asked.epochs, asked.restarts, shows=asked.verbose
-            ) as keeper,
+            checkpoints.recorded(asked.record, checkpoint),
+            checkpoints.checkpointed(
+                checkpoint, memory, asked.epochs, asked.restarts, shows=asked.verbose
+            ) as writer,
         ):
-            return self._fit_on(asked, keeper)
+            return self._fit_on(writer)
 
-    def _fit_on(self, asked: FitRequest, keeper: CheckpointWriter | None) -> History:
+    def _fit_on(self, writer: CheckpointWriter | None) -> History:
         """Resume the ``fit`` that was found, if one was."""
+        asked, checkpoints = self._asked, self._checkpoints
         search = search_of(asked.batch_size)
-        self._check_alone(asked, search)
-        fit = self._taken_in(asked, search)
-        console = OutputConsole(quiet=not self._shows(asked))
+        self._check_alone(search)
+        fit = self._adapted(search)
         with ending_with(fit.close):
             self._check_targets(fit)
             if search is not None:
-                size = None if keeper is None or keeper.found is None else keeper.found.size
-                size = size or self._find_batch_size(search, fit, console)
+                size = None if writer is None or writer.found is None else writer.found.size
+                size = size or self._find_batch_size(search, fit)
                 fit = replace(fit, feed=fit.feed.resized(size))
-            self._settle_batch_size(fit.feed.batch_size, asked.rule, console)
-            if keeper is not None:
-                is_new = keeper.found is None
-                before = self._epochs_trained, self._steps_trained
-                ended = self._resume_found(keeper, partial(self._facts, fit), *before)
+            self._settle_batch_size(fit.feed.batch_size)
+            if writer is not None:
+                is_new = writer.found is None
+                before = self._runner.epochs_trained, self._runner.steps_trained
+                ended = checkpoints.resume_found(writer, partial(self._facts, fit), *before)
                 if ended is not None:
                     return ended
                 if is_new and asked.restarts:
-                    self._keep_beginning()
+                    checkpoints.keep_beginning()
             self._begin_schedule(fit)
             self._pass_over(fit)
-            history = self._train_through(asked, fit)
-        self._finish(history)
+            history = self._train(fit)
+        checkpoints.finish(history)
         return history
 
-    def _train_through(self, asked: FitRequest, fit: FitData) -> History:
-        task = self._fit_task(fit)
-        backups = self._backups_of(task.sources(), asked.restarts)
-        if asked.on_snapshot is not None:
-            watched = getattr(asked.on_snapshot, "look", None)
-            task = replace(task, record=True, watched_modules=watched)
-        if backups is not None:
-            full = task.hooks.full_state or backups.is_required
-            task.hooks = task.hooks._replace(state=True, full_state=full)
-        display = None
-        if self._shows(asked):
-            rates = partial(rates_of, self.optimizer)
-            display = ProgressDisplay(fit.wish.epochs, fit.feed.num_steps, rates=rates)
-        return self._conduct(task, fit.loss, display, asked.on_snapshot, backups)
-
-    def _shows(self, asked: FitRequest) -> bool:
-        return bool(asked.verbose) and self._is_chief
-
-    def _taken_in(self, asked: FitRequest, search: BatchSizeSearch | None) -> FitData:
+    def _adapted(self, search: BatchSizeSearch | None) -> FitData:
         """Check what needs no data, and adapt the data."""
+        asked = self._asked
         sizes = {
             "batch_size": None if search else asked.batch_size,
             "steps_per_epoch": asked.steps_per_epoch,
@@ -167,29 +162,29 @@ class FittingRunner(ResumingRunner):
         check_restarts(asked.restarts)
         check_on_bad_record(asked.on_bad_record)
         has_validation = asked.validation_data is not None or bool(asked.validation_split)
-        loss = self._loss_of_fit(has_validation=has_validation)
-        self._check_trainable()
+        loss = self._front_end.loss_of_fit(has_validation=has_validation)
+        self._front_end.check_trainable()
         wish = DataOptions(
             name="data",
             batch_size=size,
             shuffle=asked.shuffle,
             epochs=epochs,
             steps_per_epoch=steps_per_epoch,
-            seed=self.seed,
-            first_epoch=self._epochs_trained,
-            is_read_here=self._is_chief,
+            seed=self._runner.seed,
+            first_epoch=self._runner.epochs_trained,
+            is_read_here=self._runner.is_chief,
             is_summed=asked.checkpoint is not None,
-            dims=self._dims,
+            dims=self._runner.dims,
         )
         feed = adapt_data(asked.data, wish)
         with closing_on_error(feed):
             if asked.on_bad_record == "skip":  # before hosts compare samples, which may be bad
-                feed = skipping(feed, self._maker(), self._job_context.hosts)
+                feed = skipping(feed, self._runner.maker(), self._job_context.hosts)
             feed, split = split_off(feed, asked.validation_split, asked.validation_data)
             feed = self._job_context.agreed_feed(feed)
             validation = split or adapt_validation_data(asked.validation_data, wish, feed)
             if validation and asked.on_bad_record == "skip":
-                validation = skipping(validation, self._maker(), self._job_context.hosts)
+                validation = skipping(validation, self._runner.maker(), self._job_context.hosts)
         return FitData(loss=loss, wish=wish, feed=feed, validation=validation)
 
     # --- checkpoints -----------------------------------------------------------------------------
@@ -203,7 +198,7 @@ class FittingRunner(ResumingRunner):
         start = self._start_of(fit.feed)
         validation = fit.validation
         others = [] if validation is None else [(validation.source, range(start.epoch))]
-        self._read_again(start, 0, fit.feed, others)
+        self._state.read_again(start, 0, fit.feed, others)
 
     def _facts(self, fit: FitData) -> Facts:
         loss, validation = fit.loss, fit.validation
@@ -212,28 +207,24 @@ class FittingRunner(ResumingRunner):
             "batch_size": fit.feed.batch_size,
             "steps_per_epoch": fit.wish.steps_per_epoch,
             "shuffle": fit.wish.shuffle,
-            "seed": self.seed,
+            "seed": self._runner.seed,
             "data": fingerprint(fit.feed.source),
             "validation_data": None if validation is None else fingerprint(validation.source),
-            "precision": self.precision,
-            "batch_dim": str(self._dims),
+            "precision": self._runner.precision,
+            "batch_dim": str(self._runner.dims),
             **described("loss", None if loss is None else loss.loss),
             "loss_weights": None if loss is None else plain(loss.parts.factors),
             **self._update_config.facts(),
-            **optimizer_facts(self.optimizer, self.model),
-            **schedule_facts(self.schedule),
-            **model_facts(self.model),
+            **optimizer_facts(self._front_end.optimizer, self._runner.model),
+            **schedule_facts(self._front_end.schedule),
+            **model_facts(self._runner.model),
         }
-
-    def _set_new_options(self, found: Found, asked: Facts, taken: Sequence[Difference]) -> None:
-        set_new_options(self.optimizer, self.schedule, self._begun, found, asked, taken)
-        self.seed = asked["seed"]
 
     # --- checks ----------------------------------------------------------------------------------
 
-    def _check_alone(self, asked: FitRequest, search: BatchSizeSearch | None) -> None:
+    def _check_alone(self, search: BatchSizeSearch | None) -> None:
         """Refuse options that need a single host."""
-        hosts = self._job_context.hosts
+        hosts, asked = self._job_context.hosts, self._asked
         has_checkpoint = asked.checkpoint is not None
         reach = self._job_context.reach
         check_host_restarts(hosts, asked.restarts, has_checkpoint=has_checkpoint, reach=reach)
@@ -244,93 +235,62 @@ class FittingRunner(ResumingRunner):
                 fix="Start the script once for that; then pass the number on all hosts.",
             )
 
-    def _loss_of_fit(self, *, has_validation: bool) -> LossAdapter | None:
-        has_own_step = self._update_config.train_step is not None
-        return self._loss if has_own_step and not has_validation else self._need_loss("fit")
-
-    def _need_loss(self, method: str) -> LossAdapter:
-        if self._loss is None:
-            raise OptionError(
-                f"{method} needs a loss.",
-                received="loss=None",
-                fix="Give the Trainer one: torch.nn.CrossEntropyLoss(), for example.",
-            )
-        return self._loss
-
-    def _check_trainable(self) -> None:
-        if self.optimizer is None:
-            raise OptionError(
-                "fit needs an optimizer.",
-                received="optimizer=None",
-                fix="Give the Trainer one: functools.partial(torch.optim.Adam, lr=1e-3).",
-            )
-        if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            raise ModelError(
-                "The model must have a trainable parameter.",
-                received=f"a {type(self.model).__name__} without any",
-                fix="Unfreeze a part of it, or use evaluate or predict.",
-            )
-
     def _check_targets(self, fit: FitData) -> None:
         """Refuse data without targets if they are required."""
         if fit.loss is not None and self._update_config.train_step is None:
-            check_targets(sample_of(fit.feed.source), fit.loss, self.metrics)
+            check_targets(sample_of(fit.feed.source), fit.loss, self._front_end.metrics)
         if fit.loss is not None and fit.validation is not None:
-            check_targets(sample_of(fit.validation.source), fit.loss, self.metrics)
+            check_targets(sample_of(fit.validation.source), fit.loss, self._front_end.metrics)
 
     # --- batch size and rates --------------------------------------------------------------------
 
-    def _find_batch_size(
-        self, search: BatchSizeSearch, fit: FitData, console: OutputConsole
-    ) -> int:
+    def _find_batch_size(self, search: BatchSizeSearch, fit: FitData) -> int:
         """The batch size that the search finds or has cached."""
         training = Training(
-            trainer=cast(TrainerProtocol, self),
+            trainer=self._trainer,
             loss=None if fit.loss is None else fit.loss.loss,
-            maker=self._maker(),
+            maker=self._runner.maker(),
             source=fit.feed.by_index("data"),
             validation=None if fit.validation is None else sample_of(fit.validation.source),
             options=(self._update_config,),
         )
-        return choose_batch_size(training, search, console)
+        return choose_batch_size(training, search, self._console)
 
-    def _settle_batch_size(
-        self, batch_size: int, rule: RateRule | None, console: OutputConsole
-    ) -> None:
-        self._maker().check_batch_size(batch_size)
-        self.batch_size = batch_size
-        if rule is not None and self.schedule is not None:
+    def _settle_batch_size(self, batch_size: int) -> None:
+        rule = self._asked.rule
+        self._runner.maker().check_batch_size(batch_size)
+        self._runner.batch_size = batch_size
+        if rule is not None and self._front_end.schedule is not None:
             raise OptionError(
                 "A learning rate rule cannot scale the rates of a schedule.",
                 received=f"learning_rate_rule={rule.name!r} with a schedule",
                 fix="Leave the rule out, and give the schedule the rates you want.",
             )
         if rule is not None:
-            said = rule.apply(self.optimizer, batch_size)
-            console.print(said, highlight=False, soft_wrap=True)
+            said = rule.apply(self._front_end.optimizer, batch_size)
+            self._console.print(said, highlight=False, soft_wrap=True)
 
     def _begin_schedule(self, fit: FitData) -> None:
-        if self.schedule is None:
+        if self._front_end.schedule is None:
             return
-        has_validation = fit.validation is not None
-        names = log_names(
-            fit.loss, self.metrics, self._update_config, has_validation=has_validation
-        )
+        names = self._front_end.log_names(has_validation=fit.validation is not None)
         start = self._start_of(fit.feed)
         num_steps = None
         if fit.feed.num_steps is not None:
             num_epochs = fit.wish.epochs - start.epoch
             num_steps = max(num_epochs * fit.feed.num_steps - start.batch, 0)
-        self.schedule.begin(names, num_steps)
+        self._front_end.schedule.begin(names, num_steps)
 
     # --- training --------------------------------------------------------------------------------
 
     def _start_of(self, feed: DataPipeline) -> FitPosition:
-        return self._start(feed.batch_size, is_stream=isinstance(feed.source, SharedStream))
+        return self._state.start(feed.batch_size, is_stream=isinstance(feed.source, SharedStream))
 
     def _fit_task(self, fit: FitData) -> FitTask:
-        callbacks, wish, is_kept = self._own_callbacks, fit.wish, self.keeper is not None
+        callbacks, wish = self._state.own_callbacks, fit.wish
+        is_kept = self._checkpoints.writer is not None
         takes_state = is_kept or bool(acting(callbacks, "takes_state"))
+        metrics, has_own_step = self._front_end.metrics, self._update_config.train_step is not None
         task = FitTask(
             source=fit.feed.source,
             validation=None
@@ -339,11 +299,11 @@ class FittingRunner(ResumingRunner):
             epochs=wish.epochs,
             batch_size=fit.feed.batch_size,
             shuffle=wish.shuffle is not False,
-            seed=self.seed,
-            first_epoch=self._epochs_trained,
-            first_step=self._steps_trained,
-            metrics=Metrics(None) if self._update_config.train_step is not None else self.metrics,
-            validation_metrics=self.metrics.for_validation,
+            seed=self._runner.seed,
+            first_epoch=self._runner.epochs_trained,
+            first_step=self._runner.steps_trained,
+            metrics=Metrics(None) if has_own_step else metrics,
+            validation_metrics=metrics.for_validation,
             hooks=FitHooks(
                 callbacks=bool(callbacks) or is_kept,
                 epoch_begin=bool(acting(callbacks, "on_epoch_begin")),
@@ -353,7 +313,7 @@ class FittingRunner(ResumingRunner):
                 full_state=takes_state,
             ),
             steps_per_epoch=wish.steps_per_epoch,
-            traced=traced_steps(callbacks, self._steps_trained),
+            traced=traced_steps(callbacks, self._runner.steps_trained),
             counts_bad=isinstance(fit.feed.source, CheckedSource),
             counts_skipped=self._update_config.rules.on_nonfinite == "skip",
             loss_parts=ONE_LOSS if fit.loss is None else fit.loss.parts,
@@ -367,50 +327,57 @@ class FittingRunner(ResumingRunner):
         hosts = self._job_context.hosts
         if hosts is None:
             return task
-        schedule = None if self.schedule is None else self.schedule.every
+        schedule = None if self._front_end.schedule is None else self._front_end.schedule.every
         facts = {"the schedule": schedule, "the Trainer's options": self._update_config}
         validation = None if task.validation is None else task.validation.source
         check_same_data(hosts, validation, "validation_data")
         return hosts.agree_on_task(task, facts)
 
-    def _conduct(
-        self,
-        task: FitTask,
-        loss: LossAdapter | None,
-        display: ProgressDisplay | None,
-        on_snapshot: Any,
-        backups: Backups | None,
-    ) -> History:
+    def _train(self, fit: FitData) -> History:
         """Train, with callbacks and progress."""
-        self.stop_training = False
+        task, on_snapshot = self._fit_task(fit), self._asked.on_snapshot
+        backups = self._checkpoints.backups_of(task.sources(), self._asked.restarts)
+        if on_snapshot is not None:
+            watched = getattr(on_snapshot, "look", None)
+            task = replace(task, record=True, watched_modules=watched)
+        if backups is not None:
+            full = task.hooks.full_state or backups.is_required
+            task.hooks = task.hooks._replace(state=True, full_state=full)
+        display = None
+        if self._shows:
+            rates = partial(rates_of, self._front_end.optimizer)
+            display = ProgressDisplay(fit.wish.epochs, fit.feed.num_steps, rates=rates)
+        runner, writer = self._runner, self._checkpoints.writer
+        self._front_end.stop_training = False
         with (
-            told_of_errors(self._own_callbacks),
-            self._fitting(),
-            telling_of_interrupts(lambda: self._steps_trained, self.keeper),
+            told_of_errors(self._state.own_callbacks),
+            self._state.fitting(),
+            telling_of_interrupts(lambda: runner.steps_trained, writer),
             held_interrupts() as interrupt,
         ):
-            driver = FollowerDriver(interrupt, self.keeper)
-            if self._is_chief:
+            driver = FollowerDriver(interrupt, writer)
+            if runner.is_chief:
                 driver = FitDriver(
-                    cast(TrainerProtocol, self),
-                    self.callbacks,
+                    self._trainer,
+                    self._checkpoints,
+                    self._state.callbacks,
                     display,
-                    lambda: self._session.stores.readopt(self.model),
+                    lambda: runner.session.stores.readopt(runner.model),
                     on_snapshot,
                     interrupt,
                     backups,
-                    self.record,
+                    self._checkpoints.record,
                 )
-            with driver.raising_failure(self._state_after_failure):
+            with driver.raising_failure(self._checkpoints.state_after_failure):
                 with ending_with(driver.close):
                     driver.begin_train()
-                    self._go_on(driver, task.start)
-                    self._train(task, loss, driver, task.batch_size)
+                    self._state.continue_fit(driver, task.start)
+                    runner.train(task, fit.loss, driver, task.batch_size)
                 # Schedules, and some optimizers, have stepped on host 0 alone. If Ctrl-C now ends
                 # the call on one host, all have received everything.
-                self._job_context.share_values(self.model, driver.updater)
+                self._job_context.share_values(runner.model, driver.updater)
         history: History = self._job_context.from_chief(driver.history)
-        self._job_context.share_values(self.model)  # of layers that only other hosts have
+        self._job_context.share_values(runner.model)  # of layers that only other hosts have
         driver.end_train()
         self._end_together(task)
         return history
@@ -420,4 +387,4 @@ class FittingRunner(ResumingRunner):
         if self._job_context.hosts is not None:
             self._job_context.hosts.wait()
             if task.hooks.callbacks:  # ``on_train_end`` may have set weights
-                self._job_context.share_values(self.model)
+                self._job_context.share_values(self._runner.model)

@@ -25,22 +25,22 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     read: list[int] | None
     is_whole: bool
 
-    def unless_changed(self, trainer: Any) -> "End | None":
+    def unless_changed(self, state: Any) -> "End | None":
         """This, if callbacks have changed nothing since; else None."""
-        return self if self.is_whole and self.sight == _sight(trainer) else None
+        return self if self.is_whole and self.sight == _sight(state) else None
 
 
-def at_end(trainer: Any) -> End:
-    """The end of the last epoch of ``trainer``, a PersistentRunner."""
-    position = trainer.recorded
+def at_end(state: Any) -> End:
+    """The end of the last epoch, from a ``TrainerState``."""
+    position = state.recorded
     is_whole = position.replicas is None
-    return End(sight=_sight(trainer) if is_whole else "", read=position.read, is_whole=is_whole)
+    return End(sight=_sight(state) if is_whole else "", read=position.read, is_whole=is_whole)
 
 
-def _sight(trainer: Any) -> str:
-    state = trainer.present_state()
-    values = digest([*state.parameters.values(), *state.buffers.values()]).hex()
-    return f"{values} {state.options}"
+def _sight(state: Any) -> str:
+    now = state.present()
+    values = digest([*now.parameters.values(), *now.buffers.values()]).hex()
+    return f"{values} {now.options}"
 
 
 class FitRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -1,11 +1,10 @@
 """The runner: runs tasks of one model on all ranks, one after the other.
 
-What Trainers of every front end have in common: the model's Plan, the processes and hosts it runs
-on, and the number of steps made. Each front end adds the arguments of its calls and its updater.
+It has the model's Plan, the processes and hosts that it runs on, and the number of steps made. It
+is a part of the Trainers of every front end (``train.runtime.front_end``).
 """
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import torch
-from torch import nn, optim
+from torch import nn
 
 from lockstep import accelerators
 from lockstep.capture.layers import capture_layers
@@ -41,14 +40,14 @@ from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.fit.fit_task import FitResult, FitTask
 from lockstep.train.fit.pipeline_trials import check_inner_loss, stages_on_samples
 from lockstep.train.fit.tasks import Task
-from lockstep.train.input.data_adapter import DEFAULT_BATCH_SIZE
+from lockstep.train.input.data_adapter import DEFAULT_BATCH_SIZE, DataPipeline
 from lockstep.train.input.stream_broadcast import sample_of
 from lockstep.train.optim.error_feedback import ErrorFeedback
 from lockstep.train.optim.optimizer_checks import check_divisible
-from lockstep.train.optim.optimizers import each_optimizer
 from lockstep.train.optim.update_config import AnyUpdater, UpdateConfig
 from lockstep.train.runtime.assignment import Assignment
 from lockstep.train.runtime.call_cache import CallCache
+from lockstep.train.runtime.front_end import FrontEnd
 from lockstep.train.runtime.job_context import JobContext, StrategyLike
 from lockstep.train.runtime.nested_call import nested_session
 from lockstep.train.runtime.planning import Partitions, Planning
@@ -60,11 +59,12 @@ from lockstep.train.validation.rank_consistency import proof_key, samples_of
 _T = TypeVar("_T")
 
 
-class Runner(ABC):
+class Runner:
     """Runs tasks of a model.
 
     Args:
         model: the model; it is trained in place.
+        front_end: the library's part.
         meta_model: the model, or one of its shape on the meta device.
         job_context: the processes that make calls together.
         strategy: where and how to train; None is one device.
@@ -72,21 +72,21 @@ class Runner(ABC):
         precision: see ``Trainer``.
         seed: of all random numbers in training.
         dims: the dims of the samples in the data, and in the model's inputs and outputs.
+        deterministic: use only kernels that give the same bits in every run.
 
     Attributes:
-        optimizer: updates the model; None if it is not trained.
         batch_size: of the last training; None before.
-        deterministic: use only kernels that give the same bits in every run.
+        epochs_trained: so far.
+        steps_trained: likewise.
+        last_plan: the Plan of the last call; None before.
+        residuals: of compressed messages.
+        session: has the helper processes and the parameter store.
     """
-
-    deterministic = False
-
-    _model_fingerprint: object = None
-    """Of model, loss and metrics in a call, for the next call to compare; None if unknown."""
 
     def __init__(
         self,
         model: nn.Module,
+        front_end: FrontEnd,
         *,
         meta_model: nn.Module,
         job_context: JobContext,
@@ -95,32 +95,34 @@ class Runner(ABC):
         precision: str,
         seed: int,
         dims: BatchDims = SAMPLES_FIRST,
+        deterministic: bool = False,
     ) -> None:
         self.model = model
+        self.front_end = front_end
         self.strategy = strategy
         self.precision = precision
         self.seed = seed
-        self.optimizer: Any = None
+        self.deterministic = deterministic
         self.batch_size: int | None = None
-        self._update_config = update_config
-        self._epochs_trained = 0
-        self._steps_trained = 0
-        self._plan: Plan | None = None
-        self._residuals = ErrorFeedback()
-        self._dims = dims
+        self.update_config = update_config
+        self.epochs_trained = 0
+        self.steps_trained = 0
+        self.last_plan: Plan | None = None
+        self.residuals = ErrorFeedback()
+        self.dims = dims
         self._planning = Planning(meta_model, dims)
         self._begin_session(job_context)
 
     def _begin_session(self, job_context: JobContext) -> None:
-        self._job_context = job_context
+        self.job_context = job_context
         self._calls = CallCache()
         self._proven: object = None  # of the last rank consistency check that passed
-        self._session = Session(self.timeout_seconds)
-        self._finalizer = weakref.finalize(self, self._session.release)
+        self.session = Session(self.timeout_seconds)
+        self._finalizer = weakref.finalize(self, self.session.release)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state that a runner in another process needs."""
-        own = ("_job_context", "_session", "_calls", "_finalizer", "_proven")
+        own = ("job_context", "session", "_calls", "_finalizer", "_proven")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -130,7 +132,7 @@ class Runner(ABC):
     @property
     def timeout_seconds(self) -> float:
         """Longest wait for a helper, by the strategy."""
-        return self._job_context.timeout_seconds
+        return self.job_context.timeout_seconds
 
     @property
     def plan(self) -> Plan:
@@ -139,9 +141,9 @@ class Runner(ABC):
         Raises:
             OptionError: before the first call, if the Plan depends on the cost of layers.
         """
-        if self._plan is not None:
-            return self._plan
-        maker, cluster = self._maker(), discover()
+        if self.last_plan is not None:
+            return self.last_plan
+        maker, cluster = self.maker(), discover()
         if maker.sample_size(cluster, DEFAULT_BATCH_SIZE) is not None:
             raise OptionError(
                 "The Plan depends on the costs of the model's layers on your data.",
@@ -151,51 +153,62 @@ class Runner(ABC):
             )
         return maker(capture_layers(self.model), cluster, DEFAULT_BATCH_SIZE)
 
+    def plan_for(self, feed: DataPipeline) -> Plan:
+        """The Plan for this host by which it would train on this data."""
+        maker = self.maker()
+        maker.check_batch_size(feed.batch_size)
+        samples = sample_of(feed.source)
+        plan, _ = self._planning.plan(maker, self.precision, samples, feed.batch_size)
+        return self.update_config.plan(plan)
+
     def close(self) -> None:
         """End the helper processes now instead of with the trainer."""
         self._calls = CallCache()
-        self._session.close()
+        self.session.close()
 
     # --- state ---------------------------------------------------------------------------------
 
-    def _state(self) -> TrainingState:
+    def state(self) -> TrainingState:
         """The current state of this run; no copy."""
-        self._initialize()
-        scale = self._update_config.rules.loss_scale
+        self.initialize()
+        scale = self.update_config.rules.loss_scale
         return replace(
             state_of(self.model, self._own_updater()),
             loss_scale=None if scale is None else dict(vars(scale)),
             random={"seed": self.seed},
-            position={"epochs": self._epochs_trained, "steps": self._steps_trained},
-            residuals=self._residuals.state(self._job_context.host),
+            position={"epochs": self.epochs_trained, "steps": self.steps_trained},
+            residuals=self.residuals.state(self.job_context.host),
         )
 
-    def _set_state(self, state: TrainingState) -> None:
+    def set_state(self, state: TrainingState) -> None:
         """Continue from a state that fits; the state is not changed."""
-        self._initialize()
+        self.initialize()
         set_state(self.model, self._own_updater(), state)
         if state.loss_scale is not None:
-            vars(self._update_config.rules.loss_scale).update(state.loss_scale)
+            vars(self.update_config.rules.loss_scale).update(state.loss_scale)
         self.seed = state.random["seed"]
-        job_context = self._job_context
-        self._residuals.load(state.residuals, job_context.host, job_context.num_hosts)
-        self._epochs_trained = state.position["epochs"]
-        self._steps_trained = state.position["steps"]
+        job_context = self.job_context
+        self.residuals.load(state.residuals, job_context.host, job_context.num_hosts)
+        self.epochs_trained = state.position["epochs"]
+        self.steps_trained = state.position["steps"]
 
     def _own_updater(self) -> Any:
         """The updater with the optimizer's state; None without an optimizer."""
-        return None if self.optimizer is None else self._make_updater()
+        return None if self.front_end.optimizer is None else self._make_updater()
+
+    def _make_updater(self) -> Any:
+        return self.front_end.make_updater(self.maker())
 
     # --- with all processes --------------------------------------------------------------------
 
-    def _call(self, name: str, make: Callable[[], _T]) -> _T:
+    def call(self, name: str, make: Callable[[], _T]) -> _T:
         """Make a call together with all processes; returns its result on all of them."""
-        with self._job_context.together(name), accelerators.kept_device():
-            return self._shared(make)
+        with self.job_context.together(name), accelerators.kept_device():
+            return self.shared(make)
 
-    def _shared(self, make: Callable[[], _T]) -> _T:
+    def shared(self, make: Callable[[], _T]) -> _T:
         """The result of the process that leads a host, on those that follow it, too."""
-        job_context = self._job_context
+        job_context = self.job_context
         if job_context.follower is not None:
             followed: _T = job_context.follow(self.model)
             return followed
@@ -206,18 +219,19 @@ class Runner(ABC):
             result = make()
         except BaseException as error:
             with noting_on(error):
-                self._session.desert(hosts, error)
+                self.session.desert(hosts, error)
             raise
-        self._session.dismiss(hosts, result, self.model)
+        self.session.dismiss(hosts, result, self.model)
         return result
 
     @property
-    def _is_chief(self) -> bool:
-        return self._job_context.is_chief
+    def is_chief(self) -> bool:
+        """True if this process has rank 0, and so callbacks, progress, files and streams."""
+        return self.job_context.is_chief
 
     # --- tasks ---------------------------------------------------------------------------------
 
-    def _train(
+    def train(
         self,
         task: FitTask,
         loss: LossAdapter | None,
@@ -226,33 +240,35 @@ class Runner(ABC):
     ) -> None:
         """Run the task; restart it when a callback has changed what the ranks were sent."""
         resume: FitPosition | None = task.start
-        first_epoch, first_step = self._epochs_trained, self._steps_trained
-        self._epochs_trained += task.start.epoch
+        first_epoch, first_step = self.epochs_trained, self.steps_trained
+        self.epochs_trained += task.start.epoch
         while resume is not None and resume.epoch < task.epochs:
             task = replace(task, start=resume, first_step=first_step)
             driver.updater = updater = self._make_updater()
-            hosts = self._job_context.hosts if task.hooks.callbacks else None
-            before = None if hosts is None else ModelLayout(self.model, self._torch_optimizers)
+            hosts = self.job_context.hosts if task.hooks.callbacks else None
+            before = (
+                None if hosts is None else ModelLayout(self.model, self.front_end.torch_optimizers)
+            )
             try:
-                result: FitResult = self._run(task, loss, updater, driver, batch_size)
+                result: FitResult = self.run(task, loss, updater, driver, batch_size)
             except WorkerError as error:
                 resume = driver.resume_after(error)
                 if resume is None:
                     raise
                 if resume.served is not None:  # the weights have all but the batches under way
-                    self._steps_trained = resume.served.table.oldest
-                first_step, self._epochs_trained = self._steps_trained, first_epoch + resume.epoch
+                    self.steps_trained = resume.served.table.oldest
+                first_step, self.epochs_trained = self.steps_trained, first_epoch + resume.epoch
                 continue
             if result.resume is None:  # else it has them already, with the callback's changes
-                driver.take_slots(self._job_context.from_chief(result.slots))
+                driver.take_slots(self.job_context.from_chief(result.slots))
             elif hosts is not None and before is not None:
-                hosts.share_changes(self.model, self._torch_optimizers, before)
+                hosts.share_changes(self.model, self.front_end.torch_optimizers, before)
             first_step += result.num_steps
-            self._steps_trained = first_step
-            self._epochs_trained = first_epoch + max(result.num_epochs, resume.epoch)
+            self.steps_trained = first_step
+            self.epochs_trained = first_epoch + max(result.num_epochs, resume.epoch)
             resume = result.resume
 
-    def _run(
+    def run(
         self,
         task: Task,
         loss: LossAdapter | None,
@@ -260,33 +276,37 @@ class Runner(ABC):
         driver: TaskDriver,
         batch_size: int,
     ) -> Any:
+        """Run a task on all ranks; returns its result."""
         kernels = deterministic_kernels() if self.deterministic else nullcontext()
-        with sparse_buffers_aside(self.model), kernels:
-            if self._job_context.is_aside:
-                session, planned = nested_session(task, self._plan), self._plan_for_one(batch_size)
+        running = self.front_end.running(loss)
+        with running as fingerprint, sparse_buffers_aside(self.model), kernels:
+            if self.job_context.is_aside:
+                session = nested_session(task, self.last_plan)
+                planned = self._plan_for_one(batch_size)
             else:
                 planned = self._plan_for_all(task, batch_size, driver.announce)
-                session = self._session
-                session.preload = self._preload + _of_kernels()
+                session = self.session
+                session.preload = self.front_end.preload + _of_kernels()
             assignment = self._assignment(task, loss, updater, *planned)
             if self.deterministic:
                 check_deterministic(assignment.device)
-            proof = self._prepare_proof(assignment, session, driver)
-            if isinstance(task, FitTask) and loss is not None and not self._steps_trained:
+            proof = self._prepare_proof(assignment, session, driver, fingerprint)
+            if isinstance(task, FitTask) and loss is not None and not self.steps_trained:
                 check_inner_loss(assignment, loss, sample_of(task.source), batch_size)
-            place = partial(place_model, self.model, self._torch_optimizers, assignment.plan)
-            with ending_with(place), self._job_context.at_work() as hosts:
-                result = session.run(
-                    assignment, driver, hosts, self._calls, self._model_fingerprint
-                )
+            place = partial(
+                place_model, self.model, self.front_end.torch_optimizers, assignment.plan
+            )
+            with ending_with(place), self.job_context.at_work() as hosts:
+                result = session.run(assignment, driver, hosts, self._calls, fingerprint)
             self._proven = proof or self._proven
-            if self._plan is not None and loss is not None and loss.uses_whole_batch:
-                notes = (*self._plan.notes, whole_batch_note(loss))
-                self._plan = msgspec.structs.replace(self._plan, notes=tuple(dict.fromkeys(notes)))
+            plan = self.last_plan
+            if plan is not None and loss is not None and loss.uses_whole_batch:
+                notes = dict.fromkeys((*plan.notes, whole_batch_note(loss)))
+                self.last_plan = msgspec.structs.replace(plan, notes=tuple(notes))
             return result
 
     def _prepare_proof(
-        self, assignment: Assignment, session: Session, driver: TaskDriver
+        self, assignment: Assignment, session: Session, driver: TaskDriver, fingerprint: object
     ) -> object:
         """Have the ranks of a training check that they compute the same, unless they have.
 
@@ -296,36 +316,36 @@ class Runner(ABC):
         in_stages = plan.pipeline is not None
         is_whole = is_cpu(plan.devices) and not assignment.blank
         is_left_out = plan.num_ranks == 1 or (in_stages and not is_whole)
-        if not isinstance(task, FitTask) or is_left_out:
+        if not (isinstance(task, FitTask) and self.front_end.proves) or is_left_out:
             return None
         parts = (self.model, assignment.loss and assignment.loss.loss, assignment.functions)
-        proof = session.num_ended, plan, proof_key(self._model_fingerprint, parts, self.model)
+        proof = session.num_ended, plan, proof_key(fingerprint, parts, self.model)
         # Each host remembers its own checks, and all must agree.
         task.proves = plan.num_hosts > 1 or self._proven != proof
         if task.proves:
             driver.samples = samples_of(sample_of(task.source), self.precision)
         if task.proves and in_stages and driver.samples is not None:
-            is_first = self._job_context.host == 0
+            is_first = self.job_context.host == 0
             driver.samples = stages_on_samples(assignment, driver.samples) if is_first else None
         return proof
 
     def _plan_for_all(
         self, task: Task, batch_size: int, announce: Callable[[str], None]
     ) -> tuple[Plan, Partitions]:
-        maker = self._maker()
+        maker = self.maker()
         plan, partitions = self._planning.plan(
             maker,
             self.precision,
             sample_of(task.source),
             batch_size,
-            self._job_context.cluster,
-            lambda plan: self._job_context.agreed_plan(plan, maker),
+            self.job_context.cluster,
+            lambda plan: self.job_context.agreed_plan(plan, maker),
             announce,
         )
-        before, self._plan = self._plan, self._update_config.plan(plan)
-        if self._is_chief and self._plan != before:
-            self._log_plan(self._plan)
-        return self._plan, partitions
+        before, self.last_plan = self.last_plan, self.update_config.plan(plan)
+        if self.is_chief and self.last_plan != before:
+            self._log_plan(self.last_plan)
+        return self.last_plan, partitions
 
     def _log_plan(self, plan: Plan) -> None:
         where = f"{plan.strategy} on {', '.join(plan.devices)}"
@@ -345,13 +365,14 @@ class Runner(ABC):
     ) -> Assignment:
         """Everything that ranks need for the task."""
         check_backend(plan)
-        device = place_model(self.model, self._torch_optimizers, plan)
+        self.front_end.check_plan(plan)
+        device = place_model(self.model, self.front_end.torch_optimizers, plan)
         if updater is not None:
-            check_divisible(self.model, self.optimizer, plan, is_known=updater.is_known)
-            check_local_sgd(plan, updater, self._update_config.averages, self.precision)
+            check_divisible(self.model, self.front_end.optimizer, plan, is_known=updater.is_known)
+            check_local_sgd(plan, updater, self.update_config.averages, self.precision)
             check_parameter_server(plan, self.model, updater, self.precision)
         if plan.pipeline is None or len(plan.domains) > 1:
-            self._initialize()
+            self.initialize()
         groups = parameter_groups(plan, self.model, list(partitions.values()))
         return Assignment(
             plan=plan,
@@ -365,11 +386,11 @@ class Runner(ABC):
             partitions=partitions,
             groups=groups,
             blank=blank_names(self.model),
-            rules=self._update_config.rules,
+            rules=self.update_config.rules,
             functions=()
             if updater is None
-            else self._update_config.functions(self.optimizer, self.model, plan),
-            dims=self._dims,
+            else self.update_config.functions(self.front_end.optimizer, self.model, plan),
+            dims=self.dims,
             residuals=None if updater is None else self._fitted_residuals(plan, groups),
         )
 
@@ -379,10 +400,10 @@ class Runner(ABC):
         """This host's residuals of error feedback; None without compression."""
         if plan.compression is None:
             return None
-        self._residuals.fit(compressed_tensors(plan, self.model, groups))
-        return self._residuals
+        self.residuals.fit(compressed_tensors(plan, self.model, groups))
+        return self.residuals
 
-    def _initialize(self) -> None:
+    def initialize(self) -> None:
         """Initialize the parameters of a model made by a function, if they have no values.
 
         If a Plan with stages comes first, its ranks do this, each for its own part.
@@ -396,25 +417,12 @@ class Runner(ABC):
         """The maker of Plans for one device: the model's."""
         return SingleDevice(device=device_of(self.model), precision=self.precision)
 
-    def _maker(self) -> Maker:
+    def maker(self) -> Maker:
+        """The maker of the Plans of calls."""
         maker = self._maker_for_one()
-        if self.strategy is not None:
+        if self.strategy is not None and not self.front_end.is_on_one_device:
             maker = self.strategy.maker(self.precision)
-        return self._update_config.maker(maker)
-
-    @property
-    def _preload(self) -> tuple[str, ...]:
-        """Modules that these helpers need besides what all need."""
-        return ()
-
-    @abstractmethod
-    def _make_updater(self) -> Any:
-        """The updater of the weights on every rank."""
-
-    @property
-    def _torch_optimizers(self) -> list[optim.Optimizer]:
-        """The optimizers whose options and slots must be the same on all hosts."""
-        return each_optimizer(self.optimizer)
+        return self.update_config.maker(maker)
 
 
 def _of_kernels() -> tuple[str, ...]:

@@ -202,7 +202,7 @@ class FitSnapshot:
     def __init__(self, model: Any, trainer: Any, callbacks: Any) -> None:
         self._iterations = getattr(model.optimizer, "_iterations", None)
         self._steps = 0 if self._iterations is None else int(self._iterations.value)
-        self._epochs = 0 if trainer is None else trainer._epochs_trained
+        self._epochs = 0 if trainer is None else trainer.runner.epochs_trained
         self._callbacks = [
             (one, {*vars(one)}, copied(CheckpointedCallback(one)._plain_attributes()))
             for one in (_flat_list(callbacks) if restarts_in(callbacks) else ())
@@ -213,7 +213,7 @@ class FitSnapshot:
         if self._iterations is not None:
             self._iterations.assign(self._steps)
         if trainer is not None:
-            trainer._epochs_trained = self._epochs
+            trainer.runner.epochs_trained = self._epochs
         for callback, names, plain in self._callbacks:
             for name in {*vars(callback)} - names:
                 delattr(callback, name)

@@ -14,7 +14,6 @@ from keras.src.utils.python_utils import pythonify_logs
 
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import OptionError, WorkerError
-from lockstep.frontends.keras.fit.checkpoint_runner import CheckpointRunner
 from lockstep.frontends.keras.fit.checkpoints import OptionCallback
 from lockstep.frontends.keras.fit.tasks import LossMeans, SizedLosses
 from lockstep.frontends.keras.layers.attributes import (
@@ -35,6 +34,7 @@ from lockstep.train.fault_tolerance.backups import Backups
 from lockstep.train.fault_tolerance.restarting import RestartingDriver
 from lockstep.train.fault_tolerance.run_record import RunRecord
 from lockstep.train.fit.fit_hooks import ReportTimes
+from lockstep.train.resume.fit_checkpoints import FitCheckpoints
 
 # Keras's own callbacks that change nothing.
 _OBSERVERS = ("History", "ProgbarLogger")
@@ -187,7 +187,7 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
         callbacks: Keras's list of them.
         watch: detects changes that callbacks make.
         interrupt: the state of Ctrl-C.
-        runner: runs the training.
+        checkpoints: of the training.
         backups: of the training; None without.
         record: of the training; None without.
     """
@@ -198,12 +198,12 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
         callbacks: Any,
         watch: ChangeWatch,
         interrupt: Interrupt,
-        runner: CheckpointRunner,
+        checkpoints: FitCheckpoints,
         backups: Backups | None = None,
         record: RunRecord | None = None,
     ) -> None:
         EvaluationDriver.__init__(self, module.model, callbacks)
-        RestartingDriver.__init__(self, interrupt, runner, backups, record)
+        RestartingDriver.__init__(self, interrupt, checkpoints, backups, record)
         self._module = module
         self._watch = watch
         self._has_user_callbacks = any(map(_is_user_defined, callbacks.callbacks))

@@ -1,6 +1,6 @@
-"""A runner of Keras models that writes checkpoints, and resumes from them."""
+"""The checkpoints of a Keras model's ``fit``, which begin and end with Keras's callbacks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,33 +12,19 @@ from lockstep.frontends.keras.fit.checkpoints import (
     checkpointed_callbacks,
 )
 from lockstep.frontends.keras.fit_options import FitOptions
-from lockstep.frontends.keras.optim.optimizer_copy import options_of, set_options
 from lockstep.plan.makers.data_parallel import Maker
-from lockstep.train.callbacks.callback import Callback
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
-from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.fault_tolerance.lost_hosts import check_host_restarts
 from lockstep.train.history import History
-from lockstep.train.resume.differences import Difference
+from lockstep.train.resume.fit_checkpoints import FitCheckpoints
 from lockstep.train.resume.fit_facts import Facts
-from lockstep.train.resume.fit_record import Found
-from lockstep.train.resume.resuming_runner import ResumingRunner
 
 
-class CheckpointRunner(ResumingRunner):
-    """A runner whose ``fit`` may have checkpoints."""
-
-    model: Any
-    callbacks: list[Callback]
-    schedule = None
-
-    @property
-    def stop_training(self) -> bool:
-        """Whether a callback has ended training."""
-        return bool(self.model.model.stop_training)
+class KerasCheckpoints(FitCheckpoints):
+    """The checkpoints of a Keras model's ``fit``."""
 
     @contextmanager
-    def checkpointed(
+    def around_fit(
         self,
         checkpoint: Checkpoint | None,
         make_facts: Callable[[], Facts],
@@ -61,49 +47,38 @@ class CheckpointRunner(ResumingRunner):
             CheckpointError: the checkpoint is of another ``fit``, or not complete.
             OptionError: training could not be resumed after a process was lost.
         """
-        context, restarts = self._job_context, options.restarts
+        runner, restarts = self._runner, options.restarts
+        context, is_chief = runner.job_context, runner.is_chief
         has_checkpoint = checkpoint is not None
         check_host_restarts(
             context.hosts, restarts, has_checkpoint=has_checkpoint, reach=context.reach
         )
         files = None if checkpoint is None else checkpoint.files
         with (
-            self._recorded(None, files),
-            self._checkpointed(files, memory, options.epochs, restarts, shows=verbose) as keeper,
+            self.recorded(None, files),
+            self.checkpointed(files, memory, options.epochs, restarts, shows=verbose) as writer,
         ):
-            if keeper is None:
+            if writer is None:
                 yield None
                 return
-            epochs = 0 if options.initial_epoch else self._epochs_trained
-            steps = int(self.model.model.optimizer._iterations.value)
-            self.callbacks = checkpointed_callbacks(callbacks) if self._is_chief else []
+            if writer.found is not None and not is_chief:  # callbacks are on host 0
+                own_part = replace(writer.found.state, callbacks=[])
+                writer.found = replace(writer.found, state=own_part)
+            epochs = 0 if options.initial_epoch else runner.epochs_trained
+            steps = int(runner.front_end.optimizer._iterations.value)
+            self.state.callbacks = checkpointed_callbacks(callbacks) if is_chief else []
             try:
-                yield self._resume_found(keeper, make_facts, epochs, steps)
+                yield self.resume_found(writer, make_facts, epochs, steps)
             finally:
-                self.callbacks, self._resumed = [], None
+                self.state.callbacks, self.state.resumed = [], None
 
-    def _set_new_options(self, found: Found, asked: Facts, taken: Sequence[Difference]) -> None:
-        optimizer = self.model.model.optimizer
-        names = {one.option for one in taken if one.name.startswith("optimizer.")}
-        new = {name: asked[f"optimizer.{name}"] for name in options_of(optimizer) if name in names}
-        set_options(optimizer, {**options_of(optimizer), **new})
-        self.seed = asked["seed"]
-
-    def _own_part(self, state: TrainingState) -> TrainingState:
-        """Callbacks are on host 0."""
-        return state if self._is_chief else replace(state, callbacks=[])
-
-    def begin_checkpoints(self, restarts: int) -> None:
+    def begin_callbacks(self, restarts: int) -> None:
         """Callbacks' ``on_train_begin`` has been called."""
-        for each in self.callbacks:
+        for each in self.state.callbacks:
             assert isinstance(each, CheckpointedCallback)
             each.begin()
-        if self._resumed is None and restarts:
-            self._keep_beginning()
-
-    def finish_checkpoints(self, history: History) -> None:
-        """Callbacks' ``on_train_end`` has been called: write the last checkpoint."""
-        self._finish(history)
+        if self.state.resumed is None and restarts:
+            self.keep_beginning()
 
 
 def check_restartable(maker: Maker) -> None:

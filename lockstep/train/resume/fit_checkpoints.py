@@ -1,4 +1,4 @@
-"""A runner whose ``fit`` resumes from checkpoints, has backups, and keeps a record."""
+"""The checkpoints of a ``fit``, its copies in memory, and the record that it keeps."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,8 +18,8 @@ from lockstep.train.callbacks.interrupt import held_termination
 from lockstep.train.checkpointing.checkpoints import Checkpoint, CheckpointWriter
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.checkpointing.run_state import check_tensors
-from lockstep.train.checkpointing.trainer_state import PersistentRunner
-from lockstep.train.checkpointing.training_state import TrainingState, copied
+from lockstep.train.checkpointing.trainer_state import TrainerState
+from lockstep.train.checkpointing.training_state import copied
 from lockstep.train.fault_tolerance.backups import Backups
 from lockstep.train.fault_tolerance.lost_hosts import resumed_from_newest
 from lockstep.train.fault_tolerance.run_record import VARIABLE, RunRecord, checked_folder
@@ -32,35 +32,39 @@ from lockstep.train.resume.fit_record import FitRecord, Found
 from lockstep.train.runtime.helper_watchdog import STATE_OF_AVERAGE, what_is_left
 
 
-class ResumingRunner(PersistentRunner):
-    """See the module.
+class FitCheckpoints:
+    """Writes checkpoints of a training, resumes from them, and makes its backups and records.
+
+    Args:
+        state: of the training.
 
     Attributes:
-        keeper: writes the checkpoints of the ``fit`` under way; None without.
+        state: likewise.
+        writer: writes the checkpoints of the ``fit`` under way; None without.
         record: of the ``fit`` under way.
     """
 
-    keeper: CheckpointWriter | None = None
-    record = RunRecord(None)
-    _num_shares_before: int | None = None
-    """Of the checkpoint from which training resumes, until the user is informed."""
-    _begun: dict[str, Any] | None = None
-    """The schedule before the ``fit``."""
+    def __init__(self, state: TrainerState) -> None:
+        self.state = state
+        self._runner = state.runner
+        self.writer: CheckpointWriter | None = None
+        self.record = RunRecord(None)
+        self._begun: dict[str, Any] | None = None  # the schedule before that fit
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "keeper": None}
+        return {**vars(self), "writer": None}
 
     @contextmanager
-    def _recorded(
+    def recorded(
         self, asked: str | os.PathLike[str] | None, checkpoint: Checkpoint | None
     ) -> Iterator[None]:
         """Within the block, a ``fit``, its record is kept: see ``_record_in``."""
         self.record = self._record_in(asked, None if checkpoint is None else checkpoint.directory)
-        with self.record.kept(self.strategy):
+        with self.record.kept(self._runner.strategy):
             yield
 
     @contextmanager
-    def _checkpointed(
+    def checkpointed(
         self,
         checkpoint: Checkpoint | None,
         memory: MemoryCheckpoints,
@@ -81,30 +85,30 @@ class ResumingRunner(PersistentRunner):
         Raises:
             CheckpointError: no checkpoint is complete.
         """
-        around, self.keeper = self.keeper, None  # of a ``fit`` whose callback makes this one
+        around, self.writer = self.writer, None  # of a ``fit`` whose callback makes this one
         try:
             if checkpoint is None:
                 yield None
                 return
-            hosts, is_chief = self._job_context.hosts, self._is_chief
+            hosts, is_chief = self._runner.job_context.hosts, self._runner.is_chief
             tell = OutputConsole(quiet=not (shows and is_chief)).tell
             with held_termination() as termination:
-                self.keeper = CheckpointWriter(checkpoint, termination, memory, epochs, tell)
-                self.keeper.trainer = self
-                with resumed_from_newest(self.keeper, hosts, restarts, is_chief=is_chief):
-                    yield self.keeper
+                self.writer = CheckpointWriter(checkpoint, termination, memory, epochs, tell)
+                self.writer.state = self.state
+                with resumed_from_newest(self.writer, hosts, restarts, is_chief=is_chief):
+                    yield self.writer
             if hosts is not None:
                 hosts.wait()  # until the last one is written
         finally:
-            self.keeper = around
+            self.writer = around
 
-    def _resume_found(
-        self, keeper: CheckpointWriter, make_facts: Callable[[], Facts], epochs: int, steps: int
+    def resume_found(
+        self, writer: CheckpointWriter, make_facts: Callable[[], Facts], epochs: int, steps: int
     ) -> History | None:
         """Resume from the checkpoint that was found, if any; the history if the ``fit`` had ended.
 
         Args:
-            keeper: has found it.
+            writer: has found it.
             make_facts: returns the facts of the script, unless the ``fit`` was begun before.
             epochs: trained before the ``fit``.
             steps: made before it.
@@ -112,51 +116,49 @@ class ResumingRunner(PersistentRunner):
         Raises:
             CheckpointError: it is of another ``fit``, or the script has changed.
         """
-        memory = keeper.memory
+        memory = writer.memory
         if memory.facts is None:
-            schedule = None if self.schedule is None else copied(self.schedule.state_dict())
-            memory.facts = make_facts(), schedule
+            schedule = self._runner.front_end.schedule
+            begun = None if schedule is None else copied(schedule.state_dict())
+            memory.facts = make_facts(), begun
         asked, self._begun = memory.facts
-        asked = self._job_context.from_chief(asked)
-        keeper.record = FitRecord(epochs=epochs, steps=steps, asked=asked)
-        found, keeper.found = keeper.found, None
+        asked = self._runner.job_context.from_chief(asked)
+        writer.record = FitRecord(epochs=epochs, steps=steps, asked=asked)
+        found, writer.found = writer.found, None
         if found is None:
             return None
-        check_tensors(found.state, self._state())
-        found.record.check_beginning(keeper.record)
-        asked, now = found.record.asked, keeper.record.asked
+        check_tensors(found.state, self._runner.state())
+        found.record.check_beginning(writer.record)
+        asked, now = found.record.asked, writer.record.asked
         found = found.reaching(now["epochs"])
         differing = differences(asked, now)
         taken = resolve(
             differing,
-            keeper.on_difference,
+            writer.on_difference,
             place=found.name,
             epochs=(asked["epochs"], now["epochs"]),
             in_epoch=found.place["batch"] > 0,
         )
         # The next checkpoint records the values that are kept.
         kept = {one.name: asked[one.name] for one in differing if one not in taken}
-        keeper.record = msgspec.structs.replace(keeper.record, asked={**now, **kept})
-        self._resume_changed(self._own_part(found.state), found, keeper.record.asked, taken)
+        writer.record = msgspec.structs.replace(writer.record, asked={**now, **kept})
+        self._resume_changed(found, writer.record.asked, taken)
         if not found.is_written:  # host 0 was restarted with an empty folder, for example
-            keeper.write_found(found)
-        line = _resume_message(found, str(keeper.directory), taken)
-        keeper.tell(line)
-        if self._is_chief:
+            writer.write_found(found)
+        line = _resume_message(found, str(writer.directory), taken)
+        writer.tell(line)
+        if self._runner.is_chief:
             LOGGER.info("%s", line)
         if found.record.is_finished:
             return History(found.record.history, found.record.epoch)
-        self._num_shares_before = found.record.num_shares
-        keeper.begin_at(found.state.position["steps"] - steps)
+        self.state.num_shares_before = found.record.num_shares
+        writer.begin_at(found.state.position["steps"] - steps)
         return None
 
-    def _resume_changed(
-        self, state: TrainingState, found: Found, asked: Facts, taken: Sequence[Difference]
-    ) -> None:
+    def _resume_changed(self, found: Found, asked: Facts, taken: Sequence[Difference]) -> None:
         """Resume from a checkpoint, with the script's new values.
 
         Args:
-            state: this process's part of the checkpoint.
             found: the checkpoint.
             asked: the facts of the script.
             taken: the differences for which the script's value is used.
@@ -164,19 +166,21 @@ class ResumingRunner(PersistentRunner):
         Raises:
             CheckpointError: it does not fit; nothing is changed then.
         """
-        schedule = self.schedule
+        front_end, state = self._runner.front_end, found.state
+        schedule = front_end.schedule
         if any(one.is_of_schedule for one in taken):  # the state's cannot be used
             own = None if schedule is None else schedule.state_dict()
             state = replace(state, schedule=own)
-        self._resume_from(state)
+        self.state.resume_from(state)
         if not taken:
             return
-        self._set_new_options(found, asked, taken)
-        if self._resumed is not None:
-            now, position = self._state(), self._resumed.position
+        front_end.set_new_options(self._begun, found, asked, taken)
+        self._runner.seed = asked["seed"]
+        if self.state.resumed is not None:
+            now, position = self._runner.state(), self.state.resumed.position
             place = {**position["fit"], "batch_size": asked["batch_size"]}
-            self._resumed = replace(
-                self._resumed,
+            self.state.resumed = replace(
+                self.state.resumed,
                 position={**position, "fit": place},
                 options=copied(now.options),
                 own=copied(now.own),
@@ -184,66 +188,33 @@ class ResumingRunner(PersistentRunner):
                 schedule=None if schedule is None else copied(schedule.state_dict()),
             )
 
-    def _set_new_options(self, found: Found, asked: Facts, taken: Sequence[Difference]) -> None:
-        """Set the script's new values.
-
-        Args:
-            found: the checkpoint, which is loaded.
-            asked: the facts of the script.
-            taken: the differences for which the script's value is used.
-        """
-        raise NotImplementedError
-
-    def _state_after_failure(self) -> str:
+    def state_after_failure(self) -> str:
         """The weights that a training has left that ended between two steps; "" with one rank."""
-        if self.plan.num_ranks == 1:
+        if self._runner.plan.num_ranks == 1:
             return ""
-        is_averaged = isinstance(self.plan.update, AveragedUpdate)
-        return STATE_OF_AVERAGE if is_averaged else what_is_left(self._steps_trained - 1)
+        is_averaged = isinstance(self._runner.plan.update, AveragedUpdate)
+        return STATE_OF_AVERAGE if is_averaged else what_is_left(self._runner.steps_trained - 1)
 
-    def note_shares(self) -> str:
-        """A warning if the number of shares is not the checkpoint's; else ""."""
-        before, self._num_shares_before = self._num_shares_before, None
-        now = self.plan.num_shares
-        if before in (None, now):
-            return ""
-        return (
-            f"The checkpoint has num_shares={before}, and this training num_shares={now}: sums are "
-            "rounded differently, and layers that draw random numbers draw others."
-        )
-
-    def present_state(self) -> TrainingState:
-        """The present state, without callbacks and schedules; no copy."""
-        state = self._state()
-        self._session.stores.release_pages()
-        return state
-
-    def _own_part(self, state: TrainingState) -> TrainingState:
-        """This process's part of a state that was found."""
-        return state
-
-    def _keep_beginning(self) -> None:
+    def keep_beginning(self) -> None:
         """On several hosts, write a checkpoint before the first step, to resume after any loss."""
-        hosts = self._job_context.hosts
-        if self.keeper is not None and hosts is not None and not hosts.is_one_process:
-            parts = self._copied_parts()
-            if self._is_chief:
-                self.keeper.begin(parts)
+        hosts = self._runner.job_context.hosts
+        if self.writer is not None and hosts is not None and not hosts.is_one_process:
+            parts = self.state.copied_parts()
+            if self._runner.is_chief:
+                self.writer.begin(parts)
 
-    def _finish(self, history: History) -> None:
+    def finish(self, history: History) -> None:
         """Write the last checkpoint, if any are written."""
-        if self.keeper is not None:
-            parts = self._copied_parts()
-            if self._is_chief:
-                self.keeper.finish(parts, history, self._plan)
+        if self.writer is not None:
+            parts = self.state.copied_parts()
+            if self._runner.is_chief:
+                self.writer.finish(parts, history, self._runner.last_plan)
 
-    def _backups_of(
-        self, sources: Iterable[Source | SharedStream], restarts: int
-    ) -> Backups | None:
+    def backups_of(self, sources: Iterable[Source | SharedStream], restarts: int) -> Backups | None:
         """Copies of the training in memory; None with several scripts, which have none."""
-        hosts = self._job_context.hosts
+        hosts = self._runner.job_context.hosts
         if hosts is not None and not hosts.is_one_process:
-            if self._maker().outlives_servers:
+            if self._runner.maker().outlives_servers:
                 raise OptionError(
                     "Only their launcher can restart the processes that it has started.",
                     received=f"replicas=2 under {hosts.place.launcher}",
@@ -251,12 +222,12 @@ class ResumingRunner(PersistentRunner):
                 )
             return None
         return Backups(
-            lambda: self._state_at(self._position_in_fit()),
-            self._set_state_but_callbacks,
-            self._session.stores.release_pages,
+            self.state.in_fit,
+            self.state.set_all_but_callbacks,
+            self._runner.session.stores.release_pages,
             [source for source in sources if isinstance(source, SharedStream)],
             restarts,
-            is_required=restarts > 0 or self._maker().outlives_servers,
+            is_required=restarts > 0 or self._runner.maker().outlives_servers,
         )
 
     def _record_in(
@@ -271,7 +242,7 @@ class ResumingRunner(PersistentRunner):
             OptionError: the user has not named a folder.
         """
         beside = checkpoints if isinstance(checkpoints, Path) else None
-        if not self._is_chief or self._job_context.is_nested:
+        if not self._runner.is_chief or self._runner.job_context.is_nested:
             return RunRecord(None)
         if asked is None and beside is not None:
             return RunRecord(beside, logs=True)
