@@ -38,8 +38,8 @@ class Hungry(nn.Module):
 
 trainer = lockstep.Trainer(
     Hungry(), loss=nn.CrossEntropyLoss(), optimizer=torch.optim.Adam,
-    strategy=lockstep.{strategy})
-search = lockstep.BatchSizeSearch(objective="memory", smallest={smallest})
+    strategy=lockstep.MirroredStrategy(1))
+search = lockstep.BatchSizeSearch({search})
 trainer.fit((torch.randn(200, 4), torch.arange(200) % 3), batch_size=search)
 print("took", trainer.batch_size)
 """
@@ -68,12 +68,8 @@ def group() -> Iterator[Path]:
         path.rmdir()
 
 
-def script(
-    limit: str, *, most: int, ballast: int, smallest: int = 8, strategy: str = "MirroredStrategy(1)"
-) -> str:
-    return SCRIPT.format(
-        limit=limit, most=most, ballast=ballast, smallest=smallest, strategy=strategy
-    )
+def script(limit: str, *, most: int, ballast: int, search: str) -> str:
+    return SCRIPT.format(limit=limit, most=most, ballast=ballast, search=search)
 
 
 def kills(group: Path) -> int:
@@ -83,63 +79,29 @@ def kills(group: Path) -> int:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_trial_that_the_kernel_kills_is_too_large(
-    group: Path, tmp_path: Path, devices: int
-) -> None:
-    source = script(
-        JOIN.format(group=group),
-        most=40,  # of each replica
-        ballast=2 * LIMIT_BYTES,
-        smallest=32,
-        strategy=f"MirroredStrategy({devices})",
-    )
+def test_a_trial_that_the_kernel_kills_is_too_large(group: Path, tmp_path: Path) -> None:
+    limit = JOIN.format(group=group)
+    source = script(limit, most=6, ballast=2 * LIMIT_BYTES, search="largest=8")
     printed = run(source, directory=tmp_path)
     assert kills(group) > 0
     assert "killed by SIGKILL: memory ran out, and the kernel has killed" in printed
-    taken = int(printed.split()[-1])
-    assert 35 * devices <= taken <= 40 * devices, printed
-
-
-@pytest.mark.thorough
-def test_the_script_goes_down_from_a_first_size_that_is_killed(group: Path, tmp_path: Path) -> None:
-    source = script(JOIN.format(group=group), most=6, ballast=2 * LIMIT_BYTES).replace(
-        "smallest=8", "largest=8"
-    )
-    printed = run(source, directory=tmp_path)
-    assert kills(group) > 0
     assert [line.split()[0] for line in printed.splitlines()[1:4]] == ["8", "4", "6"]
-    assert "took 6" in printed
+    assert printed.split()[-1] in ("4", "6")
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("as_script", [True, False], ids=["a script", "piped into python -"])
-def test_a_trial_whose_allocations_fail_is_too_large(tmp_path: Path, as_script: bool) -> None:
+def test_a_trial_whose_allocations_fail_is_too_large(tmp_path: Path) -> None:
     limit = 3 << 30
-    source = script(RESTRICT.format(limit), most=100, ballast=2 * limit, smallest=64)
-    printed = run(
-        source,
-        directory=tmp_path,
-        command=None if as_script else ["-"],
-        stdin=None if as_script else source,
-    )
+    search = 'objective="memory", smallest=64, largest=128'
+    source = script(RESTRICT.format(limit), most=100, ballast=2 * limit, search=search)
+    printed = run(source, directory=tmp_path, command=["-"], stdin=source)
     assert "allocate memory" in printed
     assert "took 96" in printed
 
 
 @pytest.mark.thorough
-def test_no_size_that_fits_is_an_error(tmp_path: Path) -> None:
-    limit = 3 << 30
-    source = script(RESTRICT.format(limit), most=0, ballast=2 * limit)
-    with running(source, directory=tmp_path) as job:
-        status, _, err = job.finish()
-    assert status == 1
-    assert "DeviceError: There is not enough memory to train with batches of 8." in err
-
-
-@pytest.mark.thorough
 def test_control_c_ends_the_trials_and_leaves_nothing(tmp_path: Path) -> None:
-    source = script("", most=8, ballast=8).replace(
+    source = script("", most=8, ballast=8, search="smallest=8").replace(
         "torch.ones(8 // 4)", "(print('hangs', flush=True), __import__('time').sleep(60))"
     )
     with running(source, directory=tmp_path) as job:

@@ -2,7 +2,8 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from lockstep import errors
 from lockstep.cluster.memory_limits import FreeMemory, Kills
 from lockstep.data.map_style.sources import as_source
 from lockstep.launch.health.failure import describe_exit
-from lockstep.launch.workers.fork_server import ForkServerBackend
 from lockstep.train.batch_size_search import batch_size as batch_sizes
 from lockstep.train.batch_size_search.batch_size_cache import BatchSizeCache, file_path
 from lockstep.train.batch_size_search.search_algorithm import Doubling, Measured, TooLarge, Trial
@@ -37,26 +37,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-class Kept(ForkServerBackend):
-    """One for the trials of all searches; in ``faults/test_batch_size_limits`` each has its own."""
-
-    def close(self) -> None:
-        """Not with a search."""
-
-
-@pytest.fixture(scope="module")
-def template() -> Iterator[Kept]:
-    kept = Kept(None, (*session.PRELOAD, "torch._dynamo", "tests.short_trials", __name__))
-    yield kept
-    ForkServerBackend.close(kept)
-
-
 @pytest.fixture(autouse=True)
-def one_template(template: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "lockstep.train.batch_size_search.trial_process.ForkServerBackend",
-        lambda threads, preload: template,
-    )
+def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All searches of this process measure for a moment only."""
+    preload = (*session.PRELOAD, "torch._dynamo", "tests.short_trials", __name__)
+    monkeypatch.setattr("lockstep.train.batch_size_search.trial_process.PRELOAD", preload)
 
 
 class Net(nn.Module):
@@ -83,6 +68,10 @@ def make_trainer(act: Callable[[Tensor], None] = lambda x: None, **options: Any)
     }
     torch.manual_seed(0)
     return lockstep.Trainer(given.pop("model", None) or Net(act), **given)
+
+
+def trials_of(trainer: Any) -> Trials:
+    return Trials(trainer, as_source((X, Y)), others=0, limit_bytes=None, timeout_seconds=60)
 
 
 def forbid_trials(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,13 +125,7 @@ def test_trials_change_nothing_in_the_script() -> None:
         trainer.fit((X, Y), batch_size=30, verbose=0)  # the optimizer has slots
     before = {name: value.clone() for name, value in first.model.state_dict().items()}
     streams = torch.get_rng_state()
-    with Trials(
-        first,
-        as_source((X, Y)),
-        others=0,
-        limit_bytes=None,
-        timeout_seconds=60,
-    ) as trials:
+    with closing(trials_of(first)) as trials:
         assert isinstance(trials.try_size(8), Measured)
     assert torch.equal(torch.get_rng_state(), streams)
     for name, value in first.model.state_dict().items():
@@ -299,6 +282,15 @@ def test_what_was_found_holds_while_its_memory_is_free(monkeypatch: pytest.Monke
     assert searched == [60, 60]
 
 
+def test_no_size_that_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(trials: Trials, batch_size: int) -> Trial:
+        return TooLarge(batch_size=batch_size, reason="killed")
+
+    monkeypatch.setattr(Trials, "try_size", fail)
+    with pytest.raises(errors.DeviceError, match=r"not enough memory .* batches of 1\..*killed"):
+        make_trainer().fit((X, Y), batch_size="auto", verbose=0)
+
+
 # --- trials that fail ---------------------------------------------------------------------------
 
 
@@ -329,7 +321,7 @@ def test_an_error_of_the_users_own_code_is_that_error() -> None:
     with pytest.raises(MineError, match="this model never runs") as caught:
         make_trainer(refuse_all).fit((X, Y), batch_size="auto", verbose=0)
     note = caught.value.__notes__[0]
-    assert "traceback of the trial of batch_size 8" in note
+    assert "in a trial of batch_size 8" in note
     assert "in refuse_all" in note
 
 
@@ -354,9 +346,7 @@ def test_in_a_helper_of_a_trial_too(devices: int) -> None:
 )
 def test_a_larger_size_that_fails_ends_the_search(act: Callable[[Tensor], None], said: str) -> None:
     trainer = make_trainer(act)
-    with Trials(
-        trainer, as_source((X, Y)), others=0, limit_bytes=None, timeout_seconds=60
-    ) as trials:
+    with closing(trials_of(trainer)) as trials:
         told: list[Trial] = []
         found = Doubling(
             objective="memory",
@@ -376,11 +366,10 @@ def test_a_larger_size_that_fails_ends_the_search(act: Callable[[Tensor], None],
 
 def test_a_size_must_fit_the_device_too() -> None:
     trainer = make_trainer()
-    with Trials(
-        trainer, as_source((X, Y)), others=0, limit_bytes=None, timeout_seconds=60
-    ) as trials:
+    with closing(trials_of(trainer)) as trials:
         figures = {
-            peak: trials._measured(_Figures(0.1, 1, 1, peak, 1000), 0) for peak in (None, 900, 901)
+            peak: trials._measured(8, _Figures(0.1, 1, 1, peak, 1000), 0)
+            for peak in (None, 900, 901)
         }
     assert isinstance(figures[None], Measured)
     assert isinstance(figures[900], Measured)

@@ -9,6 +9,7 @@ Not covered: the effect of a larger batch on the model. It makes fewer updates o
 sizes are two trainings. ``learning_rate_rule`` adapts learning rates, on request only.
 """
 
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -225,13 +226,14 @@ def _search(
 ) -> BatchSizeCache:
     num_samples = len(training.source)
     most = min(options.largest or num_samples, num_samples)
-    with Trials(
+    trials = Trials(
         training.trainer,
         training.source,
         others=0 if training.validation is None else array_bytes(training.validation),
         limit_bytes=limit_bytes,
         timeout_seconds=training.trainer.timeout_seconds,
-    ) as trials:
+    )
+    with closing(trials):
         search = Doubling(
             objective=options.objective,
             smallest=first,

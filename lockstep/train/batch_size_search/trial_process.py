@@ -1,9 +1,9 @@
-"""Trials of batch sizes, in processes that may die.
+"""Trials of batch sizes, in a process that may die.
 
 A trial trains for a few steps on the user's data with copies of everything: the script's model,
-optimizer and random streams do not change. It runs in a process of its own, a fork of a template
-like helpers (``launch.workers.fork_server``), with helpers of its own under the strategy at hand.
-If memory runs out, the kernel kills this process first (``oom_score_adj``, man 5 proc).
+optimizer and random streams do not change. It runs in a helper process (``launch.workers``), which
+starts helpers of its own if the strategy has several ranks. If memory runs out, the kernel kills
+this process first (``oom_score_adj``, man 5 proc).
 
 The copies' learning rates are 0, so no trial can diverge. All steps of a trial use one batch, the
 first samples, so the time to read others (from a cold disk) is not measured. A process keeps the
@@ -29,15 +29,16 @@ from lockstep.comm.shared_memory.memory_usage import peak_memory
 from lockstep.data.map_style.samples import RepeatedSource, array_bytes, first_samples
 from lockstep.data.map_style.sources import Source
 from lockstep.errors import DeviceError, WorkerError
-from lockstep.launch.health.failure import MEMORY_RAN_OUT, Failure, pack_failure, unpack_failure
-from lockstep.launch.workers.fork_server import ForkServerBackend
+from lockstep.launch.health.failure import MEMORY_RAN_OUT, as_raised, summary_of
 from lockstep.launch.workers.helper import HelperContext
+from lockstep.launch.workers.pool import warm_server
 from lockstep.launch.workers.team import Team
 from lockstep.parallel.exchange.control import unpacked
 from lockstep.parallel.settings import TorchSettings, num_threads
 from lockstep.parallel.storage.meta_init import blank_names, blank_parameters
 from lockstep.parallel.storage.store import tensor_spec
 from lockstep.parallel.transfer.pickle_errors import pack_named
+from lockstep.parallel.transfer.serialization import SerializedObject
 from lockstep.train.batch_size_search.search_algorithm import (
     LARGEST_PART,
     Failed,
@@ -71,7 +72,9 @@ class _Figures:
 
 
 class Trials:
-    """Tries batch sizes of one training.
+    """Tries batch sizes of one training, in one process at a time.
+
+    A new process replaces one that has failed, or has used much memory.
 
     Args:
         trainer: the training, which is copied.
@@ -111,18 +114,12 @@ class Trials:
                 TorchSettings.current(),
             )
         )
-        self._template: ForkServerBackend | None = None
         self._team: Team | None = None
-        self._batch_size = 0
 
-    def __enter__(self) -> "Trials":
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """End the process."""
         self._end_process()
         self._serialized.close()
-        if self._template is not None:
-            self._template.close()
 
     def try_size(self, batch_size: int) -> Trial:
         """Train a few steps with batches of this size.
@@ -130,43 +127,23 @@ class Trials:
         Raises:
             ShippingError: the data cannot be sent to another process.
         """
-        self._batch_size = batch_size
         excerpt = first_samples(self._source, batch_size)
         serialized = pack_named(excerpt, {"the data": excerpt}, ())
         try:
-            team = self._process()
-            payload = pickle.dumps((batch_size, serialized.payload))
-            team.broadcast(payload, serialized.descriptors)
-            ((answer, _),) = team.gather(self._timeout)
+            figures = self._run(batch_size, serialized)
         except WorkerError as error:
             self._end_process()
-            return _classified(batch_size, str(error).partition("\n")[0], error.__cause__ or error)
+            return _failed_trial(batch_size, error)
         finally:
             serialized.close()
-        figures = pickle.loads(answer)
-        if not isinstance(figures, _Figures):
-            self._end_process()
-            return _failed_trial(batch_size, unpack_failure(figures))
-        return self._measured(figures, array_bytes(excerpt))
-
-    def _measured(self, figures: _Figures, excerpt_bytes: int) -> Measured | TooLarge:
         if self._limit is not None and figures.peak_bytes > _REUSE_PART * self._limit:
             self._end_process()
-        peak, limit = figures.device_peak_bytes, figures.device_limit_bytes
-        if peak is not None and limit is not None and peak > LARGEST_PART * limit:
-            return too_much(self._batch_size, peak, limit, "on the device")
-        # Helpers of the real training get all arrays, through shared memory.
-        more = max(self._shared_bytes - excerpt_bytes, 0) if figures.num_ranks > 1 else 0
-        return Measured(
-            batch_size=self._batch_size,
-            seconds_per_step=figures.seconds_per_step,
-            peak_bytes=figures.peak_bytes + more,
-        )
+        return self._measured(batch_size, figures, array_bytes(excerpt))
 
-    def _process(self) -> Team:
-        """The process that tries sizes, a new one if there is none."""
+    def _run(self, batch_size: int, samples: SerializedObject) -> "_Figures":
+        self._batch_size = batch_size
         if self._team is None:
-            self._team = Team(1, self._warm_template)
+            self._team = Team(1, partial(warm_server, None, PRELOAD))
             self._team.call(
                 serve_trials,
                 self._body,
@@ -174,34 +151,39 @@ class Trials:
                 position=lambda rank: f"in a trial of batch_size {self._batch_size}",
                 timeout_seconds=self._timeout,
             )
-        return self._team
+        self._team.broadcast(pickle.dumps((batch_size, samples.payload)), samples.descriptors)
+        ((answer, _),) = self._team.gather(self._timeout)
+        figures: _Figures = pickle.loads(answer)
+        return figures
 
-    def _warm_template(self) -> ForkServerBackend:
-        """A template becomes its one helper where processes cannot be forked: then another."""
-        if self._template is None or not self._template.forks:
-            if self._template is not None:
-                self._template.close()
-            self._template = ForkServerBackend(None, PRELOAD)
-        return self._template
+    def _measured(
+        self, batch_size: int, figures: "_Figures", excerpt_bytes: int
+    ) -> Measured | TooLarge:
+        peak, limit = figures.device_peak_bytes, figures.device_limit_bytes
+        if peak is not None and limit is not None and peak > LARGEST_PART * limit:
+            return too_much(batch_size, peak, limit, "on the device")
+        # Helpers of the real training get all arrays, through shared memory.
+        more = max(self._shared_bytes - excerpt_bytes, 0) if figures.num_ranks > 1 else 0
+        return Measured(
+            batch_size=batch_size,
+            seconds_per_step=figures.seconds_per_step,
+            peak_bytes=figures.peak_bytes + more,
+        )
 
     def _end_process(self) -> None:
-        team, self._team = self._team, None
-        if team is not None:
-            team.close()
+        if self._team is not None:
+            self._team.close()
+        self._team = None
 
 
-def _failed_trial(batch_size: int, failure: Failure) -> Trial:
-    """The result of a trial that has raised an exception."""
-    text = f"--- traceback of the trial of batch_size {batch_size} ---\n{failure.text}"
-    error = failure.error or WorkerError(f"A trial of batch_size {batch_size}: {failure.summary}")
-    error.add_note(text)
-    return _classified(batch_size, failure.summary.partition("\n")[0], error)
-
-
-def _classified(batch_size: int, reason: str, error: BaseException) -> Trial:
-    if is_shortage(error):
+def _failed_trial(batch_size: int, error: WorkerError) -> TooLarge | Failed:
+    """The result of a trial that has raised an exception, or whose process has ended."""
+    cause = error if error.raised is None else error.raised
+    told = str(cause) if cause is error else summary_of(cause)
+    reason = told.partition("\n")[0]
+    if is_shortage(cause):
         return TooLarge(batch_size=batch_size, reason=reason)
-    return Failed(batch_size=batch_size, reason=reason, error=error)
+    return Failed(batch_size=batch_size, reason=reason, error=as_raised(error))
 
 
 _SHORTAGE_WORDS = (
@@ -239,22 +221,15 @@ def serve_trials(context: HelperContext, body: bytes, descriptors: tuple[int, ..
         trainer = unpacked(payload, descriptors, blank_parameters(specs))
         while True:
             message, attached = context.receive()
-            context.send(_answer(trainer, message, attached))
+            batch_size, payload = pickle.loads(message)
+            figures = _try_size(trainer, unpacked(payload, attached), batch_size)
+            context.send(pickle.dumps(figures))
 
 
 def _volunteer() -> None:
     """Make the kernel kill this process and its helpers first if memory runs out."""
     with suppress(OSError):  # another system, or a container that forbids it
         Path("/proc/self/oom_score_adj").write_text("1000")
-
-
-def _answer(trainer: TrainerProtocol, message: bytes, descriptors: tuple[int, ...]) -> bytes:
-    batch_size, payload = pickle.loads(message)
-    try:
-        figures: object = _try_size(trainer, unpacked(payload, descriptors), batch_size)
-    except BaseException as error:  # SystemExit as well: a model that exits has failed
-        figures = pack_failure(error)
-    return pickle.dumps(figures)
 
 
 def _try_size(trainer: TrainerProtocol, source: Source, batch_size: int) -> _Figures:
