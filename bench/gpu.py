@@ -338,13 +338,12 @@ def hardware() -> list[str]:
     """What it all ran on."""
     script = (
         "import torch\n"
-        "from lockstep.cli.device_examination import accelerator_lines, backend_line, link_lines\n"
+        "from lockstep.cli.device_examination import accelerator_lines, backend_line\n"
         "from lockstep.cluster.devices import discover, processor_name\n"
         "host = discover().hosts[0]\n"
         "print('; '.join(accelerator_lines()) or f'No accelerator. {host.lack}')\n"
         "print(f'torch {torch.__version__}, CUDA {torch.version.cuda}; {backend_line()}')\n"
         "print(f'{host.num_cores} cores of {processor_name()}')\n"
-        "print('; '.join(link_lines()))\n"
     )
     return [line for line in run([sys.executable, "-c", script], 60)[1].splitlines() if line]
 

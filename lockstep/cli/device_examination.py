@@ -1,16 +1,9 @@
-"""The accelerators in ``lockstep doctor``: their models, their backend, and the speed of copies."""
-
-import time
-from itertools import permutations
-from typing import Any
+"""The accelerators in ``lockstep doctor``: their models and their backend."""
 
 from lockstep.cluster.devices import described, discover
 from lockstep.cluster.topology import Device
 from lockstep.plan.engines import NATIVE_BACKENDS
 from lockstep.units import format_bytes
-
-_COPIED_BYTES = 1 << 28
-_NUM_COPIES = 4
 
 
 def accelerators() -> tuple[Device, ...]:
@@ -45,36 +38,3 @@ def _version(kind: str) -> str:
     import torch
 
     return ".".join(map(str, torch.cuda.nccl.version()))
-
-
-def link_lines() -> tuple[str, ...]:
-    """The speed of copies between each two accelerators, and whether they are direct."""
-    return tuple(_link(one.name, other.name) for one, other in permutations(accelerators(), 2))
-
-
-def _link(source: str, target: str) -> str:
-    import torch
-
-    sent = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device=source)
-    received = torch.empty_like(sent, device=target)
-    seconds = min(_seconds_to_copy(sent, received) for _ in range(_NUM_COPIES))
-    path = "directly" if _is_peer(source, target) else "through host memory"
-    return f"{source} to {target} {format_bytes(_COPIED_BYTES / seconds)}/s, {path}"
-
-
-def _seconds_to_copy(sent: Any, received: Any) -> float:
-    import torch
-
-    began = time.perf_counter()
-    received.copy_(sent)
-    for one in (sent, received):
-        torch.accelerator.synchronize(one.device)
-    return time.perf_counter() - began
-
-
-def _is_peer(source: str, target: str) -> bool:
-    import torch
-
-    one, other = torch.device(source), torch.device(target)
-    ask = getattr(torch.get_device_module(one), "can_device_access_peer", None)
-    return ask is not None and bool(ask(one, other))

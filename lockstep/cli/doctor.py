@@ -3,8 +3,9 @@
 With the folder of a run it says how that run ended (``run_verdict``).
 
 On one host it examines that. Started on several, by any launcher or with ``--hosts``, it connects
-them as training would, examines each, measures the network between each pair, and shows all results
-on host 0. The exit status is 1 on all hosts if something is wrong, and 0 otherwise.
+them as training would, examines each, measures the network between host 0 and each of the others,
+and shows all results on host 0. The exit status is 1 on all hosts if something is wrong, and 0
+otherwise.
 """
 
 import argparse
@@ -16,13 +17,17 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from lockstep.cli.doctor_tables import fact_tables, pair_table, verdict_text
+from lockstep.cli.doctor_tables import fact_tables, link_table, verdict_text
 from lockstep.cli.examination import HostReport, examine
 from lockstep.cli.verdict import Finding, judge, network_advice
 from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Place
 from lockstep.errors import HostError, OptionError
-from lockstep.launch.health.network_measuring import MEASURING_SECONDS, HostSurvey, survey_network
+from lockstep.launch.health.network_measuring import (
+    MEASURING_SECONDS,
+    LinkReport,
+    measure_links,
+)
 from lockstep.launch.rendezvous.control_group import ControlGroup, HostInfo
 from lockstep.launch.rendezvous.host_rendezvous import meet
 from lockstep.launch.security.secret import (
@@ -62,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=MEASURING_SECONDS,
         metavar="S",
-        help="seconds of measuring for each pair of hosts and each direction "
+        help="seconds of measuring for each link and each direction "
         f"(default: {MEASURING_SECONDS})",
     )
 
@@ -112,9 +117,9 @@ def _examine_all(
     try:
         with _showing_activity("Measuring the network"):
             reports = _gather_reports(control_group, report)
-            surveys = survey_network(control_group, options.seconds)
+            links = measure_links(control_group, options.seconds)
         if control_group.host == 0:
-            status = _show_all(reports, surveys)
+            status = _show_all(reports, links)
             control_group.broadcast(str(status).encode())
             return status
         Console().print(f"Host {control_group.host} is examined: host 0 shows the findings.")
@@ -136,18 +141,18 @@ def _gather_reports(control_group: ControlGroup, report: HostReport) -> list[Hos
 
 
 def _show_all(
-    reports: Sequence[HostReport], surveys: Sequence[HostSurvey] = (), meeting_error: str = ""
+    reports: Sequence[HostReport], links: Sequence[LinkReport] = (), meeting_error: str = ""
 ) -> int:
     """Show everything; returns the exit status."""
-    findings = judge(reports, surveys)
+    findings = judge(reports, links)
     if meeting_error:
         findings.insert(0, Finding(is_wrong=True, text=meeting_error))
     console = Console(highlight=False)
-    console.print(fact_tables(reports, surveys))
+    console.print(fact_tables(reports))
     console.print()
-    if surveys:
-        console.print(pair_table(surveys))
-        console.print(f"\n{network_advice(surveys)}\n", soft_wrap=True)
+    if links:
+        console.print(link_table(links))
+        console.print(f"\n{network_advice(links)}\n", soft_wrap=True)
     console.print(verdict_text(findings), soft_wrap=True)
     return 1 if any(finding.is_wrong for finding in findings) else 0
 

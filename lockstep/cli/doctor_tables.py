@@ -7,8 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.cli.examination import HostReport
-from lockstep.cli.verdict import Finding, format_offset, format_rate
-from lockstep.launch.health.network_measuring import HostSurvey
+from lockstep.cli.verdict import Finding, format_rate
+from lockstep.launch.health.network_measuring import LinkReport
 from lockstep.units import format_bytes, format_count, format_time
 
 # More do not fit side by side.
@@ -17,16 +17,9 @@ _HOSTS_PER_TABLE = 4
 _Row = tuple[str, list[str]]
 
 
-def fact_tables(reports: Sequence[HostReport], surveys: Sequence[HostSurvey]) -> Group:
-    """All facts of all hosts, with versions that differ in yellow.
-
-    Args:
-        reports: by host.
-        surveys: by host; empty if the network was not measured.
-    """
+def fact_tables(reports: Sequence[HostReport]) -> Group:
+    """All facts of all hosts, with versions that differ in yellow."""
     rows = [(label, [show(report) for report in reports]) for label, show in _FACTS.items()]
-    if surveys:
-        rows[1:1] = _network_rows(surveys)
     return Group(
         *(
             _fact_table(rows + _version_rows(reports), start)
@@ -35,15 +28,15 @@ def fact_tables(reports: Sequence[HostReport], surveys: Sequence[HostSurvey]) ->
     )
 
 
-def pair_table(surveys: Sequence[HostSurvey]) -> Table:
-    """Bandwidth and latency between each pair of hosts."""
+def link_table(links: Sequence[LinkReport]) -> Table:
+    """Bandwidth and latency between host 0 and the others."""
     table = _table("hosts", "there", "back", "round trip")
-    for pair in (pair for survey in surveys for pair in survey.pairs):
+    for link in links:
         table.add_row(
-            f"{pair.first} and {pair.second}",
-            format_rate(pair.there),
-            format_rate(pair.back),
-            format_time(pair.round_trip_seconds),
+            f"0 and {link.host}",
+            format_rate(link.there),
+            format_rate(link.back),
+            format_time(link.round_trip_seconds),
         )
     return table
 
@@ -75,22 +68,12 @@ def _fact_table(rows: Sequence[_Row], start: int) -> Table:
 
 
 def _style(label: str, values: Sequence[str]) -> str:
-    may_differ = label in _FACTS or label in _NETWORK_LABELS
-    return "yellow" if not may_differ and len(set(values)) > 1 else ""
+    return "yellow" if label not in _FACTS and len(set(values)) > 1 else ""
 
 
 def _version_rows(reports: Sequence[HostReport]) -> list[_Row]:
     names = dict.fromkeys(name for report in reports for name in report.versions)
     return [(name, [report.versions.get(name, "missing") for report in reports]) for name in names]
-
-
-_NETWORK_LABELS = ("Address", "Clock")
-
-
-def _network_rows(surveys: Sequence[HostSurvey]) -> list[_Row]:
-    offsets = [format_offset(pair.offset_seconds) for pair in surveys[0].pairs]
-    values = [survey.address for survey in surveys], ["host 0's", *offsets]
-    return list(zip(_NETWORK_LABELS, values, strict=True))
 
 
 # --- one fact of one host -------------------------------------------------------------------------
@@ -110,11 +93,6 @@ def _core_speed(report: HostReport) -> str:
 def _accelerators(report: HostReport) -> str:
     found = report.accelerators
     return "unknown" if found is None else ", ".join(found) or "none"
-
-
-def _links(report: HostReport) -> str:
-    """The accelerators' backend and the speed of copies; "-" if there are none."""
-    return "; ".join([*filter(None, [report.backend]), *(report.links or ())]) or "-"
 
 
 def _memory(report: HostReport) -> str:
@@ -144,7 +122,7 @@ _FACTS: dict[str, Callable[[HostReport], str]] = {
     "Speed of a core": _core_speed,
     "Devices": lambda report: str(report.num_devices),
     "Accelerators": _accelerators,
-    "Between them": _links,
+    "Between them": lambda report: report.backend or "-",
     "Memory": _memory,
     "Threads": _threads,
     "Open files": lambda report: format_count(report.open_files),

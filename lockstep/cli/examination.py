@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 import lockstep
-from lockstep.cli.device_examination import accelerator_lines, backend_line, link_lines
+from lockstep.cli.device_examination import accelerator_lines, backend_line
 from lockstep.cluster.devices import processor_line, processor_name, usable_cores
 from lockstep.cluster.environment import find_devices
 from lockstep.cluster.memory_limits import free_memory, memory_ceiling
@@ -65,7 +65,6 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
         num_devices: replicas that a strategy would make here.
         accelerators: their names, models and memory.
         backend: the backend that moves tensors between them, and its version.
-        links: the speed of copies between each two of them.
         memory_bytes: that this process could use.
         free_bytes: that it could use now.
         threads: variables that are set, of ``THREAD_VARIABLES``.
@@ -88,7 +87,6 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
     num_devices: int
     accelerators: tuple[str, ...] | None
     backend: str | None
-    links: tuple[str, ...] | None
     memory_bytes: int | None
     free_bytes: int | None
     threads: dict[str, str]
@@ -133,7 +131,6 @@ def examine(devices: int | None = None) -> HostReport:
         num_devices=devices or try_to("devices are found", _default_devices) or num_cores,
         accelerators=try_to("accelerators are found", accelerator_lines) if loaded else None,
         backend=try_to("accelerators have a backend", backend_line) if loaded else None,
-        links=try_to("accelerators reach each other", link_lines) if loaded else None,
         memory_bytes=memory_ceiling(),
         free_bytes=free.num_bytes if free else None,
         threads={name: os.environ[name] for name in THREAD_VARIABLES if os.environ.get(name)},

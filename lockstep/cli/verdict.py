@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from lockstep.cli.examination import HostReport
 from lockstep.errors import problem
-from lockstep.launch.health.network_measuring import HostSurvey, PairReport
+from lockstep.launch.health.network_measuring import LinkReport
 from lockstep.units import format_bytes, format_time, listed
 
 # A process that has imported torch, and some memory for training.
@@ -18,9 +18,8 @@ _BYTES_PER_DEVICE = 512 << 20
 _FEW_OPEN_FILES = 1024
 _BUSY_PART = 0.25
 _UNEQUAL_RATIO = 1.25  # one host's cores to another's
-_SLOW_PAIR = 2.0  # the median pair to one
+_SLOW_LINK = 2.0  # the median link to one
 _LONG_ROUND_TRIP_SECONDS = 1e-3
-_CLOCKS_APART_SECONDS = 1.0
 _EXAMPLE_BYTES = 100e6
 
 # Hosts with other versions are refused, or round differently.
@@ -47,12 +46,12 @@ class Finding:
     text: str
 
 
-def judge(reports: Sequence[HostReport], surveys: Sequence[HostSurvey] = ()) -> list[Finding]:
+def judge(reports: Sequence[HostReport], links: Sequence[LinkReport] = ()) -> list[Finding]:
     """All findings, wrong ones first.
 
     Args:
         reports: by host.
-        surveys: by host; empty for a single host.
+        links: of host 0 with each of the others; empty for a single host.
     """
     found = [
         finding
@@ -60,7 +59,7 @@ def judge(reports: Sequence[HostReport], surveys: Sequence[HostSurvey] = ()) -> 
         for finding in _host_findings(report, f"Host {host}" if len(reports) > 1 else "This host")
     ]
     found += _difference_findings(reports)
-    found += _network_findings([pair for survey in surveys for pair in survey.pairs])
+    found += _network_findings(links)
     return sorted(found, key=lambda finding: not finding.is_wrong)
 
 
@@ -168,38 +167,31 @@ def _speed_findings(reports: Sequence[HostReport]) -> Iterator[Finding]:
 # --- the network ----------------------------------------------------------------------------------
 
 
-def _network_findings(pairs: Sequence[PairReport]) -> Iterator[Finding]:
-    if not pairs:
+def _network_findings(links: Sequence[LinkReport]) -> Iterator[Finding]:
+    if not links:
         return
-    typical = statistics.median(slower_direction(pair) for pair in pairs)
-    for pair in pairs:
-        if slower_direction(pair) * _SLOW_PAIR < typical:
+    typical = statistics.median(map(slower_direction, links))
+    for link in links:
+        if slower_direction(link) * _SLOW_LINK < typical:
             yield _notable(
-                f"{_between(pair)} the link is slow: all hosts wait for it at every step.",
-                received=f"{format_rate(slower_direction(pair))}, most links "
+                f"{_between(link)} the link is slow: all hosts wait for it at every step.",
+                received=f"{format_rate(slower_direction(link))}, most links "
                 f"{format_rate(typical)}",
                 fix="Check its cable, its switch, and what else uses it.",
             )
-        if pair.round_trip_seconds > _LONG_ROUND_TRIP_SECONDS:
+        if link.round_trip_seconds > _LONG_ROUND_TRIP_SECONDS:
             yield _notable(
-                f"{_between(pair)} the latency is high: small models wait for messages.",
-                received=f"a round trip of {format_time(pair.round_trip_seconds)}",
+                f"{_between(link)} the latency is high: small models wait for messages.",
+                received=f"a round trip of {format_time(link.round_trip_seconds)}",
                 fix="Use hosts that are nearer, or larger batches.",
             )
-        if pair.first == 0 and abs(pair.offset_seconds) > _CLOCKS_APART_SECONDS:
-            yield _notable(
-                f"Host {pair.second}'s clock differs from host 0's: times in their logs differ.",
-                received=format_offset(pair.offset_seconds),
-                fix="Set the hosts' clocks by NTP.",
-            )
 
 
-def network_advice(surveys: Sequence[HostSurvey]) -> str:
+def network_advice(links: Sequence[LinkReport]) -> str:
     """The cost of the slowest link for a step, and the argument for a strategy."""
-    pairs = [pair for survey in surveys for pair in survey.pairs]
-    slowest = min(pairs, key=slower_direction)
+    slowest = min(links, key=slower_direction)
     speed = slower_direction(slowest)
-    num_hosts = len(surveys)
+    num_hosts = len(links) + 1
     seconds = 2 * (num_hosts - 1) / num_hosts * _EXAMPLE_BYTES / speed
     return (
         f"The slowest link is that {_between(slowest).lower()}: {format_rate(speed)}. A model with "
@@ -209,9 +201,9 @@ def network_advice(surveys: Sequence[HostSurvey]) -> str:
     )
 
 
-def slower_direction(pair: PairReport) -> float:
+def slower_direction(link: LinkReport) -> float:
     """Bytes per second in the slower direction."""
-    return min(pair.there, pair.back)
+    return min(link.there, link.back)
 
 
 def format_rate(bytes_per_second: float) -> str:
@@ -220,13 +212,8 @@ def format_rate(bytes_per_second: float) -> str:
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 
 
-def format_offset(seconds: float) -> str:
-    """``-0.0012`` -> ``"-1.2 ms"``."""
-    return f"{'-' if seconds < 0 else '+'}{format_time(abs(seconds))}"
-
-
-def _between(pair: PairReport) -> str:
-    return f"Between host {pair.first} and host {pair.second}"
+def _between(link: LinkReport) -> str:
+    return f"Between host 0 and host {link.host}"
 
 
 def _by_host(values: Sequence[str]) -> str:

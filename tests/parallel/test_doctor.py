@@ -116,10 +116,6 @@ def test_two_hosts_with_a_slow_link(make_hosts: MakeHosts, tmp_path: Path) -> No
     )
     assert "Host 1 is examined: host 0 shows the findings." in second.check()
     out = first.check()
-    assert re.search(r"^Address +10\.77\.0\.1 +10\.77\.0\.2", out, re.MULTILINE), out
-    clock = re.search(r"^Clock +host 0's +[-+]([\d.e-]+) ms", out, re.MULTILINE)
-    assert clock is not None, out
-    assert float(clock[1]) < 50, "they have one clock"
     speeds = re.search(r"^0 and 1 +([\d.]+) Mbit/s +([\d.]+) Mbit/s +[\d.]+ ms", out, re.MULTILINE)
     assert speeds is not None, out
     for speed in speeds.groups():

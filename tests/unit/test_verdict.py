@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from lockstep.cli.examination import HostReport
-from lockstep.cli.verdict import format_offset, format_rate, judge, network_advice
-from lockstep.launch.health.network_measuring import HostSurvey, PairReport
+from lockstep.cli.verdict import format_rate, judge, network_advice
+from lockstep.launch.health.network_measuring import LinkReport
 
 SOUND = HostReport(
     name="node-a",
@@ -24,7 +24,6 @@ SOUND = HostReport(
     num_devices=8,
     accelerators=(),
     backend="",
-    links=(),
     memory_bytes=64 << 30,
     free_bytes=60 << 30,
     threads={},
@@ -39,23 +38,14 @@ def changed(**changes: Any) -> HostReport:
     return msgspec.structs.replace(SOUND, **changes)
 
 
-def pair(first: int = 0, second: int = 1, **changes: float) -> PairReport:
-    usual = {"round_trip_seconds": 1e-4, "offset_seconds": 0.001, "there": 1e9, "back": 1e9}
-    return PairReport(first=first, second=second, **{**usual, **changes})
-
-
-def survey(*pairs: PairReport) -> list[HostSurvey]:
-    """Of as many hosts as the pairs name."""
-    num_hosts = max(each.second for each in pairs) + 1
-    return [
-        HostSurvey(address=f"10.0.0.{host}", pairs=tuple(p for p in pairs if p.first == host))
-        for host in range(num_hosts)
-    ]
+def link(host: int = 1, **changes: float) -> LinkReport:
+    usual = {"round_trip_seconds": 1e-4, "there": 1e9, "back": 1e9}
+    return LinkReport(host=host, **{**usual, **changes})
 
 
 def test_nothing_is_said_of_what_is_sound() -> None:
     assert judge([SOUND]) == []
-    assert judge([SOUND, SOUND], survey(pair())) == []
+    assert judge([SOUND, SOUND], [link()]) == []
 
 
 @pytest.mark.parametrize(
@@ -148,7 +138,7 @@ def test_devices_may_outnumber_cores_where_there_are_gpus() -> None:
 def test_what_is_said_of_hosts_that_differ(
     changes: dict[str, Any], is_wrong: bool, said: str
 ) -> None:
-    (finding,) = judge([SOUND, changed(**changes)], survey(pair()))
+    (finding,) = judge([SOUND, changed(**changes)], [link()])
     assert re.search(said, finding.text), finding.text
     assert finding.is_wrong == is_wrong
 
@@ -164,20 +154,14 @@ def test_speeds_that_are_not_known_are_not_compared() -> None:
     ("odd", "said"),
     [
         (
-            pair(1, 2, back=125e6),
-            r"Between host 1 and host 2 the link is slow.*1 Gbit/s, most links 8 Gbit/s",
+            link(2, back=125e6),
+            r"Between host 0 and host 2 the link is slow.*1 Gbit/s, most links 8 Gbit/s",
         ),
-        (pair(1, 2, round_trip_seconds=0.02), "host 1 and host 2 the latency is high.*20 ms"),
-        (
-            pair(0, 2, offset_seconds=-75.0),
-            r"Host 2's clock differs from host 0's.*Received: -1:15\.",
-        ),
+        (link(2, round_trip_seconds=0.02), "host 0 and host 2 the latency is high.*20 ms"),
     ],
 )
-def test_what_is_said_of_the_network(odd: PairReport, said: str) -> None:
-    pairs = {(0, 1): pair(0, 1), (0, 2): pair(0, 2), (1, 2): pair(1, 2)}
-    pairs[odd.first, odd.second] = odd
-    (finding,) = judge([SOUND] * 3, survey(*pairs.values()))
+def test_what_is_said_of_the_network(odd: LinkReport, said: str) -> None:
+    (finding,) = judge([SOUND] * 4, [link(1), odd, link(3)])
     assert re.search(said, finding.text), finding.text
     assert not finding.is_wrong
 
@@ -188,8 +172,7 @@ def test_what_is_wrong_comes_first() -> None:
 
 
 def test_the_advice_counts_with_the_slower_way_of_the_slowest_link() -> None:
-    pairs = pair(0, 1, back=119.4e6), pair(0, 2), pair(1, 2, there=0.5e9)
-    advice = network_advice(survey(*pairs))
+    advice = network_advice([link(1, back=119.4e6), link(2, there=0.5e9)])
     assert "The slowest link is that between host 0 and host 1: 955 Mbit/s." in advice
     # 2 (n - 1) / n of 100 MB at 119.4 MB/s
     assert "100 MB of parameters needs 1,117 ms there" in advice
@@ -207,8 +190,3 @@ def test_the_advice_counts_with_the_slower_way_of_the_slowest_link() -> None:
 )
 def test_rates(bytes_per_second: float, shown: str) -> None:
     assert format_rate(bytes_per_second) == shown
-
-
-def test_offsets() -> None:
-    assert format_offset(-0.0015) == "-1.5 ms"
-    assert format_offset(75.0) == "+1:15"
