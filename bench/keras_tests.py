@@ -55,8 +55,8 @@ _REASONS = {
     "needs a gradient": "Layers in float8 keep the largest number of a batch, and round by it: "
     "parts of a batch have others.",
     "loss_scale_optimizer": "Mixed precision is bfloat16 here, which needs no scaled losses.",
-    "A custom step runs on": "A `train_step` or `test_step` of the model's own calls all of "
-    "it, and a stage has a part.",
+    "must train by Keras's own steps": "A `train_step` or `test_step` of the model's own calls "
+    "all of it, and a stage has a part.",
     "code makes by sizes": "Each batch has images of another size, and a layer decides by that.",
     "6 != 1": "It counts warnings of a call: to be cut, a model is called a few times more.",
     "same number of samples": "It has 80 targets for 16,000 samples.",

@@ -65,57 +65,6 @@ class Autoencoder(keras.Model):  # type: ignore[misc]  # Keras is untyped
         return {name: tracker.result() for name, tracker in self.trackers.items()}
 
 
-class AutoencoderInOneCall(Autoencoder):
-    """The same, whose `call` makes all that the loss is computed from."""
-
-    def call(self, inputs: Any) -> Any:
-        x, noise = inputs
-        mean, log = self.encoder(x)
-        return mean, log, self.decoder(mean + ops.exp(0.5 * log) * noise)
-
-    def losses_of(self, data: Any) -> dict[str, Any]:
-        inputs = data[0]
-        mean, log, made = self(inputs)
-        divergence = -0.5 * (1 + log - ops.square(mean) - ops.exp(log))
-        found = {
-            "reconstruction": ops.mean(ops.sum(ops.square(inputs[0] - made), axis=1)),
-            "divergence": ops.mean(ops.sum(divergence, axis=1)),
-        }
-        return {"loss": found["reconstruction"] + found["divergence"], **found}
-
-
-class Classifier(keras.Model):  # type: ignore[misc]
-    """The step of Keras's guides, with a loss that is no mean; layers add to it."""
-
-    def train_step(self, data: Any) -> dict[str, Any]:
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        y_pred = self(x, training=True)
-        loss = self.loss_of(x, y, y_pred, sample_weight)
-        self.zero_grad()
-        loss.backward()
-        gradients = [one.value.grad for one in self.trainable_weights]
-        with torch.no_grad():
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
-        return self.told(loss, y, y_pred, sample_weight)
-
-    def test_step(self, data: Any) -> dict[str, Any]:
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        y_pred = self(x, training=False)
-        return self.told(self.loss_of(x, y, y_pred, sample_weight), y, y_pred, sample_weight)
-
-    def loss_of(self, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
-        loss = self.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight)
-        return loss + 0.1 * ops.logsumexp(y_pred)
-
-    def told(self, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> dict[str, Any]:
-        for metric in self.metrics:
-            if metric.name == "loss":
-                metric.update_state(loss)
-            else:
-                metric.update_state(y, y_pred, sample_weight=sample_weight)
-        return {"largest": ops.max(y_pred), **self.get_metrics_result()}
-
-
 class Gan(keras.Model):  # type: ignore[misc]
     """Two optimizers, which take turns in a step; the generator normalizes its batch."""
 
@@ -255,22 +204,6 @@ def gan() -> Any:
     return model
 
 
-def autoencoder_in_one_call() -> Any:
-    model = AutoencoderInOneCall()
-    model.compile(optimizer=adam())
-    return model
-
-
-def classifier() -> Any:
-    inputs = layers.Input((8,))
-    hidden = layers.Dense(12, activation="tanh", kernel_regularizer="l2")(inputs)
-    hidden = layers.Dense(10, activation="tanh", activity_regularizer="l2")(hidden)
-    model = Classifier(inputs, layers.Dense(4)(hidden))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer=sgd(), loss=loss, metrics=["accuracy"])
-    return model
-
-
 def distiller() -> Any:
     model = Distiller()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -286,21 +219,18 @@ def averaged() -> Any:
 
 MODELS = {"VAE": autoencoder, "GAN": gan, "distillation": distiller, "average": averaged}
 
-# Models whose steps call them, once: these can be cut into stages.
-STAGED = {"VAE in one call": autoencoder_in_one_call, "classifier": classifier}
-
 
 def data_for(name: str) -> tuple[Any, Any]:
     """x and y."""
     x = vectors(SAMPLES)
-    if name in ("VAE", "VAE in one call", "GAN"):
+    if name in ("VAE", "GAN"):
         return (x, vectors(SAMPLES, 3, seed=5)), None
     return x, classes(SAMPLES)
 
 
 def made(name: str) -> Any:
     """A model, compiled, with weights."""
-    model = {**MODELS, **STAGED}[name]()
+    model = MODELS[name]()
     set_weights(model)
     if name == "average":
         model.follower.set_weights(model.net.get_weights())

@@ -31,7 +31,7 @@ from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import ModelError
 from lockstep.frontends.keras.fit.images import channels_last_in_memory, only_keras_sees
 from lockstep.frontends.keras.fit.layout import Layout
-from lockstep.frontends.keras.layers.checks import check_model, has_custom_loss, has_custom_steps
+from lockstep.frontends.keras.layers.checks import check_model, has_custom_loss
 from lockstep.frontends.keras.layers.fast_forward import DirectCalls
 from lockstep.frontends.keras.layers.variable_modules import (
     add_layer_module,
@@ -284,8 +284,7 @@ class KerasModel(FrontEndModel):
             found["losses"] = [torch.sum(one).expand_as(ones) for one in added]
             found["penalties"] = [torch.sum(one).expand_as(ones) for one in penalties]
             found["sizes"] = ones.sum().expand_as(ones)
-        takes_inputs = has_custom_loss(self.model) or has_custom_steps(self.model)
-        return {**found, "inputs": inputs} if takes_inputs else found
+        return {**found, "inputs": inputs} if has_custom_loss(self.model) else found
 
     def _moments_of(
         self, layer: Any, inputs: torch.Tensor, mask: torch.Tensor | None

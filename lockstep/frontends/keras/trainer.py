@@ -15,6 +15,7 @@ from lockstep.frontends.keras.custom_steps.custom_step import (
     CustomSteps,
     check_plan,
     checkpoint_refused,
+    stages_refused,
 )
 from lockstep.frontends.keras.custom_steps.custom_step_tasks import (
     CustomStepEvaluation,
@@ -23,7 +24,6 @@ from lockstep.frontends.keras.custom_steps.custom_step_tasks import (
     CustomStepFitTask,
     StepMetrics,
 )
-from lockstep.frontends.keras.custom_steps.staged_steps import StagedStep, check_staged
 from lockstep.frontends.keras.custom_steps.step_trial import find_steps
 from lockstep.frontends.keras.fit.fit_driver import (
     EvaluationDriver,
@@ -116,7 +116,6 @@ class KerasTrainer(FrontEnd):
         self._num_predictions = 0
         self._custom: CustomSteps | None = None  # of the call under way
         self._is_alone = False  # custom steps of that call run on one device
-        self._staged: StagedStep | None = None  # or in the stages of a pipeline
         self._optimizer_list = OptimizerList()  # of custom steps
 
     @property
@@ -268,7 +267,7 @@ class KerasTrainer(FrontEnd):
         evaluation: Evaluation = MeansOfBatches(loss)
         kind = EvaluationDriver
         if custom is not None:
-            evaluation, kind = CustomStepEvaluation(custom, loss), CustomStepEvaluationDriver
+            evaluation, kind = CustomStepEvaluation(custom), CustomStepEvaluationDriver
         task = EvaluateTask(data=data, metrics=metrics, evaluation=evaluation)
         driver = TaskDriver()
         if self._job_context.is_chief:
@@ -282,7 +281,7 @@ class KerasTrainer(FrontEnd):
             return self._predict(feed, callbacks)
 
     def _predict(self, feed: DataPipeline, callbacks: Any) -> Tree:
-        self._custom = self._staged = None
+        self._custom = None
         self._analysis.expire()
         if self._is_divided():
             self._analysis.check_prediction(feed.source)
@@ -317,7 +316,7 @@ class KerasTrainer(FrontEnd):
 
     def _find_custom_steps(self, source: Source | SharedStream, name: str) -> CustomSteps | None:
         """Try a custom step on a few samples; None for a model without custom steps."""
-        self._custom = self._staged = custom = None
+        self._custom = custom = None
         if has_custom_steps(self.model.model):
             sample = sample_of(source)
             assert isinstance(sample, ArraySource)
@@ -327,17 +326,11 @@ class KerasTrainer(FrontEnd):
             trains = self.model.model.trainable_variables or self._job_context.hosts is not None
             cuts = maker.sample_size(discover(), 1) is not None  # it measures layers to cut
             self._is_alone = not trains and (cuts or name == "train_step")
-            is_divided = not (cuts or self._is_alone or isinstance(maker, SingleDevice))
+            if cuts and not self._is_alone:
+                raise stages_refused(self.model.model)
+            is_divided = not (self._is_alone or isinstance(maker, SingleDevice))
             few = few_samples(self.model, sample, is_divided=is_divided)
             self._custom = custom = find_steps(self.model, name, few, is_divided=is_divided)
-            if cuts and not self._is_alone:
-                check_staged(self.model.model)
-                added = self._job_context.from_chief(
-                    self._analysis.find_additions(source, is_divided=True)
-                )
-                assert added is not None
-                self._staged = StagedStep(custom, added, self.model)
-                self._staged.try_on(few, training=name == "train_step")
         return custom
 
     @property
@@ -351,7 +344,7 @@ class KerasTrainer(FrontEnd):
     ) -> tuple[Any, KerasMetrics]:
         """The model's losses and metrics, as they are compiled now.
 
-        With custom steps there is a loss in a pipeline only.
+        With custom steps there is no loss.
 
         Args:
             source: the data.
@@ -359,7 +352,7 @@ class KerasTrainer(FrontEnd):
             is_fit: see ``ModelAnalysis.loss_and_metrics``.
         """
         if custom is not None:
-            return self._staged, StepMetrics(self.model.model)
+            return None, StepMetrics(self.model.model)
         return self._analysis.loss_and_metrics(source, is_divided=self._is_divided(), is_fit=is_fit)
 
     def _is_divided(self) -> bool:
@@ -413,8 +406,8 @@ class KerasTrainer(FrontEnd):
 
     @property
     def proves(self) -> bool:  # type: ignore[override]  # an attribute in the base
-        """Whether ranks can compare a loss: a custom step returns none, except in a pipeline."""
-        return self._custom is None or self._staged is not None
+        """Whether ranks can compare a loss: a custom step returns none."""
+        return self._custom is None
 
     @contextmanager
     def running(self, loss: Any) -> Iterator[ModelFingerprint | None]:

@@ -105,15 +105,13 @@ def data_of(batch: Batch) -> Any:
 def check_plan(plan: Plan) -> None:
     """Refuse Plans that give a rank more or less than one part of each batch.
 
-    In pipelines, steps run on the whole batch (``staged_steps``).
-
     Raises:
         OptionError: the Plan does.
     """
     received = None
     if isinstance(plan.update, AveragedUpdate):
         received = "replicas of LocalSGDStrategy"
-    elif plan.pipeline is None and plan.num_shares != plan.num_ranks:
+    elif plan.num_shares != plan.num_ranks:
         received = f"{plan.num_shares} shares on {plan.num_ranks} devices"
     if received is not None:
         raise OptionError(
@@ -122,6 +120,17 @@ def check_plan(plan: Plan) -> None:
             fix="Use MirroredStrategy without num_shares, or leave train_step and test_step to "
             "Keras: compute_loss may be the model's own.",
         )
+
+
+def stages_refused(model: Any) -> ModelError:
+    """The error of a pipeline for a model with custom steps."""
+    return ModelError(
+        "In a pipeline a model must train by Keras's own steps: a train_step, test_step or "
+        "compute_metrics calls all of the model, and each device has a part of it.",
+        received=f"{type(model).__name__}, with a step of its own, or with nothing to train",
+        fix="Use MirroredStrategy or another strategy whose devices have the whole model; or put "
+        "the computation into `call` and `compute_loss`, and leave the step to Keras.",
+    )
 
 
 def checkpoint_refused() -> OptionError:

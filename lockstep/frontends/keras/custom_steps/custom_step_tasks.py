@@ -15,7 +15,6 @@ from lockstep.data.map_style.sources import Source
 from lockstep.data.trees import Tree
 from lockstep.frontends.keras.custom_steps.custom_step import CustomSteps
 from lockstep.frontends.keras.custom_steps.share_steps import ShareSteps
-from lockstep.frontends.keras.custom_steps.staged_steps import StagedStep, StagedSteps
 from lockstep.frontends.keras.custom_steps.step_calls import metrics_of
 from lockstep.frontends.keras.fit.fit_driver import EvaluationDriver, KerasFitDriver
 from lockstep.frontends.keras.fit.tasks import KerasFitTask, SizedLosses
@@ -52,16 +51,15 @@ class CustomStepFitTask(KerasFitTask):
 
     Attributes:
         custom: what is known of the model's steps.
-        loss: the step as a loss, in a pipeline; else None.
     """
 
     custom: CustomSteps
-    loss: StagedStep | None  # type: ignore[assignment]  # no other is taken
-    _steps: ShareSteps | StagedSteps | None = field(default=None, init=False)
+    loss: None  # type: ignore[assignment]  # the step computes it
+    _steps: ShareSteps | None = field(default=None, init=False)
 
     def _train_step(self, rank_sync: RankSync, batch: StepBatch) -> StepResult:
         if self._steps is None:
-            self._steps = _steps_of(rank_sync, self.custom, self.loss)
+            self._steps = _steps_of(rank_sync, self.custom)
         logs = self._steps.run("train_step", batch.source, batch.indices, batch.step)
         rank_sync.driver.report_logs(logs)
         num_samples = len(batch.indices)
@@ -74,7 +72,7 @@ class CustomStepFitTask(KerasFitTask):
         return []
 
     def _evaluation(self) -> Evaluation:
-        return CustomStepEvaluation(self.custom, self.loss)
+        return CustomStepEvaluation(self.custom)
 
 
 class CustomStepEvaluation(Evaluation):
@@ -82,15 +80,14 @@ class CustomStepEvaluation(Evaluation):
 
     Args:
         custom: what is known of the model's steps.
-        staged: see ``CustomStepFitTask.loss``.
     """
 
-    def __init__(self, custom: CustomSteps, staged: StagedStep | None) -> None:
-        self._custom, self._staged = custom, staged
-        self._steps: ShareSteps | StagedSteps | None = None
+    def __init__(self, custom: CustomSteps) -> None:
+        self._custom = custom
+        self._steps: ShareSteps | None = None
 
     def begin(self, rank_sync: RankSync) -> None:
-        self._steps = _steps_of(rank_sync, self._custom, self._staged)
+        self._steps = _steps_of(rank_sync, self._custom)
 
     def run(
         self, rank_sync: RankSync, source: Source, indices: torch.Tensor, observe: Observe | None
@@ -102,12 +99,8 @@ class CustomStepEvaluation(Evaluation):
         return {}
 
 
-def _steps_of(
-    rank_sync: RankSync, custom: CustomSteps, staged: StagedStep | None
-) -> ShareSteps | StagedSteps:
+def _steps_of(rank_sync: RankSync, custom: CustomSteps) -> ShareSteps:
     worker: Any = rank_sync.worker
-    if staged is not None:
-        return StagedSteps(staged, worker, rank_sync.control)
     return ShareSteps(worker.model, custom, worker, rank_sync.control)
 
 

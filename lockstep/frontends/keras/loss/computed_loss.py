@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.data.map_style.sources import Batch
 from lockstep.data.trees import Tree, tensors_of
-from lockstep.errors import LockstepError, LossError
+from lockstep.errors import LossError
 from lockstep.frontends.keras.layers.checks import has_custom_loss
 from lockstep.frontends.keras.layers.dry_run import metrics_of_layers
 from lockstep.frontends.keras.loss.reductions import masked_outputs
@@ -74,7 +74,7 @@ class ComputedLoss(KerasLoss):
     def _number(self, model: Any, output: Tree, batch: Batch) -> torch.Tensor:
         """The result of the model's ``compute_loss``."""
         targets, weights = batch.targets
-        with nullcontext() if self._has_weights else WithoutWeights(model):
+        with nullcontext() if self._has_weights else _WithoutWeights(model):
             number: torch.Tensor = model._compute_loss(
                 x=output["inputs"],
                 y=targets,
@@ -99,7 +99,7 @@ def loss_of(module: KerasModel, additions: Additions, *, is_divided: bool) -> Ke
     return KerasLoss(compiled, additions, is_divided=is_divided)
 
 
-class WithoutWeights(TorchFunctionMode):
+class _WithoutWeights(TorchFunctionMode):
     """Within the block using the model's weights is an error: other stages have them.
 
     Args:
@@ -118,16 +118,12 @@ class WithoutWeights(TorchFunctionMode):
     ) -> Any:
         for tensor in tensors_of([list(args), dict(kwargs or {})]):
             if id(tensor) in self._paths:
-                raise self._refused(self._paths[id(tensor)])
+                raise LossError(
+                    "In a pipeline the last stage computes the loss, and has only its own weights.",
+                    received=f"a compute_loss that uses {self._paths[id(tensor)]}",
+                    fix="Compute it from the outputs, or use a data parallel strategy.",
+                )
         return func(*args, **(kwargs or {}))
-
-    def _refused(self, path: str) -> LockstepError:
-        """The error for a use of a weight."""
-        return LossError(
-            "In a pipeline the last stage computes the loss, and has only its own weights.",
-            received=f"a compute_loss that uses {path}",
-            fix="Compute it from the outputs, or use a data parallel strategy.",
-        )
 
 
 @contextmanager
