@@ -1,19 +1,45 @@
-"""A check of whole programs: what every schedule must come to."""
+"""Programs as text, and a check of whole programs: what every schedule must come to."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence, Set
+from typing import get_args
 
 from lockstep.errors import PlanError, Problems
 from lockstep.plan.pipeline.simulation import StageCosts, _check_counts, run_programs
 from lockstep.plan.pipeline.stage_graph import StageGraph
 from lockstep.plan.program.rank_program import (
+    Action,
     Backward,
     BackwardInput,
     BackwardWeight,
     Forward,
     Pass,
     RankProgram,
+    Reduce,
+    Step,
+    Sync,
 )
+
+_WORDS: dict[str, Action] = {str(action): action for action in (Reduce(), Step(), Sync())}
+_PASSES: dict[str, type[Pass]] = {kind.letter: kind for kind in get_args(Pass)}
+
+
+def format_program(program: RankProgram) -> str:
+    """``(Forward(0, 0), Step())`` -> ``"0F0 STEP"``."""
+    return " ".join(map(str, program))
+
+
+def parse_program(text: str) -> RankProgram:
+    """The inverse of ``format_program``."""
+    return tuple(map(_parse_action, text.split()))
+
+
+def _parse_action(word: str) -> Action:
+    if word in _WORDS:
+        return _WORDS[word]
+    stage, kind, microbatch = re.split("([A-Z])", word)
+    return _PASSES[kind](int(stage), int(microbatch))
 
 
 def check_programs(programs: Sequence[RankProgram], graph: StageGraph) -> None:

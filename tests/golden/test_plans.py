@@ -28,8 +28,8 @@ from lockstep.plan.makers.many_hosts import MirroredHosts
 from lockstep.plan.makers.parameter_servers import Served
 from lockstep.plan.pipeline.pipelines import Pipelined
 from lockstep.plan.program.lowering import lower_forward, lower_train
-from lockstep.plan.program.rank_program import format_program
 from lockstep.plan.spec import Plan
+from tests.programs import format_program
 from tests.zoo import Case, case
 
 HERE = Path(__file__).parent

@@ -137,7 +137,6 @@ def test_a_given_cut_costs_what_the_definition_says(
     assert list(cut.stage_seconds) == [float(Fraction(each, 2**200)) for each in tried.seconds]
     assert list(cut.stage_bytes_received) == tried.received
     assert list(cut.stage_bytes_sent) == tried.sent
-    assert list(cut.stage_memory_bytes) == tried.memory
 
 
 @given(problem=cut_problems(), limit=st.integers(0, 12))
@@ -156,6 +155,6 @@ def test_the_stages_that_an_error_advises_are_the_fewest_that_fit(
     assert (advised is None) == (largest > limit)
     if advised is not None:
         enough = int(advised[1])
-        assert max(best_cut(problem, enough).stage_memory_bytes) <= limit
+        assert max(Tried(problem, best_cut(problem, enough).starts).memory) <= limit
         with pytest.raises(PlanError):
             best_cut(problem, enough - 1)

@@ -1,4 +1,4 @@
-"""Programs print and parse; lowered programs do every share's work exactly once."""
+"""Programs print; lowered programs do every share's work exactly once."""
 
 from collections import Counter
 
@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import PlanError
 from lockstep.plan.decision import Axis, LocalUpdate, SlicedUpdate
 from lockstep.plan.program.lowering import lower_forward, lower_train
 from lockstep.plan.program.rank_program import (
@@ -18,19 +17,9 @@ from lockstep.plan.program.rank_program import (
     Reduce,
     Step,
     Sync,
-    format_program,
-    parse_program,
 )
 from lockstep.plan.spec import Plan
-
-NUMBERS = st.integers(0, 10_000)
-ACTIONS = st.one_of(
-    st.builds(Forward, NUMBERS, NUMBERS),
-    st.builds(Backward, NUMBERS, NUMBERS),
-    st.builds(BackwardInput, NUMBERS, NUMBERS),
-    st.builds(BackwardWeight, NUMBERS, NUMBERS),
-    st.sampled_from([Reduce(), Step(), Sync()]),
-)
+from tests.programs import format_program
 
 
 @st.composite
@@ -62,23 +51,10 @@ def shares_of(program: RankProgram, kind: type[Forward] | type[Backward]) -> lis
     ]
 
 
-@given(program=st.lists(ACTIONS).map(tuple))
-def test_parsing_what_was_printed_gives_the_program(program: RankProgram) -> None:
-    assert parse_program(format_program(program)) == program
-
-
 def test_a_program_prints_as_the_documentation_shows() -> None:
     program = (Forward(2, 0), Backward(0, 13), Reduce(), Step(), Sync())
     assert format_program(program) == "2F0 0B13 REDUCE STEP SYNC"
     assert format_program((BackwardInput(1, 2), BackwardWeight(0, 13))) == "1I2 0W13"
-
-
-@pytest.mark.parametrize(
-    "word", ["F0", "0F", "0X0", "0f0", "-1F0", "0F0B0", "step", "SYNCED", "\u0662F\u0660", "1_0F0"]
-)
-def test_a_word_that_is_no_action_is_refused_by_name(word: str) -> None:
-    with pytest.raises(PlanError, match=f"Received: {word!r}"):
-        parse_program(f"0F0 {word} STEP")
 
 
 @given(plan=data_parallel_plans(), num_samples=st.integers(0, 30))

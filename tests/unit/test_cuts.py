@@ -45,7 +45,6 @@ def test_a_chain_is_cut_where_its_stages_take_equally_long() -> None:
     assert cut.starts == (0, 2, 4)
     assert cut.stage_seconds == (3.0, 4.0, 5.0)
     assert cut.slowest == 5
-    assert cut.balance == 0.8
 
 
 def test_a_tensor_is_sent_once_and_received_by_each_stage_that_uses_it() -> None:
@@ -57,7 +56,6 @@ def test_a_tensor_is_sent_once_and_received_by_each_stage_that_uses_it() -> None
         stage_seconds=(2 + 50, 2 + 50, 1 + 50),
         stage_bytes_received=(0, 100, 100),
         stage_bytes_sent=(100, 0, 0),
-        stage_memory_bytes=(21, 25, 14),
     )
 
 
@@ -102,9 +100,9 @@ def test_the_memory_limit_overrules_time() -> None:
     assert best_cut(tight, 2).starts == (0, 1)
 
 
-def test_a_model_that_takes_no_time_is_balanced() -> None:
+def test_a_model_that_takes_no_time_is_cut() -> None:
     cut = best_cut(chain(0, 0, 0), 2)
-    assert (cut.starts, cut.slowest, cut.balance) == ((0, 1), 0, 1)
+    assert (cut.starts, cut.slowest) == ((0, 1), 0)
 
 
 def test_a_large_model_is_cut_evenly() -> None:
@@ -113,7 +111,6 @@ def test_a_large_model_is_cut_evenly() -> None:
     cut = best_cut(problem, 8)
     # The stages at both ends have one transfer less, but that is not worth a layer.
     assert cut.starts == tuple(range(0, num_layers, num_layers // 8))
-    assert cut.balance > 0.999
 
 
 @pytest.mark.parametrize(

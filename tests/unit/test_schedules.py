@@ -5,7 +5,8 @@ import pytest
 from lockstep.errors import PlanError
 from lockstep.plan.pipeline.schedules import SCHEDULES, forward_schedule, make_schedule
 from lockstep.plan.pipeline.stage_graph import StageGraph
-from lockstep.plan.program.rank_program import Backward, Forward, Pass, RankProgram, format_program
+from lockstep.plan.program.rank_program import Backward, Forward, Pass, RankProgram
+from tests.programs import format_program
 
 # Stage 0 has three replicas, on ranks 0 to 2; stage 1 has one.
 FUNNEL = StageGraph(ranks=((0, 1, 2), (3,)), edges=((0, 1),))

@@ -12,8 +12,8 @@ from lockstep.plan.pipeline.simulation import (
     run_programs,
 )
 from lockstep.plan.pipeline.stage_graph import StageGraph
-from lockstep.plan.program.rank_program import RankProgram, parse_program
-from tests.programs import check_programs
+from lockstep.plan.program.rank_program import RankProgram
+from tests.programs import check_programs, parse_program
 
 UNIT = StageCosts(forward=1, backward_input=1, backward_weight=1)
 PAIR = StageGraph.chain(2)

@@ -94,25 +94,17 @@ class Cut:
         stage_seconds: forward and backward, with the transfers of both.
         stage_bytes_received: tensors that a stage reads of others, in the forward pass.
         stage_bytes_sent: tensors that a stage writes for others, in the forward pass.
-        stage_memory_bytes: the sum of its layers' memory.
     """
 
     starts: tuple[int, ...]
     stage_seconds: tuple[float, ...]
     stage_bytes_received: tuple[int, ...]
     stage_bytes_sent: tuple[int, ...]
-    stage_memory_bytes: tuple[int, ...]
 
     @property
     def slowest(self) -> float:
         """Seconds of the slowest stage."""
         return max(self.stage_seconds)
-
-    @property
-    def balance(self) -> float:
-        """Mean over slowest stage time: 1 is perfect."""
-        mean = math.fsum(self.stage_seconds) / len(self.stage_seconds)
-        return mean / self.slowest if self.slowest else 1.0
 
 
 def describe_cut(problem: CutProblem, starts: Sequence[int]) -> Cut:
@@ -132,7 +124,6 @@ def describe_cut(problem: CutProblem, starts: Sequence[int]) -> Cut:
         ),
         stage_bytes_received=tuple(received),
         stage_bytes_sent=tuple(sent),
-        stage_memory_bytes=tuple(_sums([each.memory_bytes for each in problem.layers], starts)),
     )
 
 

@@ -1,4 +1,4 @@
-"""The RankProgram: what one rank does in one step, as data that prints and parses.
+"""The RankProgram: what one rank does in one step, as data that prints.
 
 ``0F2`` is stage 0, forward, microbatch 2. A data parallel plan's microbatches are its shares.
 A backward pass is one action, ``0B2``, or two: ``0I2`` for the gradients of the stage's inputs,
@@ -7,11 +7,8 @@ The collective actions are words: ``REDUCE`` sums the rank's slice of the gradie
 shares, ``STEP`` updates the slice, ``SYNC`` waits until every rank has updated its own.
 """
 
-import re
 from dataclasses import dataclass
-from typing import ClassVar, get_args
-
-from lockstep.errors import PlanError
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -76,35 +73,3 @@ class Sync(_Collective):
 Pass = Forward | Backward | BackwardInput | BackwardWeight
 Action = Pass | Reduce | Step | Sync
 RankProgram = tuple[Action, ...]
-
-_WORDS: dict[str, Action] = {str(action): action for action in (Reduce(), Step(), Sync())}
-_PASSES: dict[str, type[Pass]] = {kind.letter: kind for kind in get_args(Pass)}
-_PASS = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
-
-
-def format_program(program: RankProgram) -> str:
-    """``(Forward(0, 0), Step())`` -> ``"0F0 STEP"``."""
-    return " ".join(str(action) for action in program)
-
-
-def parse_program(text: str) -> RankProgram:
-    """The inverse of ``format_program``.
-
-    Raises:
-        PlanError: a word is no action.
-    """
-    return tuple(_parse_action(word) for word in text.split())
-
-
-def _parse_action(word: str) -> Action:
-    if word in _WORDS:
-        return _WORDS[word]
-    match = _PASS.fullmatch(word)
-    if match is None:
-        raise PlanError(
-            "An action is a pass such as 0F2, 0B2, 0I2 or 0W2, or one of REDUCE, STEP, SYNC.",
-            received=repr(word),
-            fix="Correct the word.",
-        )
-    stage, kind, microbatch = match.groups()
-    return _PASSES[kind](int(stage), int(microbatch))
