@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from lockstep.channel.polling import wait_on
 from lockstep.channel.sealed_channel import Channel
 from lockstep.cluster.environment import find_devices, find_place
 from lockstep.cluster.place import Place
@@ -42,7 +43,7 @@ from lockstep.train.multihost.discovery import find_hosts
 from lockstep.train.multihost.followers import host_key
 from lockstep.train.multihost.host_channels import HostChannels, meeting_point_of
 from lockstep.train.multihost.hosts import Hosts
-from lockstep.train.runtime.serving import RemoteHosts, channels_abroad
+from lockstep.train.runtime.serving import RemoteHosts
 
 # The most numbers that a replica sends at once, in float64.
 _ROW_NUMBERS = 1 << 12
@@ -115,7 +116,7 @@ class Job:
         if place is not None:
             self._meet(place)
         _check_engine(engine, self.hosts)
-        self._exchange = self._open_exchange(place)
+        self._exchange = self._open_exchange()
 
     @property
     def num_replicas(self) -> int:
@@ -146,13 +147,11 @@ class Job:
         if place.num_processes > 1:
             self._team = self._others.attach_team(self.rank + 1, self.timeout_seconds)
 
-    def _open_exchange(self, place: Place | None) -> Exchange:
+    def _open_exchange(self) -> Exchange:
         """The exchange for all messages of replicas that are not an optimizer's."""
         if self._attachment is not None:
-            assert place is not None
-            handed, shared = self._take(lambda hosts: sum(hosts[: place.host]) + place.process)
-            self.hosts = handed.hosts
-            self.rank = sum(self.hosts[: place.host]) + place.process
+            handed, shared = self._take(self._attachment)
+            self.hosts, self.rank = handed.hosts, self._attachment.rank
         spec = ExchangeSpec(
             num_ranks=self.num_replicas,
             share_ranks=tuple(range(self.num_replicas)),
@@ -195,8 +194,8 @@ class Job:
             regions: on a leader, those that it has made; on others, empty.
             groups: parameters whose gradients are exchanged with other hosts.
         """
-        if not self.leads:
-            return self._take(lambda hosts: self.rank)[1]
+        if self._attachment is not None:
+            return self._take(self._attachment)[1]
         plan = self.plan()
         connected = HostChannels.of(self._others, plan, groups, self.timeout_seconds, reuses=False)
         meeting_point = meeting_point_of(plan, connected, self.timeout_seconds)
@@ -212,13 +211,10 @@ class Job:
             self._hand(handed, regions, channels)
         neighbours = None
         if connected is not None:
-            own = []
+            neighbours = connected.neighbours(self.rank, (), wait_on)
             for (rank, _, _), end in connected.channels.items():
-                if rank == self.rank:
-                    own.append(end)
-                else:
+                if rank != self.rank:
                     end.close()  # the replica has it
-            neighbours = connected.remote_hosts.neighbours(self.rank, own, ())
         return Shared(
             region=regions[0] if regions else None,
             stores=(),
@@ -242,17 +238,14 @@ class Job:
         )
         self._team.finish(self.timeout_seconds)
 
-    def _take(self, rank_in: Callable[[Sequence[int]], int]) -> tuple[_Handed, Shared]:
+    def _take(self, attachment: Attachment) -> tuple[_Handed, Shared]:
         """What the leader of this host sends."""
-        assert self._attachment is not None
-        body, descriptors = self._attachment.serve_call()
+        body, descriptors = attachment.serve_call()
         handed: _Handed = pickle.loads(body)
         count = handed.regions
         neighbours = None
         if handed.abroad is not None:
-            rank = rank_in(handed.hosts)
-            own = channels_abroad(handed.abroad, rank, descriptors[count:])
-            neighbours = handed.abroad.neighbours(rank, own, ())
+            neighbours = handed.abroad.opened(attachment.rank, descriptors[count:])
         shared = Shared(
             region=open_region(descriptors[0]),
             stores=descriptors[1:count],

@@ -19,7 +19,7 @@ from lockstep.comm.p2p.tcp_p2p import MailChannels
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.comm.shared_memory.status_board import StatusBoard
 from lockstep.comm.transport import Transport
-from lockstep.comm.transports.memfd_store import Meeting, MeetingPoint
+from lockstep.comm.transports.memfd_store import Meeting
 from lockstep.comm.transports.process_group import CPU, ProcessGroups
 from lockstep.comm.transports.process_group_transport import ProcessGroupTransport
 from lockstep.comm.transports.tensor_channels import TensorChannels
@@ -202,26 +202,6 @@ class Endpoint:
             return {}
         channels = TensorChannels(one.channels, one.names, self.look_around, one.timeout_seconds)
         return dict.fromkeys(held, channels)
-
-
-def meeting_point_for(
-    plan: Plan, *, host: int, address: str, timeout_seconds: float
-) -> MeetingPoint | None:
-    """The meeting point of the ranks of a Plan's process groups; None without any.
-
-    Args:
-        plan: the Plan.
-        host: this host.
-        address: of this host, as others reach it.
-        timeout_seconds: longest wait for another rank.
-    """
-    if plan.engine.shares_memory:
-        return None
-    return MeetingPoint(
-        address=address,
-        num_ranks=len(plan.ranks_of_host(host)),
-        timeout_seconds=timeout_seconds,
-    )
 
 
 def _group_name(number: int) -> str:

@@ -11,7 +11,6 @@ from lockstep.parallel.exchange.engine import (
     ChannelKey,
     Neighbours,
     channel_keys,
-    meeting_point_for,
 )
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.plan.spec import Plan
@@ -82,10 +81,11 @@ def meeting_point_of(
     plan: Plan, connected: HostChannels | None, timeout_seconds: float
 ) -> MeetingPoint | None:
     """The store at which ranks of a Plan's process groups meet; None if it has no such groups."""
-    return meeting_point_for(
-        plan,
-        host=0 if connected is None else connected.hosts.host,
+    if plan.engine.shares_memory:
+        return None
+    return MeetingPoint(
         address=_LOOPBACK if connected is None else connected.hosts.address,
+        num_ranks=len(plan.ranks_of_host(0 if connected is None else connected.hosts.host)),
         timeout_seconds=timeout_seconds,
     )
 

@@ -83,6 +83,18 @@ class RemoteHosts:
             timeout_seconds=self.timeout_seconds,
         )
 
+    def opened(
+        self, rank: int, descriptors: Sequence[int], mirrored: Sequence[torch.Tensor] = ()
+    ) -> Neighbours:
+        """As ``neighbours``, from the descriptors of all channels; closes those of other ranks."""
+        own = []
+        for ((low, _, _), keys), number in zip(self.channels.items(), descriptors, strict=True):
+            if low == rank:
+                own.append(Channel(socket.socket(fileno=number), keys))
+            else:
+                os.close(number)
+        return self.neighbours(rank, own, mirrored)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskRequest:
@@ -148,7 +160,10 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     ]
     assignment: Assignment = unpacked(call.payload, packed, tensors)
     register_copies(assignment.model)
-    neighbours = _open_channels(call, rank, channels, opened)
+    neighbours = None
+    if call.abroad is not None:
+        mirrored = opened[-1] if call.has_options else ()
+        neighbours = call.abroad.opened(rank, channels, mirrored)
     with assignment.settings.applied(), compute_settings(assignment.plan):
         worker = make_worker(
             assignment,
@@ -204,30 +219,6 @@ def _take_part(part: CachedCall) -> None:
         with noting_on(error):
             part.worker.abandon()
         raise
-
-
-def _open_channels(
-    call: TaskRequest,
-    rank: int,
-    descriptors: Sequence[int],
-    opened: Sequence[Sequence[torch.Tensor]],
-) -> Neighbours | None:
-    """This rank's connections to other hosts, if there are any."""
-    if call.abroad is None:
-        return None
-    channels = channels_abroad(call.abroad, rank, descriptors)
-    return call.abroad.neighbours(rank, channels, opened[-1] if call.has_options else ())
-
-
-def channels_abroad(abroad: RemoteHosts, rank: int, descriptors: Sequence[int]) -> list[Channel]:
-    """A rank's channels; closes those of other ranks."""
-    channels = []
-    for ((own, _, _), keys), number in zip(abroad.channels.items(), descriptors, strict=True):
-        if own == rank:
-            channels.append(Channel(socket.socket(fileno=number), keys))
-        else:
-            os.close(number)
-    return channels
 
 
 def open_store(
