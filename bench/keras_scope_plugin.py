@@ -30,7 +30,7 @@ from keras_tests import RESULTS, WAY, Line, lines_of
 import lockstep
 from lockstep.frontends.keras.bound_methods import METHODS
 from lockstep.frontends.keras.methods import Methods
-from lockstep.launch.workers.pool import keep_teams
+from tests.kept_teams import keep_teams
 
 _WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "plain": nullcontext,

@@ -91,7 +91,8 @@ def run_tests(way: str, results: Path) -> None:
     command += ["-p", "no:cacheprovider", "-W", "ignore", "-c", os.devnull]
     command += ["--rootdir", str(_SOURCE), "--continue-on-collection-errors"]
     command += ["--timeout", str(_TIMEOUT_SECONDS), "--timeout-method", "thread", *test_files()]
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
     given = {WAY: way, RESULTS: str(results), "PYTHONPATH": path}
     given |= {"KERAS_BACKEND": "torch", "OMP_NUM_THREADS": "1"}
     before = -1

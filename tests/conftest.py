@@ -13,9 +13,9 @@ import torch
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
-from lockstep.launch.workers.pool import keep_teams
 from lockstep.train.runtime import session
 from tests import preloading, warm
+from tests.kept_teams import keep_teams
 from tests.netns import Hosts, NoHostsError, connected_hosts
 from tests.thorough import CORE, covering
 

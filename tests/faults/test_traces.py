@@ -21,10 +21,10 @@ import torch
 
 import lockstep
 from lockstep.errors import WorkerError
-from lockstep.launch.workers.pool import keep_teams
 from tests.faults.jobs import fit, helpers_of, make_data, make_trainer, template_of
 from tests.faults.mishaps import AsAsked, fail
 from tests.faults.processes import children_of
+from tests.kept_teams import keep_teams
 
 NUM_FITS = 50
 

@@ -18,11 +18,11 @@ from contextlib import suppress
 
 import torch
 
-from lockstep.launch.workers.pool import keep_teams
 from tests.fuzz.families import NAMES, family
 from tests.fuzz.refusals import reason_of
 from tests.fuzz.running import Outcome
 from tests.fuzz.shrinking import shrunk
+from tests.kept_teams import keep_teams
 
 SECONDS = 400.0  # that a case may take
 

@@ -17,7 +17,7 @@ from lockstep.errors import WorkerError
 from lockstep.launch.workers import fork_server as template_module
 from lockstep.launch.workers.fork_server import ForkServerBackend
 from lockstep.launch.workers.link import Link, Message
-from lockstep.launch.workers.pool import give_back, keep_teams, take_team, warm_server
+from lockstep.launch.workers.pool import take_team, warm_server
 from lockstep.launch.workers.team import Team
 from tests.control_groups import num_descriptors
 from tests.faults.processes import is_alive, wait_until
@@ -125,32 +125,6 @@ def test_idle_helpers_sleep(team: Team) -> None:
     assert team.answers()
 
 
-def test_no_more_teams_are_kept_than_take_turns() -> None:
-    with keep_teams():
-        teams = [take_team(1, 1) for _ in range(4)]
-        pids = [team.pids()[0] for team in teams]
-        for team in teams:
-            give_back(team, 1)
-        wait_until(lambda: sum(map(is_alive, pids)) == 2, 15)
-
-
-def test_kept_teams_serve_the_next() -> None:
-    with keep_teams():
-        first = take_team(1, 1)
-        pids = first.pids()
-        give_back(first, 1)
-        second = take_team(1, 1)
-        assert second.pids() == pids
-        give_back(second, 1)
-        os.kill(pids[0], signal.SIGKILL)
-        wait_until(lambda: not is_alive(pids[0]), 15)
-        third = take_team(1, 1)
-        assert third.pids() != pids
-        give_back(third, 1)
-        kept = third.pids()
-    assert not is_alive(kept[0])
-
-
 @pytest.mark.parametrize(
     ("program", "expected"),
     core_of(
@@ -231,11 +205,10 @@ def test_variables_reach_helpers_of_a_template_that_is_older(
 ) -> None:
     warm_server(1, ())
     monkeypatch.setenv("SOME_OTHER_VARIABLE", "its value")
-    with keep_teams():  # whose teams are all fresh
-        team = take_team(1, 1)
-        call(team, calls.print_variable, b"SOME_OTHER_VARIABLE")
-        team.finish(60)
-        team.close()
+    team = take_team(1, 1)
+    call(team, calls.print_variable, b"SOME_OTHER_VARIABLE")
+    team.finish(60)
+    team.close()
     assert capfd.readouterr().out == "its value\n"
 
 

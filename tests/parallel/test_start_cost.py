@@ -10,12 +10,12 @@ from torch import nn
 
 import lockstep
 from lockstep.launch.workers import pool
-from lockstep.launch.workers.pool import keep_teams
 from lockstep.train.preloadable_modules import known_modules
 from lockstep.train.runtime import session
 from tests.faults.jobs import fit, make_trainer
 from tests.faults.mishaps import fail
 from tests.faults.processes import run
+from tests.kept_teams import keep_teams
 
 # Torch imports the first for its own optimizers, settings and decorators, unless asked not to, and
 # the second for gradients that backward starts from.

@@ -80,7 +80,7 @@ def test_ranks_of_one_host(job: Job, devices: int) -> None:
 
 
 SCRIPT = f"""{BEGINNING}
-from lockstep.launch.workers.pool import keep_teams
+from tests.kept_teams import keep_teams
 from tests.parity.test_bits_on_hosts import NUM_SHARES, digest_of_training
 
 with keep_teams():

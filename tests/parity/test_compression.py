@@ -102,7 +102,7 @@ LAYOUTS = {
 }
 
 SCRIPT = f"""{BEGINNING}
-from lockstep.launch.workers.pool import keep_teams
+from tests.kept_teams import keep_teams
 from tests.zoo import case
 
 def prove(name, text):
@@ -141,7 +141,7 @@ def test_what_is_compressed_equals_the_simulation(
 
 GOING_ON = f"""{BEGINNING}
 import functools, hashlib
-from lockstep.launch.workers.pool import keep_teams
+from tests.kept_teams import keep_teams
 from tests.zoo import case
 
 one = case("mlp")

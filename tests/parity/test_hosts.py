@@ -78,7 +78,7 @@ LAYOUTS = {
 }
 
 SCRIPT = f"""{BEGINNING}
-from lockstep.launch.workers.pool import keep_teams
+from tests.kept_teams import keep_teams
 from tests.zoo import case
 
 def prove(name, gbit_per_second, engine):

@@ -27,7 +27,7 @@ TASKS = {
 START = f"""{BEGINNING}
 from functools import partial
 from torch.utils.data import TensorDataset
-from lockstep.launch.workers.pool import keep_teams
+from tests.kept_teams import keep_teams
 from tests.parity.test_parameter_servers import (
     SPARSE_OPTIMIZERS, Rated, assert_equal, plain_ratings, ratings)
 from tests.zoo import case

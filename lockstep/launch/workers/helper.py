@@ -23,7 +23,7 @@ from lockstep.channel.polling import LookAround
 from lockstep.launch.health.failure import pack_failure
 from lockstep.launch.workers.link import Link, Message
 
-CALL, DATA, RETURN, FAIL, PING, READY, FORGET = b"C", b"D", b"R", b"F", b"P", b"Y", b"G"
+CALL, DATA, RETURN, FAIL, PING, READY = b"C", b"D", b"R", b"F", b"P", b"Y"
 
 # Sent by the script's process when a wait takes too long; see ``Team.raise_timeout``.
 STACKS_SIGNAL = signal.SIGUSR1
@@ -91,8 +91,6 @@ class HelperContext(ABC):
         """Handle another message than a call, between calls."""
         if message.kind == PING:
             self._send_ready()
-        elif message.kind == FORGET:
-            self.kept.clear()
         # Other messages belong to a call that has failed here, as rank 0 will see.
 
     def _send_ready(self) -> None:

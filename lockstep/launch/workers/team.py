@@ -29,7 +29,6 @@ from lockstep.launch.workers.helper import (
     CALL,
     DATA,
     FAIL,
-    FORGET,
     PING,
     READY,
     RETURN,
@@ -274,11 +273,6 @@ class Team:
         for helper in self._helpers:
             with suppress(OSError, TimeoutError):
                 helper.link.send(message, give_up)
-
-    def forget(self) -> None:
-        """Have the helpers drop what they keep of earlier calls."""
-        with suppress(WorkerError):  # it ends those that do not read
-            self.broadcast(b"", kind=FORGET)
 
     def close(self) -> None:
         """End all helpers now."""

@@ -118,7 +118,7 @@ class Runner:
         self._calls = CallCache()
         self._proven: object = None  # of the last rank consistency check that passed
         self.session = Session(self.timeout_seconds)
-        self._finalizer = weakref.finalize(self, self.session.release)
+        self._finalizer = weakref.finalize(self, self.session.close)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state that a runner in another process needs."""

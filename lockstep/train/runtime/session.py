@@ -19,7 +19,7 @@ from lockstep.comm.exchange_spec import ExchangeSpec
 from lockstep.data.map_style.sources import ArraySource
 from lockstep.errors import WorkerError
 from lockstep.launch.health.failure import as_raised, noting_on
-from lockstep.launch.workers.pool import expect_team, give_back, take_team
+from lockstep.launch.workers.pool import expect_team, take_team
 from lockstep.launch.workers.team import Team
 from lockstep.parallel.exchange.control import SoloControl
 from lockstep.parallel.exchange.exchange_layout import exchange_spec
@@ -362,15 +362,6 @@ class Session:
             team.send_failure(error)
         if team is not None:
             team.close()
-
-    def release(self) -> None:
-        """Close this session: hand the helpers on, or end them."""
-        team, self._team = self._team, None
-        if team is not None and self._is_attached:
-            team.close()
-        elif team is not None:
-            team.forget()
-            give_back(team, self._threads, self._preload)
 
     @property
     def _preload(self) -> tuple[str, ...]:
