@@ -23,7 +23,6 @@ from lockstep.frontends.keras.bound_methods import METHODS
 from lockstep.frontends.keras.call_setup import CallSetup, first_length
 from lockstep.frontends.keras.fit.checkpoints import FitSnapshot, checkpoint_in, restarts_in
 from lockstep.frontends.keras.fit.data_adapter import warn_if_short
-from lockstep.frontends.keras.fit.fit_driver import report_times
 from lockstep.frontends.keras.fit.fit_facts import facts_of_fit
 from lockstep.frontends.keras.fit.layout import layout_of
 from lockstep.frontends.keras.fit_options import FitOptions
@@ -34,7 +33,6 @@ from lockstep.tracebacks import public_methods
 from lockstep.train.callbacks.driver import Logs
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.fault_tolerance.lost_hosts import fit_with_restarts
-from lockstep.train.fit.tasks import DataPass
 from lockstep.train.history import History
 from lockstep.train.input.data_adapter import DataPipeline
 from lockstep.train.runtime.job_context import StrategyLike
@@ -202,11 +200,8 @@ class Methods:
         warn_if_short(feed, options.epochs - options.initial_epoch)
         if validation is not None:
             warn_if_short(validation, 1)
-        evaluated = None
-        if validation is not None:
-            evaluated = _pass_over(validation, callbacks, shows_bar=False)
         try:
-            logs = trainer.fit(feed, evaluated, options, callbacks)
+            logs = trainer.fit(feed, validation, options, callbacks)
         finally:
             model.eval()
         if options.epochs > 0 and model.optimizer is not None:
@@ -252,7 +247,7 @@ class Methods:
         callbacks.on_test_begin()
         warn_if_short(feed, 1)
         try:
-            logs = trainer.evaluate(_pass_over(feed, callbacks), feed, callbacks)
+            logs = trainer.evaluate(feed, callbacks)
         finally:
             self._setup.leave_mode()
         callbacks.on_test_end(logs)
@@ -365,15 +360,6 @@ def bind(model: Any, strategy: StrategyLike, dims: BatchDims) -> None:
         bound = Methods(model, strategy, dims)
         methods = {name: getattr(bound, name) for name in METHODS}
         vars(model).update(methods, _lockstep=bound)
-
-
-def _pass_over(feed: DataPipeline, callbacks: Any, *, shows_bar: bool = True) -> DataPass:
-    return DataPass(
-        source=feed.source,
-        batch_size=feed.batch_size,
-        steps=feed.steps_per_epoch,
-        reports=report_times(callbacks, "on_test_batch_end", shows_bar=shows_bar),
-    )
 
 
 def _evaluates_after(model: Any, epoch: int, validation_freq: Any) -> bool:

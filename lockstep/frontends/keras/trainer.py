@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from lockstep.cluster.devices import discover
 from lockstep.data.map_style.sources import ArraySource, Source
@@ -57,15 +57,13 @@ from lockstep.frontends.keras.settings import random_seed
 from lockstep.parallel.transfer.serialization import reducing
 from lockstep.plan.makers.data_parallel import Maker, SingleDevice
 from lockstep.plan.spec import Plan
-from lockstep.train.callbacks.change_detection import ChangeWatch
 from lockstep.train.callbacks.driver import Logs, TaskDriver
-from lockstep.train.callbacks.interrupt import Interrupt, held_interrupts, telling_of_interrupts
+from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.trainer_state import TrainerState
-from lockstep.train.fault_tolerance.backups import Backups
-from lockstep.train.fault_tolerance.restarting import FollowerDriver
 from lockstep.train.fit.fit_hooks import FitHooks
 from lockstep.train.fit.tasks import DataPass, EvaluateTask, Evaluation, PredictTask
+from lockstep.train.fit.training_run import run_training
 from lockstep.train.input.data_adapter import DataPipeline
 from lockstep.train.input.stream_broadcast import SharedStream, sample_of
 from lockstep.train.optim.update_config import UpdateConfig
@@ -75,6 +73,7 @@ from lockstep.train.resume.fit_record import Found
 from lockstep.train.runtime.front_end import FrontEnd
 from lockstep.train.runtime.job_context import JobContext, StrategyLike
 from lockstep.train.runtime.runner import Runner
+from lockstep.train.trainer_protocol import TrainerProtocol
 from lockstep.units import first_few
 
 _T = TypeVar("_T")
@@ -133,7 +132,11 @@ class KerasTrainer(FrontEnd):
         return self.runner.shared(make)
 
     def fit(
-        self, feed: DataPipeline, validation: DataPass | None, options: FitOptions, callbacks: Any
+        self,
+        feed: DataPipeline,
+        validated: DataPipeline | None,
+        options: FitOptions,
+        callbacks: Any,
     ) -> Logs:
         """Train on data; returns the last epoch's logs."""
         self._analysis.expire()
@@ -147,27 +150,44 @@ class KerasTrainer(FrontEnd):
         options = replace(options, initial_epoch=epoch)
         runner.epochs_trained = 0 if epoch else runner.epochs_trained
         kind = partial(kind, loss=loss, metrics=metrics)
-        hooks = self._hooks(validation, callbacks)
+        validation = None
+        if validated is not None:
+            validation = self._pass_over(validated, callbacks, "test", shows_bar=False)
+        hooks = self._hooks(callbacks)
         task = self._fit_task(kind, feed, validation, options, hooks)
-        telling = telling_of_interrupts(lambda: runner.steps_trained, self.checkpoints.writer)
-        with self.state.fitting(), telling, held_interrupts() as interrupt:
-            backups = None
-            if options.restarts or self.runner.maker().outlives_servers:
-                check_restartable(self.runner.maker())
-                backups = self.checkpoints.backups_of(task.sources(), options.restarts)
-            if backups is not None:
-                task.hooks = task.hooks._replace(state=True, full_state=True)
-            driver = self._driver(callbacks, interrupt, backups)
-            self.runner.maker().check_batch_size(feed.batch_size)
-            self.runner.batch_size = feed.batch_size
-            self.state.continue_fit(driver, task.start)
-            with driver.raising_failure(self.checkpoints.state_after_failure):
-                self.runner.train(task, loss, driver, feed.batch_size)
-                self._analysis.is_independent = True
-                self._job_context.share_values(self.model, driver.updater)
+        backups = None
+        if options.restarts or runner.maker().outlives_servers:
+            check_restartable(runner.maker())
+            backups = self.checkpoints.backups_of(task.sources(), options.restarts)
+        if backups is not None:
+            task.hooks = task.hooks._replace(state=True, full_state=True)
+        runner.maker().check_batch_size(feed.batch_size)
+        runner.batch_size = feed.batch_size
+        kind_of_driver = KerasFitDriver if custom is None else CustomStepFitDriver
+
+        def make_driver(interrupt: Interrupt) -> KerasFitDriver:
+            trainer = cast(TrainerProtocol, self)
+            return kind_of_driver(trainer, callbacks, self.checkpoints, interrupt, backups)
+
+        driver = run_training(self.checkpoints, task, loss, make_driver)
+        self._analysis.is_independent = True
         return driver.logs if isinstance(driver, KerasFitDriver) else {}
 
-    def _hooks(self, validation: DataPass | None, callbacks: Any) -> FitHooks:
+    def _pass_over(
+        self, feed: DataPipeline, callbacks: Any, loop: str, *, shows_bar: bool
+    ) -> DataPass:
+        """A pass over data, for which callbacks of host 0 may act; ``loop`` as in ``may_stop``."""
+        reports = report_times(callbacks, f"on_{loop}_batch_end", shows_bar=shows_bar)
+        reports, stops = self._job_context.from_chief((reports, may_stop(callbacks, loop)))
+        return DataPass(
+            source=feed.source,
+            batch_size=feed.batch_size,
+            steps=feed.steps_per_epoch,
+            reports=reports,
+            may_stop=stops,
+        )
+
+    def _hooks(self, callbacks: Any) -> FitHooks:
         """What callbacks need between the steps of a ``fit``."""
         reports = report_times(callbacks, "on_train_batch_end", "on_batch_end")
         variables = self.model.variables.values()
@@ -181,8 +201,6 @@ class KerasTrainer(FrontEnd):
             full_state=self.checkpoints.writer is not None,
             validation=any_acts_in(callbacks, "on_test_begin", "on_test_end"),
             reports=reports,
-            validation_reports="never" if validation is None else validation.reports,
-            validation_may_stop=may_stop(callbacks, "test"),
         )
 
     def _fit_task(
@@ -229,41 +247,20 @@ class KerasTrainer(FrontEnd):
         self.state.read_again(resume, first, feed, others)
         return resume
 
-    def _driver(
-        self, callbacks: Any, interrupt: Interrupt, backups: Backups | None
-    ) -> KerasFitDriver | FollowerDriver:
-        if not self._job_context.is_chief:
-            return FollowerDriver(interrupt, self.checkpoints.writer)
-        kind = KerasFitDriver if self._custom is None else CustomStepFitDriver
-        return kind(
-            self.model,
-            callbacks,
-            ChangeWatch(
-                self.model,
-                lambda: self.runner.session.stores.readopt(self.model),
-                sees_weights=backups is not None,
-            ),
-            interrupt,
-            self.checkpoints,
-            backups,
-            self.checkpoints.record,
-        )
-
     def finish_fit(self) -> None:
         """End a ``fit`` on all hosts, which get the values that callbacks set at its end."""
         if self._job_context.hosts is not None:
             self._job_context.hosts.wait()
             self._job_context.share_values(self.model)
 
-    def evaluate(self, data: DataPass, feed: DataPipeline, callbacks: Any) -> Logs:
+    def evaluate(self, feed: DataPipeline, callbacks: Any) -> Logs:
         """Losses and metrics over data."""
         self._analysis.expire()
         custom = self._find_custom_steps(feed.source, "test_step")
         loss, metrics = self._loss_and_metrics(feed.source, custom, is_fit=False)
         if custom is None and self._is_divided():
             self._analysis.check_independence(feed.source)
-        reports, stops = self._job_context.from_chief((data.reports, may_stop(callbacks, "test")))
-        data = replace(data, reports=reports, may_stop=stops)
+        data = self._pass_over(feed, callbacks, "test", shows_bar=True)
         evaluation: Evaluation = MeansOfBatches(loss)
         kind = EvaluationDriver
         if custom is not None:
@@ -286,19 +283,7 @@ class KerasTrainer(FrontEnd):
         if self._is_divided():
             self._analysis.check_prediction(feed.source)
             self._analysis.check_independence(feed.source)
-        reports, stops = self._job_context.from_chief(
-            (
-                report_times(callbacks, "on_predict_batch_end", shows_bar=False),
-                may_stop(callbacks, "predict"),
-            )
-        )
-        data = DataPass(
-            source=feed.source,
-            batch_size=feed.batch_size,
-            steps=feed.steps_per_epoch,
-            reports=reports,
-            may_stop=stops,
-        )
+        data = self._pass_over(feed, callbacks, "predict", shows_bar=False)
         seed = stream_seed(self.runner.seed, "predict", self._num_predictions)
         task = PredictTask(data=data, seed=seed)
         self._num_predictions += 1

@@ -12,11 +12,10 @@ from lockstep.data.map_style.sources import Source
 from lockstep.parallel.training_step import StepResult
 from lockstep.train.callbacks.callback import Callback, acting
 from lockstep.train.callbacks.change_detection import ChangeWatch, SettingsWatch, fingerprint
-from lockstep.train.callbacks.driver import Snapshot
+from lockstep.train.callbacks.driver import Logs, Snapshot
 from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.fault_tolerance.backups import Backups
 from lockstep.train.fault_tolerance.restarting import RestartingDriver
-from lockstep.train.fault_tolerance.run_record import RunRecord
 from lockstep.train.input.input_wait import ClockedSource, InputClock
 from lockstep.train.input.stream_broadcast import GlobalBatch
 from lockstep.train.logging.progress import ProgressDisplay
@@ -37,15 +36,13 @@ class FitDriver(RestartingDriver):
     """Does the work of rank 0 in a ``fit``.
 
     Args:
-        trainer: callbacks set its ``stop_training``.
+        trainer: the one that callbacks get.
         checkpoints: of the training.
         callbacks: the user's.
-        display: the progress display, or None to be silent.
-        readopt: moves parameters that a callback moved back to the shared memory.
-        on_snapshot: gets every Snapshot, if the task records them.
         interrupt: the handler of Ctrl-C.
         backups: of this ``fit``; None without.
-        record: of this ``fit``; None to keep none.
+        display: the progress display, or None to be silent.
+        on_snapshot: gets every Snapshot, if the task records them.
     """
 
     def __init__(
@@ -53,17 +50,17 @@ class FitDriver(RestartingDriver):
         trainer: TrainerProtocol,
         checkpoints: FitCheckpoints,
         callbacks: Sequence[Callback],
-        display: ProgressDisplay | None,
-        readopt: Callable[[], None],
-        on_snapshot: Callable[[Snapshot], None] | None,
         interrupt: Interrupt,
         backups: Backups | None = None,
-        record: RunRecord | None = None,
+        *,
+        display: ProgressDisplay | None = None,
+        on_snapshot: Callable[[Snapshot], None] | None = None,
     ) -> None:
-        super().__init__(interrupt, checkpoints, backups, record)
+        super().__init__(interrupt, checkpoints, backups)
         self._num_bad_shown = 0
         self._trainer = trainer
-        self._schedule = trainer.schedule
+        self._front_end = self._runner.front_end
+        self._schedule = self._front_end.schedule
         self._callbacks = callbacks
         self._display = display
         self._on_snapshot = on_snapshot
@@ -71,13 +68,19 @@ class FitDriver(RestartingDriver):
         self._step_beginners = acting(callbacks, "on_train_batch_begin")
         self._step_enders = acting(callbacks, "on_train_batch_end")
         # To replay steps, the journal needs the changes that callbacks make to weights.
-        self._watch = ChangeWatch(trainer.model, readopt, sees_weights=self._journal.is_kept)
-        self._settings = SettingsWatch(partial(_modules_of, trainer.model), _OF_MODULES)
+        model = self._runner.model
+        readopt = partial(self._runner.session.stores.readopt, model)
+        self._watch = ChangeWatch(model, readopt, sees_weights=self._journal.is_kept)
+        self._settings = self._settings_watch()
+
+    def _settings_watch(self) -> SettingsWatch:
+        """Detects changes of settings that other ranks get only between epochs."""
+        return SettingsWatch(partial(_modules_of, self._runner.model), _OF_MODULES)
 
     @property
     def stop_training(self) -> bool:  # type: ignore[override]  # an attribute in the base
         """True if a callback wants training to end."""
-        return self._trainer.stop_training
+        return self._front_end.stop_training
 
     def announce(self, doing: str) -> None:
         if self._display is not None:
@@ -137,13 +140,17 @@ class FitDriver(RestartingDriver):
         if self._display is not None:
             self._display.end_step(index, result.total, result.weight, result.num_samples)
         for callback in self._step_enders:
-            callback.on_train_batch_end(index, {"loss": result.loss, "size": result.num_samples})
+            callback.on_train_batch_end(index, self._step_logs(result))
+
+    def _step_logs(self, result: StepResult) -> Logs:
+        """The logs of a step for callbacks."""
+        return {"loss": result.loss, "size": result.num_samples}
 
     @property
     def seconds_between_metrics(self) -> float:  # type: ignore[override]  # fixed in the base
         return 0.0 if self._display is None else self._display.seconds_between_values
 
-    def show_metrics(self, values: dict[str, Any]) -> None:
+    def show_metrics(self, values: Logs) -> None:
         if self._display is not None:
             self._display.note_values(values)
 
@@ -174,14 +181,14 @@ class FitDriver(RestartingDriver):
         for callback in self._callbacks:
             callback.on_test_begin()
 
-    def end_validation(self, logs: dict[str, Any]) -> None:
+    def end_validation(self, logs: Logs) -> None:
         self._journal.once(partial(self._show_validation, logs))
 
-    def _show_validation(self, logs: dict[str, Any]) -> None:
+    def _show_validation(self, logs: Logs) -> None:
         for callback in self._callbacks:
             callback.on_test_end(logs)
 
-    def end_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
+    def end_epoch(self, epoch: int, logs: Logs) -> None:
         if self._schedule is not None:
             logs.update(self._schedule.end_epoch(logs))
         self.history.add(epoch, logs)
@@ -189,7 +196,7 @@ class FitDriver(RestartingDriver):
         super().end_epoch(epoch, logs)
         self._clock.end_epoch()
 
-    def _show_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
+    def _show_epoch(self, epoch: int, logs: Logs) -> None:
         self._record.end_epoch(epoch, logs)
         if self._display is not None:
             self._display.end_epoch(logs, input_wait=self._clock.share)
@@ -209,15 +216,15 @@ class FitDriver(RestartingDriver):
             self._journal.once(partial(self._on_snapshot, snapshot))
 
     def _set_options(self, options: list[dict[str, Any]]) -> None:
-        groups = (one.param_groups for one in each_optimizer(self._trainer.optimizer))
+        groups = (one.param_groups for one in each_optimizer(self._front_end.optimizer))
         for group, own in zip(chain(*groups), options, strict=True):
             group.update(own)
 
     def fingerprint(self) -> object:
-        return fingerprint(self._trainer.model, self._trainer.optimizer, self._trainer.plan)
+        return fingerprint(self._runner.model, self._front_end.optimizer, self._runner.plan)
 
     def watch(self, act: Callable[[], None], *, in_epoch: bool) -> dict[str, torch.Tensor]:
-        plan = self._trainer.plan
+        plan = self._runner.plan
         if in_epoch and plan.num_ranks > 1 and (self._step_beginners or self._step_enders):
             act = partial(self._settings.over, act)
         watched = plan if self._callbacks else None

@@ -20,7 +20,6 @@ from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.training_state import copied
 from lockstep.train.fault_tolerance.backups import Backups, Journal
 from lockstep.train.fault_tolerance.rank_states import RankState
-from lockstep.train.fault_tolerance.run_record import RunRecord
 from lockstep.train.history import History
 from lockstep.train.resume.fit_checkpoints import FitCheckpoints
 
@@ -94,7 +93,6 @@ class RestartingDriver(FollowerDriver):
         interrupt: the state of Ctrl-C.
         checkpoints: of the training.
         backups: of it; None without.
-        record: of it; None to keep none.
     """
 
     _is_backup_due = False
@@ -111,13 +109,12 @@ class RestartingDriver(FollowerDriver):
         interrupt: Interrupt,
         checkpoints: FitCheckpoints,
         backups: Backups | None,
-        record: RunRecord | None,
     ) -> None:
         super().__init__(interrupt, checkpoints.writer)
         self._state = checkpoints.state
         self._runner = self._state.runner
         self._backups = backups
-        self._record = record or RunRecord(None)
+        self._record = checkpoints.record
         self._journal = Journal(is_kept=False) if backups is None else backups.journal
 
     def _asks_for_state(self, index: int) -> bool:

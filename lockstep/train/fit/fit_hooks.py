@@ -20,8 +20,6 @@ class FitHooks(NamedTuple):
             can resume from it.
         validation: callbacks may act where a validation begins or ends.
         reports: the steps after which callbacks get losses and metrics so far.
-        validation_reports: the same for batches of a validation.
-        validation_may_stop: callbacks may end a validation after any batch.
     """
 
     callbacks: bool = False
@@ -33,5 +31,3 @@ class FitHooks(NamedTuple):
     full_state: bool = False
     validation: bool = False
     reports: ReportTimes = "never"
-    validation_reports: ReportTimes = "never"
-    validation_may_stop: bool = False

@@ -43,7 +43,7 @@ from lockstep.train.fit.tasks import (
 from lockstep.train.fit.tracing import StepTracer
 from lockstep.train.input.bad_record_filter import BadRecordFilter
 from lockstep.train.input.stream_broadcast import GlobalBatch, Halt, SharedStream
-from lockstep.train.logging.metric_display import MetricShows
+from lockstep.train.logging.metric_display import Reports
 from lockstep.train.logging.metrics import Metrics
 from lockstep.train.validation.rank_consistency import check_ranks_agree
 from lockstep.train.validation.stage_consistency import check_stages_agree
@@ -216,7 +216,7 @@ class FitTask(Task):
         results = self._begin_sums(rank_sync, epoch)
         batches = self._batches(rank_sync, run.source, epoch)
         bad_records = self._filter_of(rank_sync, self.source)
-        shows = MetricShows(rank_sync, self.metrics)
+        reports = self._reports(rank_sync)
         for index, batch in enumerate(batches, self._num_done(epoch)):
             if self.hooks.step_begin:
                 stops = rank_sync.sync_callback(partial(driver.begin_step, index))
@@ -225,7 +225,7 @@ class FitTask(Task):
             results.append(self._make_step(run, batch, bad_records))
             results[-2:-1] = [result.settled() for result in results[-2:-1]]  # a step later
             run.num_epochs = epoch + 1
-            shows.end_step()
+            reports.end_batch(partial(self._report, rank_sync, results))
             if self.hooks.state:
                 position = FitPosition(epoch, True, batch=index + 1, num_steps=run.num_steps)
                 run.recorder.end_step(position, results)
@@ -234,6 +234,18 @@ class FitTask(Task):
             rank_sync.act(driver.back_up)
         run.num_epochs = epoch + 1
         return self._end_epoch(run, epoch, results)
+
+    def _reports(self, rank_sync: RankSync) -> Reports:
+        """The steps of an epoch after which values are reported."""
+        seconds = 0.0
+        if self.metrics and not rank_sync.worker.has_local_steps:  # they meet at an epoch's end
+            seconds = rank_sync.control.broadcast(rank_sync.driver.seconds_between_metrics)
+        return Reports(self.metrics, rank_sync.control, "timed", seconds)
+
+    def _report(self, rank_sync: RankSync, results: Sequence[StepResult]) -> None:
+        """Report the values of the epoch's steps so far."""
+        if rank_sync.control.rank == 0:
+            rank_sync.driver.show_metrics(self.metrics.values_so_far())
 
     def _make_step(
         self, run: _FitRun, given: GlobalBatch, bad_records: BadRecordFilter | None
@@ -406,15 +418,12 @@ class FitTask(Task):
         is_due = self.validated is None or epoch in self.validated
         if self.validation is None or not is_due:
             return logs
-        driver, hooks = rank_sync.driver, self.hooks
-        if hooks.validation:  # a callback may swap weights for their averages
+        driver = rank_sync.driver
+        if self.hooks.validation:  # a callback may swap weights for their averages
             rank_sync.show_slots()
         self._around_validation(rank_sync, driver.begin_validation)
         rank_sync.share_buffers()
-        data = replace(
-            self.validation, reports=hooks.validation_reports, may_stop=hooks.validation_may_stop
-        )
-        validated = self._validated(rank_sync, data, epoch)
+        validated = self._validated(rank_sync, self.validation, epoch)
         self._around_validation(rank_sync, partial(driver.end_validation, validated))
         return {**logs, **{f"val_{name}": value for name, value in validated.items()}}
 

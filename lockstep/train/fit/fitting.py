@@ -18,10 +18,7 @@ from lockstep.train.batch_size_search.batch_size import (
 )
 from lockstep.train.callbacks.callback import acting, stopping, told_of_errors, traced_steps
 from lockstep.train.callbacks.fit_driver import FitDriver
-from lockstep.train.callbacks.interrupt import (
-    held_interrupts,
-    telling_of_interrupts,
-)
+from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.checkpointing.checkpoints import CheckpointWriter, check_places
 from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
@@ -29,11 +26,11 @@ from lockstep.train.fault_tolerance.lost_hosts import (
     check_host_restarts,
     fit_with_restarts,
 )
-from lockstep.train.fault_tolerance.restarting import FollowerDriver
 from lockstep.train.fit.fit_hooks import FitHooks
 from lockstep.train.fit.fit_request import FitData, FitRequest
 from lockstep.train.fit.fit_task import FitTask
 from lockstep.train.fit.tasks import DataPass
+from lockstep.train.fit.training_run import run_training
 from lockstep.train.history import History
 from lockstep.train.input.bad_record_filter import skipping
 from lockstep.train.input.data_adapter import (
@@ -347,37 +344,23 @@ class Fit:
         if self._shows:
             rates = partial(rates_of, self._front_end.optimizer)
             display = ProgressDisplay(fit.wish.epochs, fit.feed.num_steps, rates=rates)
-        runner, writer = self._runner, self._checkpoints.writer
         self._front_end.stop_training = False
-        with (
-            told_of_errors(self._state.own_callbacks),
-            self._state.fitting(),
-            telling_of_interrupts(lambda: runner.steps_trained, writer),
-            held_interrupts() as interrupt,
-        ):
-            driver = FollowerDriver(interrupt, writer)
-            if runner.is_chief:
-                driver = FitDriver(
-                    self._trainer,
-                    self._checkpoints,
-                    self._state.callbacks,
-                    display,
-                    lambda: runner.session.stores.readopt(runner.model),
-                    on_snapshot,
-                    interrupt,
-                    backups,
-                    self._checkpoints.record,
-                )
-            with driver.raising_failure(self._checkpoints.state_after_failure):
-                with ending_with(driver.close):
-                    driver.begin_train()
-                    self._state.continue_fit(driver, task.start)
-                    runner.train(task, fit.loss, driver, task.batch_size)
-                # Schedules, and some optimizers, have stepped on host 0 alone. If Ctrl-C now ends
-                # the call on one host, all have received everything.
-                self._job_context.share_values(runner.model, driver.updater)
+
+        def make_driver(interrupt: Interrupt) -> FitDriver:
+            return FitDriver(
+                self._trainer,
+                self._checkpoints,
+                self._state.callbacks,
+                interrupt,
+                backups,
+                display=display,
+                on_snapshot=on_snapshot,
+            )
+
+        with told_of_errors(self._state.own_callbacks):
+            driver = run_training(self._checkpoints, task, fit.loss, make_driver)
         history: History = self._job_context.from_chief(driver.history)
-        self._job_context.share_values(runner.model)  # of layers that only other hosts have
+        self._job_context.share_values(self._runner.model)  # of layers that only other hosts have
         driver.end_train()
         self._end_together(task)
         return history

@@ -28,11 +28,8 @@ from lockstep.train.callbacks.rank_sync import RankSync
 from lockstep.train.fit.fit_hooks import ReportTimes
 from lockstep.train.input.bad_record_filter import BadRecordFilter
 from lockstep.train.input.stream_broadcast import SharedStream, all_batches
-from lockstep.train.logging.metric_display import ShowTimes
+from lockstep.train.logging.metric_display import Reports
 from lockstep.train.logging.metrics import Metrics
-
-# A bar is drawn at most so often.
-_SECONDS_BETWEEN_REPORTS = 0.05
 
 
 class Task(ABC):
@@ -268,7 +265,7 @@ def evaluate(
     metrics.reset()
     evaluation.begin(rank_sync)
     observe = metrics.update if metrics else None
-    times = report_times(control, data.reports)
+    reports = Reports(metrics, control, data.reports)
 
     def step(index: int, part: Source, indices: torch.Tensor) -> None:
         nonlocal num_bad
@@ -281,17 +278,10 @@ def evaluate(
         metrics.settle(control)
         if bad_records is not None:
             worker.barrier()
-        report(partial(driver.end_batch, index))
-
-    def report(end_batch: Callable[[Logs | None], None]) -> None:
-        if data.reports == "each":
-            metrics.join(control)
-            rank_sync.act(partial(end_batch, evaluation.logs(control)))
-        elif times.is_due():
-            with metrics.joined(control):
-                rank_sync.act(partial(end_batch, evaluation.logs(control)))
-            times.set_next()
-        else:
+        end_batch = partial(driver.end_batch, index)
+        if not reports.end_batch(
+            lambda: rank_sync.act(partial(end_batch, evaluation.logs(control)))
+        ):
             rank_sync.act(partial(end_batch, None))
 
     data.run(rank_sync, step, epoch)
@@ -306,11 +296,6 @@ def _reads_in_order(
     assert not isinstance(source, SharedStream)
     for start, stop in batch_bounds(len(source), batch_size):
         yield worker.reads(torch.arange(start, stop))
-
-
-def report_times(control: Control, reports: ReportTimes) -> ShowTimes:
-    """When to report to callbacks that show a bar."""
-    return ShowTimes(control, _SECONDS_BETWEEN_REPORTS if reports == "timed" else 0.0)
 
 
 def joined_results(rank_sync: RankSync, metrics: Metrics, losses: Logs) -> Logs:

@@ -1,66 +1,59 @@
-"""Shows metrics within an epoch, about as often as the screen changes.
+"""Reports losses and metrics within an epoch, after each batch or as often as the screen changes.
 
-To compute a metric, rank 0 needs the states of all ranks. So ranks agree on the steps after which
-these are gathered: each time rank 0 decides after how many more steps. Ranks keep their states, so
-showing metrics does not change them.
+To compute a metric, rank 0 needs the states of all ranks. So ranks agree on the batches after which
+these are gathered: each time rank 0 decides after how many more. Then each rank has its own states
+again, so a report does not change the metrics of the epoch.
 """
 
 import time
+from collections.abc import Callable
 
 from lockstep.parallel.exchange.control import Control
-from lockstep.train.callbacks.rank_sync import RankSync
+from lockstep.train.fit.fit_hooks import ReportTimes
 from lockstep.train.logging.metrics import Metrics
 
+# A bar is drawn at most so often.
+_SECONDS = 0.05
 
-class ShowTimes:
-    """The steps after which values are shown that need all ranks: the first, and then regularly.
 
-    They are the same on all ranks.
+class Reports:
+    """The batches of an epoch or an evaluation after which values are reported.
+
+    They are the same on all ranks: all, or the first and then some regularly, or none.
 
     Args:
-        control: this rank's line to the others.
-        seconds: from one time to the next, equal on all ranks; 0 is never.
+        metrics: this rank's.
+        control: its line to the others.
+        times: after which batches.
+        seconds: from one report to the next, if they are "timed"; equal on all ranks, 0 is never.
     """
 
-    def __init__(self, control: Control, seconds: float) -> None:
+    def __init__(
+        self, metrics: Metrics, control: Control, times: ReportTimes, seconds: float = _SECONDS
+    ) -> None:
+        self._metrics = metrics
         self._control = control
-        self._seconds = seconds
+        self._is_each = times == "each"
+        self._seconds = seconds if times == "timed" else 0.0
         self._made, self._next = 0, 1
         self._began = time.perf_counter()
 
-    def is_due(self) -> bool:
-        """Count a step; True if values are shown after it."""
+    def end_batch(self, report: Callable[[], None]) -> bool:
+        """Report if it is due, while rank 0 has the metrics of all ranks; returns True then."""
         self._made += 1
-        return self._seconds > 0 and self._made >= self._next
+        if self._is_each:  # callbacks may look at the metrics themselves
+            self._metrics.join(self._control)
+            report()
+            return True
+        if not self._seconds or self._made < self._next:
+            return False
+        with self._metrics.joined(self._control):
+            report()
+        self._set_next()
+        return True
 
-    def set_next(self) -> None:
-        """Agree on the next time, after at most as many steps as were made so far."""
-        seconds_per_step = (time.perf_counter() - self._began) / self._made
-        wait = max(min(self._made, int(self._seconds / seconds_per_step)), 1)
+    def _set_next(self) -> None:
+        """Agree on the next time, after at most as many batches as there were so far."""
+        seconds_per_batch = (time.perf_counter() - self._began) / self._made
+        wait = max(min(self._made, int(self._seconds / seconds_per_batch)), 1)
         self._next = self._made + self._control.broadcast(wait)
-
-
-class MetricShows:
-    """The metrics of one epoch, as rank 0 shows them.
-
-    Args:
-        rank_sync: the ranks.
-        metrics: this rank's.
-    """
-
-    def __init__(self, rank_sync: RankSync, metrics: Metrics) -> None:
-        self._control, self._driver = rank_sync.control, rank_sync.driver
-        self._metrics = metrics
-        seconds = 0.0
-        if metrics and not rank_sync.worker.has_local_steps:  # they meet at an epoch's end
-            seconds = self._control.broadcast(self._driver.seconds_between_metrics)
-        self._times = ShowTimes(self._control, seconds)
-
-    def end_step(self) -> None:
-        """Called after each step of all ranks."""
-        if not self._times.is_due():
-            return
-        found = self._metrics.values_so_far(self._control)
-        if self._control.rank == 0:
-            self._driver.show_metrics(found)
-        self._times.set_next()

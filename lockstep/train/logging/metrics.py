@@ -227,18 +227,16 @@ class Metrics:
             if ranks:
                 self._set_counts(ranks)
 
-    def values_so_far(self, control: Control) -> dict[str, Any]:
-        """On rank 0, the values so far; every rank calls it. Metrics do not change.
+    def values_so_far(self) -> dict[str, Any]:
+        """The values so far; metrics do not change.
 
         It leaves out metrics that keep all samples, and those that need more samples.
         """
-        found: dict[str, Any] = {}
-        with self.joined(control):
-            empty = self._ids_of_empty()
-            for name, metric in self.by_name.items() if control.rank == 0 else ():
-                if id(metric) not in empty and not keeps_samples(metric):
-                    with suppress(Exception):  # R2Score, for example, needs two samples
-                        found[name] = plain_value(copy.deepcopy(metric).compute())
+        empty, found = self._ids_of_empty(), {}
+        for name, metric in self.by_name.items():
+            if id(metric) not in empty and not keeps_samples(metric):
+                with suppress(Exception):  # R2Score, for example, needs two samples
+                    found[name] = plain_value(copy.deepcopy(metric).compute())
         return found
 
     @contextmanager

@@ -108,13 +108,13 @@ class _StepLogs(TaskDriver):
     """Makes logs of what steps return, as Keras does."""
 
     _model: Any
-    _logs: Any = None
+    _last_logs: Any = None
 
     def report_logs(self, logs: Logs) -> None:
-        self._logs = logs
+        self._last_logs = logs
 
     def results(self, losses: Logs) -> Logs:
-        found: Logs = pythonify_logs(self._model._get_metrics_result_or_logs(self._logs))
+        found: Logs = pythonify_logs(self._model._get_metrics_result_or_logs(self._last_logs))
         return found
 
 
@@ -125,5 +125,6 @@ class CustomStepEvaluationDriver(_StepLogs, EvaluationDriver):
 class CustomStepFitDriver(_StepLogs, KerasFitDriver):
     """Rank 0's part in ``fit``."""
 
-    def end_step(self, index: int, result: StepResult) -> None:
-        self._callbacks.on_train_batch_end(index, self._logs)
+    def _step_logs(self, result: StepResult) -> Logs:
+        logs: Logs = self._last_logs
+        return logs

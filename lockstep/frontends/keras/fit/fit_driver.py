@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import torch
 from keras.src import backend
-from keras.src.callbacks.callback import Callback
+from keras.src.callbacks.callback import Callback as KerasCallback
 from keras.src.callbacks.progbar_logger import ProgbarLogger
 from keras.src.utils.io_utils import print_msg
 from keras.src.utils.python_utils import pythonify_logs
@@ -26,15 +26,16 @@ from lockstep.frontends.keras.model import KerasModel
 from lockstep.frontends.keras.optim.optimizer_copy import set_options
 from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.transfer.serialization import describe_values
-from lockstep.train.callbacks.change_detection import ChangeWatch, SettingsWatch, structure
+from lockstep.train.callbacks.callback import Callback
+from lockstep.train.callbacks.change_detection import SettingsWatch, structure
 from lockstep.train.callbacks.driver import Logs, TaskDriver
+from lockstep.train.callbacks.fit_driver import FitDriver
 from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.fault_tolerance.backups import Backups
-from lockstep.train.fault_tolerance.restarting import RestartingDriver
-from lockstep.train.fault_tolerance.run_record import RunRecord
 from lockstep.train.fit.fit_hooks import ReportTimes
 from lockstep.train.resume.fit_checkpoints import FitCheckpoints
+from lockstep.train.trainer_protocol import TrainerProtocol
 
 # Keras's own callbacks that change nothing.
 _OBSERVERS = ("History", "ProgbarLogger")
@@ -53,7 +54,7 @@ def acts_in(callback: Any, *methods: str) -> bool:
         if type(callback).__name__ == "TensorBoard" and callback.update_freq == "epoch":
             return False
     return any(
-        getattr(getattr(callback, method), "__func__", None) is not getattr(Callback, method)
+        getattr(getattr(callback, method), "__func__", None) is not getattr(KerasCallback, method)
         for method in methods
     )
 
@@ -116,7 +117,7 @@ class EvaluationDriver(TaskDriver):
 
     def __init__(self, model: Any, callbacks: Any) -> None:
         self._model = model
-        self._callbacks = callbacks
+        self._listed = callbacks
 
     @property
     def wants_to_stop(self) -> bool:  # type: ignore[override]  # an attribute in the base
@@ -133,17 +134,10 @@ class EvaluationDriver(TaskDriver):
         return {**found, **{name: losses[name] for name in names if name in losses}}
 
     def begin_batch(self, index: int) -> None:
-        self._callbacks.on_test_batch_begin(index)
+        self._listed.on_test_batch_begin(index)
 
     def end_batch(self, index: int, losses: Logs | None) -> None:
-        self._callbacks.on_test_batch_end(index, None if losses is None else self.results(losses))
-
-    def begin_validation(self) -> None:
-        self._model.stop_evaluating = False
-        self._callbacks.on_test_begin()
-
-    def end_validation(self, logs: Logs) -> None:
-        self._callbacks.on_test_end(logs)
+        self._listed.on_test_batch_end(index, None if losses is None else self.results(losses))
 
 
 class PredictionDriver(TaskDriver):
@@ -179,61 +173,79 @@ def _loss_metrics(model: Any) -> list[Any]:
     return [] if compiled is None else compiled.metrics
 
 
-class KerasFitDriver(RestartingDriver, EvaluationDriver):
+class KerasCallbacks(Callback):
+    """Keras's callbacks as one of a Trainer's; ``fit`` calls them where it begins and ends.
+
+    Args:
+        model: the Keras model.
+        callbacks: Keras's list of them.
+    """
+
+    def __init__(self, model: Any, callbacks: Any) -> None:
+        self._model = model
+        self._callbacks = callbacks
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        self._callbacks.on_epoch_begin(epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        self._callbacks.on_train_batch_begin(batch)
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        self._callbacks.on_train_batch_end(batch, logs)
+
+    def on_test_begin(self, logs: Logs | None = None) -> None:
+        self._model.stop_evaluating = False
+        self._callbacks.on_test_begin()
+
+    def on_test_end(self, logs: Logs | None = None) -> None:
+        self._callbacks.on_test_end(logs)
+
+
+class KerasFitDriver(FitDriver, EvaluationDriver):
     """Rank 0's part in ``fit``.
 
     Args:
-        module: the model.
+        trainer: of the model.
         callbacks: Keras's list of them.
-        watch: detects changes that callbacks make.
-        interrupt: the state of Ctrl-C.
         checkpoints: of the training.
+        interrupt: the state of Ctrl-C.
         backups: of the training; None without.
-        record: of the training; None without.
     """
 
     def __init__(
         self,
-        module: KerasModel,
+        trainer: TrainerProtocol,
         callbacks: Any,
-        watch: ChangeWatch,
-        interrupt: Interrupt,
         checkpoints: FitCheckpoints,
-        backups: Backups | None = None,
-        record: RunRecord | None = None,
+        interrupt: Interrupt,
+        backups: Backups | None,
     ) -> None:
-        EvaluationDriver.__init__(self, module.model, callbacks)
-        RestartingDriver.__init__(self, interrupt, checkpoints, backups, record)
-        self._module = module
-        self._watch = watch
+        self._module: Any = trainer.model
         self._has_user_callbacks = any(map(_is_user_defined, callbacks.callbacks))
         self._has_acting_callbacks = not all(map(_only_observes, callbacks.callbacks))
-        self._settings: SettingsWatch | None = None
-        if self._has_user_callbacks:
-            self._settings = SettingsWatch(
-                partial(objects_with_settings, module.model), NO_SETTINGS
-            )
+        EvaluationDriver.__init__(self, self._module.model, callbacks)
+        each = [KerasCallbacks(self._model, callbacks)]
+        FitDriver.__init__(self, trainer, checkpoints, each, interrupt, backups)
         self._user_parts: list[Any] = []
-        self._loss_means = LossMeans()  # the loss so far in the epoch
-        self._reported_means = LossMeans()  # the same, with each of several losses
-        self._step_logs: Logs = {}  # of the current step
+        self._reported_logs: Logs = {}  # of the current step
+        self._logs: Logs = {}  # of the last one
         self.logs: Logs = {}
+        self._begin_means()
 
-    @property
-    def stop_training(self) -> bool:  # type: ignore[override]  # an attribute in the base
-        """Whether a callback has ended training."""
-        return bool(self._model.stop_training)
+    def _settings_watch(self) -> SettingsWatch:
+        find = partial(objects_with_settings, self._model) if self._has_user_callbacks else dict
+        return SettingsWatch(find, NO_SETTINGS)
 
     def begin_epoch(self, epoch: int) -> None:
-        self._record.begin_epoch(epoch)
         self._model.reset_metrics()
-        self._journal.once(partial(self._callbacks.on_epoch_begin, epoch))
-        if self._settings is not None:
-            self._settings.begin_epoch()
+        super().begin_epoch(epoch)
+        if self._has_user_callbacks:
             self._user_parts = user_defined_parts(self._model)
         self._begin_means()
 
     def _begin_means(self) -> None:
+        """Forget the losses so far in the epoch: in all, and of several losses each."""
         names = [metric.name for metric in _loss_metrics(self._model)]
         self._loss_means, self._reported_means = LossMeans(), LossMeans(names)
 
@@ -244,31 +256,23 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
             self._begin_means()
         return resume
 
-    def begin_step(self, index: int) -> None:
-        self._journal.once(partial(self._callbacks.on_train_batch_begin, index))
-
     def begin_batch(self, index: int) -> None:
         self._journal.once(partial(super().begin_batch, index))
 
     def end_batch(self, index: int, losses: Logs | None) -> None:
         self._journal.once(partial(super().end_batch, index, losses))
 
-    def begin_validation(self) -> None:
-        self._journal.once(super().begin_validation)
-
-    def end_validation(self, logs: Logs) -> None:
-        self._journal.once(partial(super().end_validation, logs))
-
     def report_losses(self, batches: Sequence[SizedLosses]) -> None:
         self._reported_means.add(batches)
-        self._step_logs = self.results(self._reported_means.logs)
+        self._reported_logs = self.results(self._reported_means.logs)
 
     def end_step(self, index: int, result: StepResult) -> None:
-        self._loss_means.add([(result.num_samples, [result.loss if result.weight else 0.0])])
-        logs, self._step_logs = self._step_logs or self._loss_means.logs, {}
-        self._record.end_step(index)
-        self._journal.once(partial(self._callbacks.on_train_batch_end, index, logs))
+        self.resume_epoch([result])
+        self._logs, self._reported_logs = self._reported_logs or self._loss_means.logs, {}
         super().end_step(index, result)
+
+    def _step_logs(self, result: StepResult) -> Logs:
+        return self._logs
 
     def resume_epoch(self, results: Sequence[StepResult]) -> None:
         self._loss_means.add(
@@ -282,14 +286,12 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
         set_options(self._model.optimizer, options[0])
 
     def end_epoch(self, epoch: int, logs: Logs) -> None:
-        # Callbacks may add logs.
-        self.logs = self._journal.once(partial(self._show_epoch, epoch, logs))
-        self.history.add(epoch, self.logs)
-        super().end_epoch(epoch, logs)
+        self.logs = self._journal.once(partial(self._logs_with_callbacks, epoch, logs))
+        super().end_epoch(epoch, self.logs)
 
-    def _show_epoch(self, epoch: int, logs: Logs) -> Logs:
-        self._record.end_epoch(epoch, logs)
-        self._callbacks.on_epoch_end(epoch, logs)
+    def _logs_with_callbacks(self, epoch: int, logs: Logs) -> Logs:
+        """The logs of an epoch, to which callbacks may add some."""
+        self._listed.on_epoch_end(epoch, logs)
         return logs
 
     def fingerprint(self) -> object:
@@ -321,7 +323,6 @@ class KerasFitDriver(RestartingDriver, EvaluationDriver):
     def _act_on_values(self, act: Callable[[], None]) -> None:
         """Act, and refuse changes that other ranks get only when an epoch begins or ends."""
         parts, slots = self._describe_user_parts(), self._slot_versions()
-        assert self._settings is not None
         self._settings.over(act)  # it refuses changes of settings, by name
         if self._describe_user_parts() != parts:
             raise OptionError(

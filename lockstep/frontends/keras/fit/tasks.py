@@ -20,9 +20,9 @@ from lockstep.parallel.training_step import StepResult
 from lockstep.train.callbacks.driver import Logs
 from lockstep.train.callbacks.rank_sync import RankSync
 from lockstep.train.fit.fit_task import FitTask
-from lockstep.train.fit.tasks import Evaluation, report_times
+from lockstep.train.fit.tasks import Evaluation
 from lockstep.train.input.stream_broadcast import SharedStream
-from lockstep.train.logging.metric_display import ShowTimes
+from lockstep.train.logging.metric_display import Reports
 
 # The number of samples of a batch, and its losses: the total, and each of several.
 SizedLosses = tuple[int, list[float]]
@@ -42,9 +42,7 @@ class KerasFitTask(FitTask):
     metrics: KerasMetrics
     loss: KerasLoss
     initial_epoch: int = 0
-    _results: list[StepResult] = field(default_factory=list, init=False)  # of this epoch
-    _num_reported: int = field(default=0, init=False)  # of the results
-    _times: ShowTimes | None = field(default=None, init=False)
+    _num_reported: int = field(default=0, init=False)  # steps of this epoch
 
     def _indices(self, epoch: int) -> Iterator[torch.Tensor]:
         assert not isinstance(self.source, SharedStream)
@@ -58,36 +56,26 @@ class KerasFitTask(FitTask):
 
     def _begin_sums(self, rank_sync: RankSync, epoch: int) -> list[StepResult]:
         results = super()._begin_sums(rank_sync, epoch)
-        self._results = [*results]
         self._num_reported = 0
-        self._times = report_times(rank_sync.control, self.hooks.reports)
         if results:
             rank_sync.driver.resume_epoch(results)
             if self.hooks.reports != "never":
-                self._report_losses(rank_sync)
+                self._report(rank_sync, results)
         return results
 
-    def _report_losses(self, rank_sync: RankSync) -> None:
-        """Report the losses of the steps since the last report."""
-        new = self._sized_losses(rank_sync.control, self._results[self._num_reported :])
-        self._num_reported = len(self._results)
+    def _reports(self, rank_sync: RankSync) -> Reports:
+        return Reports(self.metrics, rank_sync.control, self.hooks.reports)
+
+    def _report(self, rank_sync: RankSync, results: Sequence[StepResult]) -> None:
+        new = self._sized_losses(rank_sync.control, results[self._num_reported :])
+        self._num_reported = len(results)
         rank_sync.driver.report_losses(new)
 
     def _train_step(self, rank_sync: RankSync, batch: StepBatch) -> StepResult:
         self.loss.run_on(rank_sync.worker.plan, rank_sync.worker.rank)
-        result = super()._train_step(rank_sync, batch)
-        self._results.append(result)
-        if self.hooks.reports == "each":  # callbacks may look at the metrics themselves
-            self.metrics.join(rank_sync.control)
-            self._report_losses(rank_sync)
-        elif self._times is not None and self._times.is_due():
-            with self.metrics.joined(rank_sync.control):
-                self._report_losses(rank_sync)
-            self._times.set_next()
-        return result
+        return super()._train_step(rank_sync, batch)
 
     def _losses(self, rank_sync: RankSync, results: Sequence[StepResult]) -> Logs:
-        self._results.clear()
         means = LossMeans(self.loss.names)
         means.add(self._sized_losses(rank_sync.control, results))
         return means.logs
