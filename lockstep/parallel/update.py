@@ -52,6 +52,11 @@ class PieceSlots:
     slots: Slots = field(default_factory=dict)
     stored: tuple[str, ...] = ()
 
+    @property
+    def has_arrays(self) -> bool:
+        """True if a tensor is not in the store: an option has changed which slots exist."""
+        return any(isinstance(value, torch.Tensor) and value.dim() for value in self.slots.values())
+
 
 @dataclass(frozen=True, kw_only=True)
 class SlotKey:

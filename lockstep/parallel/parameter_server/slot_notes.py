@@ -43,7 +43,9 @@ class SlotNotes:
     def write(self, server: int, slot: int, pieces: Sequence[PieceSlots]) -> None:
         """Record a server's slots, except those in the store."""
         place = self._places[server, slot]
-        note = b"" if any(map(_has_arrays, pieces)) else pickle.dumps([*map(_plain, pieces)])
+        note = (
+            b"" if any(one.has_arrays for one in pieces) else pickle.dumps([*map(_plain, pieces)])
+        )
         is_known = 0 < len(note) <= len(place) - 8
         if is_known:
             place[8 : 8 + len(note)] = np.frombuffer(note, np.uint8)
@@ -74,11 +76,6 @@ def num_bytes(tensors: Sequence[TensorSpec], num_servers: int) -> int:
 
 def _place_bytes(tensors: Sequence[TensorSpec]) -> int:
     return align(_NOTE_BYTES + sum(_NOTE_BYTES + 4 * len(tensor.name) for tensor in tensors))
-
-
-def _has_arrays(piece: PieceSlots) -> bool:
-    """True if a tensor is not in the store: an option has changed which slots exist."""
-    return any(isinstance(value, torch.Tensor) and value.dim() for value in piece.slots.values())
 
 
 def _plain(piece: PieceSlots) -> PieceSlots:

@@ -85,7 +85,6 @@ class ParameterStore(TensorStore):
     def adopt(
         cls,
         parameters: NamedParameters,
-        buffers: Iterable[tuple[str, torch.Tensor]] = (),
         *,
         are_blank: bool = False,
         is_reserved: bool = True,
@@ -94,11 +93,10 @@ class ParameterStore(TensorStore):
 
         Args:
             parameters: by name.
-            buffers: must not be views of them.
             are_blank: they have no values to move.
             is_reserved: see ``create``.
         """
-        check_separate(parameters, buffers)
+        check_separate(parameters)
         specs = [tensor_spec(name, parameter) for name, parameter in parameters]
         store = cls.create(specs, is_reserved=is_reserved)
         if are_blank:

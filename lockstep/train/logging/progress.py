@@ -113,12 +113,12 @@ class Screen(ABC):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._shown = 0.0
+        self._label = ""
 
     @abstractmethod
     def announce(self, doing: str) -> None:
         """Show what is being done, until something else is shown."""
 
-    @abstractmethod
     def begin(self, label: str, steps: int | None, doing: str) -> None:
         """Show that an epoch begins.
 
@@ -127,6 +127,9 @@ class Screen(ABC):
             steps: of the epoch; None if unknown.
             doing: a text to show until its first step has ended.
         """
+        self._label = label
+        self.show(0, steps, [doing] if doing else [])
+        self._shown = 0.0
 
     def end_step(self) -> bool:
         """Called after a step; True if it is time to show the epoch's progress."""
@@ -165,15 +168,9 @@ class TerminalScreen(Screen):
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._live: Live | None = None
-        self._label = ""
 
     def announce(self, doing: str) -> None:
         self._display(_one_line(f"{doing} ..."))
-
-    def begin(self, label: str, steps: int | None, doing: str) -> None:
-        self._label = label
-        self.show(0, steps, [doing] if doing else [])
-        self._shown = 0.0
 
     def show(self, made: int, steps: int | None, figures: Sequence[str]) -> None:
         self._shown = time.perf_counter()
@@ -234,15 +231,9 @@ class NotebookScreen(Screen):
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._output: Any = None  # IPython's handle
-        self._label = ""
 
     def announce(self, doing: str) -> None:
         self._display(f"{doing} ...")
-
-    def begin(self, label: str, steps: int | None, doing: str) -> None:
-        self._label = label
-        self.show(0, steps, [doing] if doing else [])
-        self._shown = 0.0
 
     def show(self, made: int, steps: int | None, figures: Sequence[str]) -> None:
         self._shown = time.perf_counter()
@@ -272,7 +263,6 @@ class LineScreen(Screen):
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._late: threading.Timer | None = None
-        self._label = ""
         self._pause = FIRST_PAUSE_SECONDS
         self._written = 0.0
 

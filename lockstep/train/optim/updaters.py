@@ -334,7 +334,7 @@ class TorchUpdater(Updater):
     def _is_complete(self, part: PieceSlots) -> bool:
         """True if this rank has all slots outside the store: counts, or the whole parameter's."""
         is_whole = part.stop - part.start == self.parameters[part.name].numel()
-        return is_whole or not _has_arrays(part)
+        return is_whole or not part.has_arrays
 
     def _was_stepped(self, part: PieceSlots) -> bool:
         """True if any rank has stepped the parameter."""
@@ -349,16 +349,12 @@ class TorchUpdater(Updater):
             group.update(values)
 
 
-def _has_arrays(part: PieceSlots) -> bool:
-    return any(isinstance(value, torch.Tensor) and value.dim() for value in part.slots.values())
-
-
 def _slots_like_others(name: str, known: Sequence[PieceSlots]) -> PieceSlots | None:
     """The slots of a parameter that other ranks own, with the counts of the known parameters.
 
     None if these differ (parameters that were not used in every step), or none is known.
     """
-    if not known or any(_has_arrays(part) for part in known):
+    if not known or any(part.has_arrays for part in known):
         return None
     counts = [{slot: float(value) for slot, value in part.slots.items()} for part in known]
     if any(count != counts[0] for count in counts):
