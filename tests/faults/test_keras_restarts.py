@@ -3,8 +3,6 @@
 import os
 import signal
 from collections.abc import Iterator
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -15,9 +13,6 @@ import lockstep
 import lockstep.keras
 from lockstep.errors import OptionError, WorkerError
 from lockstep.frontends.keras.fit.checkpoints import FitSnapshot
-from lockstep.frontends.keras.fit.keras_checkpoints import KerasCheckpoints
-from lockstep.frontends.keras.fit_options import FitOptions
-from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.fault_tolerance import overhead_budget
 from lockstep.train.fault_tolerance.run_record import VARIABLE, read_record
@@ -192,17 +187,6 @@ def test_what_cannot_be_asked() -> None:
     STRATEGIES["local"] = lambda: lockstep.LocalSGDStrategy(3, devices=2)
     with pytest.raises(OptionError, match="Restarts under LocalSGDStrategy"):
         trained("local", MetricUpdate(), restarts=1)
-    place = SimpleNamespace(launcher="TF_CONFIG", num_processes=1)
-    hosts = SimpleNamespace(is_one_process=False, has_followers=False, place=place)
-    context = SimpleNamespace(hosts=hosts, reach="all hosts")
-    checkpoints: Any = SimpleNamespace(_runner=SimpleNamespace(job_context=context, is_chief=True))
-    options = FitOptions(epochs=1, initial_epoch=0, shuffle=True, evaluates=(), restarts=1)
-    keep = partial(
-        KerasCheckpoints.around_fit, checkpoints, None, partial(pytest.fail, "asked"), [], options
-    )
-    match = r"need a checkpoint.*a lockstep.keras.Checkpoint"
-    with pytest.raises(OptionError, match=match), keep(MemoryCheckpoints(), 0):
-        raise AssertionError("trained without a checkpoint")
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     with pytest.raises(OptionError, match="plain Keras"):

@@ -33,7 +33,7 @@ from lockstep.frontends.keras.fit.fit_driver import (
     may_stop,
     report_times,
 )
-from lockstep.frontends.keras.fit.keras_checkpoints import KerasCheckpoints, check_restartable
+from lockstep.frontends.keras.fit.keras_checkpoints import KerasCheckpoints
 from lockstep.frontends.keras.fit.tasks import KerasFitTask, MeansOfBatches
 from lockstep.frontends.keras.fit_options import FitOptions
 from lockstep.frontends.keras.layers.checks import has_custom_steps
@@ -155,21 +155,15 @@ class KerasTrainer(FrontEnd):
             validation = self._pass_over(validated, callbacks, "test", shows_bar=False)
         hooks = self._hooks(callbacks)
         task = self._fit_task(kind, feed, validation, options, hooks)
-        backups = None
-        if options.restarts or runner.maker().outlives_servers:
-            check_restartable(runner.maker())
-            backups = self.checkpoints.backups_of(task.sources(), options.restarts)
-        if backups is not None:
-            task.hooks = task.hooks._replace(state=True, full_state=True)
         runner.maker().check_batch_size(feed.batch_size)
         runner.batch_size = feed.batch_size
         kind_of_driver = KerasFitDriver if custom is None else CustomStepFitDriver
 
         def make_driver(interrupt: Interrupt) -> KerasFitDriver:
             trainer = cast(TrainerProtocol, self)
-            return kind_of_driver(trainer, callbacks, self.checkpoints, interrupt, backups)
+            return kind_of_driver(trainer, callbacks, self.checkpoints, interrupt)
 
-        driver = run_training(self.checkpoints, task, loss, make_driver)
+        driver = run_training(self.checkpoints, task, loss, options.restarts, make_driver)
         self._analysis.is_independent = True
         return driver.logs if isinstance(driver, KerasFitDriver) else {}
 
@@ -239,13 +233,10 @@ class KerasTrainer(FrontEnd):
         options: FitOptions,
     ) -> FitPosition:
         """Where training begins; streams are read up to that place."""
-        first = options.initial_epoch
-        if self.state.resumed is None:
-            return FitPosition(first)
-        resume = self.state.start(feed.batch_size, is_stream=isinstance(feed.source, SharedStream))
+        start = self.state.start_of(feed, options.initial_epoch)
         others = [] if validation is None else [(validation.source, options.evaluates)]
-        self.state.read_again(resume, first, feed, others)
-        return resume
+        self.state.read_again(start, options.initial_epoch, feed, others)
+        return start
 
     def finish_fit(self) -> None:
         """End a ``fit`` on all hosts, which get the values that callbacks set at its end."""

@@ -14,7 +14,6 @@ from lockstep.train.callbacks.callback import Callback, acting
 from lockstep.train.callbacks.change_detection import ChangeWatch, SettingsWatch, fingerprint
 from lockstep.train.callbacks.driver import Logs, Snapshot
 from lockstep.train.callbacks.interrupt import Interrupt
-from lockstep.train.fault_tolerance.backups import Backups
 from lockstep.train.fault_tolerance.restarting import RestartingDriver
 from lockstep.train.input.input_wait import ClockedSource, InputClock
 from lockstep.train.input.stream_broadcast import GlobalBatch
@@ -40,7 +39,6 @@ class FitDriver(RestartingDriver):
         checkpoints: of the training.
         callbacks: the user's.
         interrupt: the handler of Ctrl-C.
-        backups: of this ``fit``; None without.
         display: the progress display, or None to be silent.
         on_snapshot: gets every Snapshot, if the task records them.
     """
@@ -51,12 +49,11 @@ class FitDriver(RestartingDriver):
         checkpoints: FitCheckpoints,
         callbacks: Sequence[Callback],
         interrupt: Interrupt,
-        backups: Backups | None = None,
         *,
         display: ProgressDisplay | None = None,
         on_snapshot: Callable[[Snapshot], None] | None = None,
     ) -> None:
-        super().__init__(interrupt, checkpoints, backups)
+        super().__init__(interrupt, checkpoints)
         self._num_bad_shown = 0
         self._trainer = trainer
         self._front_end = self._runner.front_end

@@ -86,7 +86,8 @@ def telling_of_interrupts(count: Callable[[], int], keeper: Any = None) -> Itera
     except KeyboardInterrupt as error:
         notes = getattr(error, "__notes__", ())
         if keeper is not None and keeper.has_last:
-            left = f"a checkpoint is in {keeper.directory}: the same script goes on from there"
+            folder = keeper.checkpoint.directory
+            left = f"a checkpoint is in {folder}: the same script goes on from there"
         elif notes:
             left = f"{notes[-1][:1].lower()}{notes[-1][1:].rstrip('.')}"
         elif count() > before:

@@ -140,8 +140,7 @@ class CheckpointWriter:
         epochs: of the ``fit``.
 
     Attributes:
-        directory: where.
-        on_difference: see ``Checkpoint``.
+        checkpoint: the one given.
         place: name of the checkpoint on the disk from which to resume.
         tell: shows a line to the user.
         memory: the one given.
@@ -168,9 +167,7 @@ class CheckpointWriter:
         epochs: int,
         tell: Callable[[str], None],
     ) -> None:
-        self._checkpoint = checkpoint
-        self.directory = checkpoint.directory
-        self.on_difference = checkpoint.on_difference
+        self.checkpoint = checkpoint
         self.place = ""
         self._epochs = epochs
         self.tell = tell
@@ -197,7 +194,7 @@ class CheckpointWriter:
             OSError: the folder, or the last checkpoint, cannot be written.
         """
         with ExitStack() as stack:
-            stack.enter_context(writing_alone(self._checkpoint.directory))
+            stack.enter_context(writing_alone(self.checkpoint.directory))
             stack.callback(self._background.close)
             self._is_open = True
             try:
@@ -212,11 +209,11 @@ class CheckpointWriter:
 
         The last one includes changes by callbacks at the end, such as restored best weights.
         """
-        saved = read_newest(self.directory)
+        saved = read_newest(self.checkpoint.directory)
         if saved is None:
             return None
         if saved.summary.is_finished and reaches(saved.tree(), self._epochs):
-            saved = read_newest(self.directory, is_finished=False) or saved
+            saved = read_newest(self.checkpoint.directory, is_finished=False) or saved
         self.place = saved.place
         return saved.tree()
 
@@ -224,7 +221,7 @@ class CheckpointWriter:
 
     def is_due(self) -> bool:
         """True if the state is taken after the step that was just made."""
-        every = self._checkpoint
+        every = self.checkpoint
         self._is_last = self._termination.is_requested
         self.has_last = self.interrupt.is_requested
         self._is_due = self._is_last or self.has_last
@@ -265,7 +262,7 @@ class CheckpointWriter:
 
     def end_epoch(self, epoch: int) -> None:
         """Take the state, if that is due at the end of every epoch."""
-        if self._checkpoint.is_by_epoch:
+        if self.checkpoint.is_by_epoch:
             self._take(time.monotonic(), writes=True)
         if epoch + 1 == self._epochs:
             self._end = at_end(self.state)
@@ -330,7 +327,7 @@ class CheckpointWriter:
         """
         saved = _saved(parts, record, plan, self.state.runner.model)
         self._wait()
-        folder, keep = self._checkpoint.directory, self._checkpoint.keep
+        folder, keep = self.checkpoint.directory, self.checkpoint.keep
         self._writing = self._background.submit(partial(_write_one, folder, saved, keep))
 
     def _wait(self) -> None:

@@ -74,15 +74,19 @@ class TrainerState:
         """True within a ``fit``."""
         return self._first_epoch is not None
 
-    def start(self, batch_size: int, *, is_stream: bool) -> FitPosition:
+    def start_of(self, feed: DataPipeline, first: int = 0) -> FitPosition:
         """Where the next ``fit`` begins.
+
+        Args:
+            feed: its training data.
+            first: the epoch, unless it resumes another ``fit``.
 
         Raises:
             OptionError: it resumes another ``fit`` with another kind of data, or batch size.
         """
         if self.resumed is None:
-            return FitPosition()
-        place = self.resumed.position["fit"]
+            return FitPosition(first)
+        place, is_stream = self.resumed.position["fit"], isinstance(feed.source, SharedStream)
         if is_stream != (place.get("read") is not None):
             kinds = ["arrays or map-style data", "data that can only be iterated"]
             raise OptionError(
@@ -90,10 +94,10 @@ class TrainerState:
                 received=kinds[is_stream],
                 fix="Give fit the arguments that it had.",
             )
-        if place["batch_size"] != batch_size:
+        if place["batch_size"] != feed.batch_size:
             raise OptionError(
                 "A fit must resume with the batch size it was begun with.",
-                received=f"batch_size={batch_size} after batches of {place['batch_size']}",
+                received=f"batch_size={feed.batch_size} after batches of {place['batch_size']}",
                 fix="Give fit the arguments that it had.",
             )
         return FitPosition.of(place)

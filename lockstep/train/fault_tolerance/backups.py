@@ -24,6 +24,7 @@ from lockstep.cluster.memory_limits import free_memory
 from lockstep.data.trees import tensors_of
 from lockstep.errors import CheckpointError, DeviceError
 from lockstep.train.checkpointing.fit_position import FitPosition
+from lockstep.train.checkpointing.trainer_state import TrainerState
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.fault_tolerance.overhead_budget import OverheadBudget
 from lockstep.train.input.stream_broadcast import SharedStream
@@ -98,12 +99,10 @@ class Backups:
     """Takes and keeps the backup of one ``fit``.
 
     Args:
-        state: returns the training's present state.
-        put_back: sets the training to a state.
-        release_pages: called after a copy, which has touched memory of other ranks.
+        state: of the training; None to take no backups.
         streams: that the training reads.
         restarts: allowed after the loss of a process.
-        is_required: there must be backups; None for True if restarts are allowed.
+        is_required: there must be backups.
 
     Attributes:
         journal: of callbacks, since the last backup.
@@ -112,30 +111,31 @@ class Backups:
 
     def __init__(
         self,
-        state: Callable[[], TrainingState],
-        put_back: Callable[[TrainingState], None],
-        release_pages: Callable[[], None],
-        streams: Sequence[SharedStream],
-        restarts: int,
+        state: TrainerState | None = None,
+        streams: Sequence[SharedStream] = (),
+        restarts: int = 0,
         *,
-        is_required: bool | None = None,
+        is_required: bool = False,
     ) -> None:
         self._state = state
-        self._put_back = put_back
-        self._release_pages = release_pages
         self._streams = streams
         self._last: Backup | None = None
         self._reusable: TrainingState | None = None  # the next backup is written to its memory
         self._is_waiting = False  # for the end of a step, to take the first
         self._budget = OverheadBudget()
         self.restarts = self.restarts_left = restarts
-        self.is_required = restarts > 0 if is_required is None else is_required
+        self.is_required = is_required
         self._last_free_place: object = None  # of a free restart
         self._num_free = 0  # free restarts from there
         self.journal = Journal(is_kept=self.is_required)
         if self.is_required:
             for stream in streams:
                 stream.keep()
+
+    @property
+    def are_taken(self) -> bool:
+        """False for a ``fit`` without backups."""
+        return self._state is not None
 
     @property
     def is_due(self) -> bool:
@@ -159,11 +159,13 @@ class Backups:
             CheckpointError, DeviceError: a part of the state cannot be copied, or does not fit into
                 memory, and backups are required.
         """
+        if self._state is None:
+            return
         began = time.monotonic()
         self._last = None
         self._is_waiting = False
         try:
-            now = self._state()
+            now = self._state.in_fit()
         except CheckpointError:
             if self.is_required:
                 raise
@@ -174,7 +176,7 @@ class Backups:
         with torch.no_grad():
             state = now.copied(None if self._reusable is None else self._reusable.parts())
         self._reusable = state
-        self._release_pages()
+        self._state.runner.session.stores.release_pages()  # which hold memory of other ranks
         self._last = Backup(state=state, resume=resume)
         self.journal.clear()
         for stream in self._streams:
@@ -198,8 +200,8 @@ class Backups:
 
     def put_back(self) -> Backup | None:
         """Restore the training from the backup; None if there is none."""
-        if self._last is not None:
-            self._put_back(self._last.state)
+        if self._state is not None and self._last is not None:
+            self._state.set_all_but_callbacks(self._last.state)
         return self._last
 
     @property

@@ -123,7 +123,7 @@ def resumed_from_newest(
         hosts.check_equal({"`restarts`": restarts})
     with ExitStack() as stack:
         on_disk = stack.enter_context(writer.opened()) if is_chief else None
-        tree = newest_of_all(hosts, on_disk, writer.memory, writer.directory)
+        tree = newest_of_all(hosts, on_disk, writer.memory, writer.checkpoint.directory)
         if tree is not None:
             is_on_disk = tree is on_disk
             writer.found = replace(

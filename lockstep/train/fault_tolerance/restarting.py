@@ -18,7 +18,7 @@ from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.callbacks.rank_sync import CallbackOutcome
 from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.training_state import copied
-from lockstep.train.fault_tolerance.backups import Backups, Journal
+from lockstep.train.fault_tolerance.backups import Journal
 from lockstep.train.fault_tolerance.rank_states import RankState
 from lockstep.train.history import History
 from lockstep.train.resume.fit_checkpoints import FitCheckpoints
@@ -92,7 +92,6 @@ class RestartingDriver(FollowerDriver):
     Args:
         interrupt: the state of Ctrl-C.
         checkpoints: of the training.
-        backups: of it; None without.
     """
 
     _is_backup_due = False
@@ -104,18 +103,13 @@ class RestartingDriver(FollowerDriver):
     _is_state_taken = False
     """True if a callback or the writer takes the state after this step."""
 
-    def __init__(
-        self,
-        interrupt: Interrupt,
-        checkpoints: FitCheckpoints,
-        backups: Backups | None,
-    ) -> None:
+    def __init__(self, interrupt: Interrupt, checkpoints: FitCheckpoints) -> None:
         super().__init__(interrupt, checkpoints.writer)
         self._state = checkpoints.state
         self._runner = self._state.runner
-        self._backups = backups
+        self._backups = checkpoints.backups
         self._record = checkpoints.record
-        self._journal = Journal(is_kept=False) if backups is None else backups.journal
+        self._journal: Journal = self._backups.journal
 
     def _asks_for_state(self, index: int) -> bool:
         """True if a callback or the writer takes the training's state after this step."""
@@ -137,7 +131,7 @@ class RestartingDriver(FollowerDriver):
 
     def wants_state(self, index: int) -> bool:
         self._is_state_taken = self._journal.once(partial(self._asks_for_state, index))
-        self._is_backup_due = self._backups is not None and self._backups.is_due
+        self._is_backup_due = self._backups.is_due
         return self._is_state_taken or self._is_backup_due
 
     def record_position(self, position: FitPosition | None) -> None:
@@ -153,10 +147,10 @@ class RestartingDriver(FollowerDriver):
         if text := self._state.note_shares():
             self._notice(text)
         plan = self._runner.plan
-        if self._backups is None or self._journal.is_replaying or start.served is not None:
+        if self._journal.is_replaying or start.served is not None:
             return
-        if plan.num_ranks == 1:
-            return  # no other rank can be lost
+        if plan.num_ranks == 1 or not self._backups.are_taken:
+            return  # no other rank can be lost, or there are other hosts
         if plan.is_stale and not self._backups.is_required:
             return  # workers would have to synchronise for it
         if isinstance(plan.update, AveragedUpdate) and not self._backups.is_required:
@@ -167,20 +161,18 @@ class RestartingDriver(FollowerDriver):
         self._back_up_at(replace(start, num_steps=0))
 
     def _back_up_at(self, position: FitPosition) -> None:
-        assert self._backups is not None
         self.record_position(position)
         self._backups.take(position)
         self.record_position(None)
 
     def back_up(self) -> None:
-        if self._is_backup_due and self._backups is not None and not self.stop_training:
+        if self._is_backup_due and not self.stop_training:
             assert self._state.recorded is not None
             self._backups.take(self._state.recorded)
         self._is_backup_due = False
 
     def back_up_at(self, position: FitPosition) -> None:
-        is_required = self._backups is not None and self._backups.is_required
-        if is_required and not self._journal.is_replaying:
+        if self._backups.is_required and not self._journal.is_replaying:
             self._back_up_at(position)
 
     def begin_apart(self, begun: FitPosition) -> None:
@@ -192,11 +184,11 @@ class RestartingDriver(FollowerDriver):
             self.take_slots([part for parts in progress.slots for part in parts])
 
     def put_back(self) -> int | None:
-        backup = None if self._backups is None else self._backups.put_back()
+        backup = self._backups.put_back()
         return None if backup is None else backup.last_step
 
     def resume_after(self, error: WorkerError) -> FitPosition | None:
-        if self._backups is None or not error.is_loss or self.failure is not None:
+        if not error.is_loss or self.failure is not None:
             return None
         progress, self._progress = self._progress, None
         place = self._backups.last_step if progress is None else progress.table
@@ -234,7 +226,6 @@ class RestartingDriver(FollowerDriver):
         )
 
     def _note_no_restart(self, error: WorkerError) -> None:
-        assert self._backups is not None
         if self._backups.restarts:
             error.add_note(
                 f"All {self._backups.restarts} restarts are used up, or callbacks have changed "
@@ -242,7 +233,6 @@ class RestartingDriver(FollowerDriver):
             )
 
     def _report_restart(self, error: WorkerError, then: str) -> None:
-        assert self._backups is not None
         made = self._backups.restarts - self._backups.restarts_left
         number = "" if self._is_replicated_server(error) else f" {made} of {self._backups.restarts}"
         then = f"Restart{number}: {then}."
@@ -252,7 +242,7 @@ class RestartingDriver(FollowerDriver):
     def decide(
         self, directive: CallbackOutcome, renew_at: FitPosition | None = None
     ) -> CallbackOutcome:
-        if directive.renew and renew_at is not None and self._backups is not None:
+        if directive.renew and renew_at is not None:
             self._back_up_changes(replace(renew_at, stops=directive.stop))
             return directive
         if not self._journal.is_kept:
@@ -268,7 +258,6 @@ class RestartingDriver(FollowerDriver):
 
         This process has the whole training while callbacks are called, so it can be copied here.
         """
-        assert self._backups is not None
         self._backups.drop()
         if self._backups.is_required and self._state.recorded is not None:
             self._backups.take(resume)

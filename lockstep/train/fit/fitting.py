@@ -20,10 +20,8 @@ from lockstep.train.callbacks.callback import acting, stopping, told_of_errors, 
 from lockstep.train.callbacks.fit_driver import FitDriver
 from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.checkpointing.checkpoints import CheckpointWriter, check_places
-from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.fault_tolerance.lost_hosts import (
-    check_host_restarts,
     fit_with_restarts,
 )
 from lockstep.train.fit.fit_hooks import FitHooks
@@ -35,14 +33,13 @@ from lockstep.train.history import History
 from lockstep.train.input.bad_record_filter import skipping
 from lockstep.train.input.data_adapter import (
     DataOptions,
-    DataPipeline,
     adapt_data,
     adapt_validation_data,
     closing_on_error,
     split_off,
 )
 from lockstep.train.input.same_data import check_same_data, fingerprint
-from lockstep.train.input.stream_broadcast import SharedStream, sample_of
+from lockstep.train.input.stream_broadcast import sample_of
 from lockstep.train.logging.metrics import Metrics
 from lockstep.train.logging.progress import OutputConsole, ProgressDisplay
 from lockstep.train.optim.optimizers import rates_of
@@ -192,7 +189,7 @@ class Fit:
         Raises:
             DataError: they give other data.
         """
-        start = self._start_of(fit.feed)
+        start = self._state.start_of(fit.feed)
         validation = fit.validation
         others = [] if validation is None else [(validation.source, range(start.epoch))]
         self._state.read_again(start, 0, fit.feed, others)
@@ -221,10 +218,7 @@ class Fit:
 
     def _check_alone(self, search: BatchSizeSearch | None) -> None:
         """Refuse options that need a single host."""
-        hosts, asked = self._job_context.hosts, self._asked
-        has_checkpoint = asked.checkpoint is not None
-        reach = self._job_context.reach
-        check_host_restarts(hosts, asked.restarts, has_checkpoint=has_checkpoint, reach=reach)
+        hosts = self._job_context.hosts
         if hosts is not None and search is not None:
             raise OptionError(
                 "The batch size search runs on one host only.",
@@ -271,7 +265,7 @@ class Fit:
         if self._front_end.schedule is None:
             return
         names = self._front_end.log_names(has_validation=fit.validation is not None)
-        start = self._start_of(fit.feed)
+        start = self._state.start_of(fit.feed)
         num_steps = None
         if fit.feed.num_steps is not None:
             num_epochs = fit.wish.epochs - start.epoch
@@ -279,9 +273,6 @@ class Fit:
         self._front_end.schedule.begin(names, num_steps)
 
     # --- training --------------------------------------------------------------------------------
-
-    def _start_of(self, feed: DataPipeline) -> FitPosition:
-        return self._state.start(feed.batch_size, is_stream=isinstance(feed.source, SharedStream))
 
     def _fit_task(self, fit: FitData) -> FitTask:
         callbacks, wish = self._state.own_callbacks, fit.wish
@@ -315,7 +306,7 @@ class Fit:
             counts_skipped=self._update_config.rules.on_nonfinite == "skip",
             loss_parts=ONE_LOSS if fit.loss is None else fit.loss.parts,
             turns=self._update_config.turns,
-            start=self._start_of(fit.feed),
+            start=self._state.start_of(fit.feed),
         )
         return self._agreed(task)
 
@@ -333,13 +324,9 @@ class Fit:
     def _train(self, fit: FitData) -> History:
         """Train, with callbacks and progress."""
         task, on_snapshot = self._fit_task(fit), self._asked.on_snapshot
-        backups = self._checkpoints.backups_of(task.sources(), self._asked.restarts)
         if on_snapshot is not None:
             watched = getattr(on_snapshot, "look", None)
             task = replace(task, record=True, watched_modules=watched)
-        if backups is not None:
-            full = task.hooks.full_state or backups.is_required
-            task.hooks = task.hooks._replace(state=True, full_state=full)
         display = None
         if self._shows:
             rates = partial(rates_of, self._front_end.optimizer)
@@ -352,13 +339,13 @@ class Fit:
                 self._checkpoints,
                 self._state.callbacks,
                 interrupt,
-                backups,
                 display=display,
                 on_snapshot=on_snapshot,
             )
 
+        restarts = self._asked.restarts
         with told_of_errors(self._state.own_callbacks):
-            driver = run_training(self._checkpoints, task, fit.loss, make_driver)
+            driver = run_training(self._checkpoints, task, fit.loss, restarts, make_driver)
         history: History = self._job_context.from_chief(driver.history)
         self._job_context.share_values(self._runner.model)  # of layers that only other hosts have
         driver.end_train()

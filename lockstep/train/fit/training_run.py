@@ -14,6 +14,7 @@ def run_training(
     checkpoints: FitCheckpoints,
     task: FitTask,
     loss: LossAdapter | None,
+    restarts: int,
     make_driver: Callable[[Interrupt], FollowerDriver],
 ) -> FollowerDriver:
     """Train; returns the driver, which has the history.
@@ -22,11 +23,13 @@ def run_training(
         checkpoints: of the training.
         task: the training.
         loss: of the model.
+        restarts: allowed after the loss of a process.
         make_driver: makes the driver of host 0, given the state of Ctrl-C.
     """
     state, writer = checkpoints.state, checkpoints.writer
     runner = state.runner
     with (
+        checkpoints.backed_up(task, restarts),
         state.fitting(),
         telling_of_interrupts(lambda: runner.steps_trained, writer),
         held_interrupts() as interrupt,

@@ -21,8 +21,9 @@ from lockstep.train.checkpointing.run_state import check_tensors
 from lockstep.train.checkpointing.trainer_state import TrainerState
 from lockstep.train.checkpointing.training_state import copied
 from lockstep.train.fault_tolerance.backups import Backups
-from lockstep.train.fault_tolerance.lost_hosts import resumed_from_newest
+from lockstep.train.fault_tolerance.lost_hosts import check_host_restarts, resumed_from_newest
 from lockstep.train.fault_tolerance.run_record import VARIABLE, RunRecord, checked_folder
+from lockstep.train.fit.fit_task import FitTask
 from lockstep.train.history import History
 from lockstep.train.input.stream_broadcast import SharedStream
 from lockstep.train.logging.progress import OutputConsole
@@ -42,6 +43,7 @@ class FitCheckpoints:
         state: likewise.
         writer: writes the checkpoints of the ``fit`` under way; None without.
         record: of the ``fit`` under way.
+        backups: of its training.
     """
 
     def __init__(self, state: TrainerState) -> None:
@@ -49,10 +51,11 @@ class FitCheckpoints:
         self._runner = state.runner
         self.writer: CheckpointWriter | None = None
         self.record = RunRecord(None)
+        self.backups = Backups()
         self._begun: dict[str, Any] | None = None  # the schedule before that fit
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "writer": None}
+        return {**vars(self), "writer": None, "backups": Backups()}
 
     @contextmanager
     def recorded(
@@ -84,13 +87,16 @@ class FitCheckpoints:
 
         Raises:
             CheckpointError: no checkpoint is complete.
+            OptionError: training could not be resumed after the loss of a host.
         """
+        context, is_chief = self._runner.job_context, self._runner.is_chief
+        has_checkpoint, hosts = checkpoint is not None, context.hosts
+        check_host_restarts(hosts, restarts, has_checkpoint=has_checkpoint, reach=context.reach)
         around, self.writer = self.writer, None  # of a ``fit`` whose callback makes this one
         try:
             if checkpoint is None:
                 yield None
                 return
-            hosts, is_chief = self._runner.job_context.hosts, self._runner.is_chief
             tell = OutputConsole(quiet=not (shows and is_chief)).tell
             with held_termination() as termination:
                 self.writer = CheckpointWriter(checkpoint, termination, memory, epochs, tell)
@@ -134,7 +140,7 @@ class FitCheckpoints:
         differing = differences(asked, now)
         taken = resolve(
             differing,
-            writer.on_difference,
+            writer.checkpoint.on_difference,
             place=found.name,
             epochs=(asked["epochs"], now["epochs"]),
             in_epoch=found.place["batch"] > 0,
@@ -145,7 +151,7 @@ class FitCheckpoints:
         self._resume_changed(found, writer.record.asked, taken)
         if not found.is_written:  # host 0 was restarted with an empty folder, for example
             writer.write_found(found)
-        line = _resume_message(found, str(writer.directory), taken)
+        line = _resume_message(found, str(writer.checkpoint.directory), taken)
         writer.tell(line)
         if self._runner.is_chief:
             LOGGER.info("%s", line)
@@ -210,8 +216,20 @@ class FitCheckpoints:
             if self._runner.is_chief:
                 self.writer.finish(parts, history, self._runner.last_plan)
 
-    def backups_of(self, sources: Iterable[Source | SharedStream], restarts: int) -> Backups | None:
-        """Copies of the training in memory; None with several scripts, which have none."""
+    @contextmanager
+    def backed_up(self, task: FitTask, restarts: int) -> Iterator[None]:
+        """Within the block, the training of a ``fit``, backups are taken."""
+        self.backups = backups = self.backups_of(task.sources(), restarts)
+        if backups.are_taken:
+            full = task.hooks.full_state or backups.is_required
+            task.hooks = task.hooks._replace(state=True, full_state=full)
+        try:
+            yield
+        finally:
+            self.backups = Backups()
+
+    def backups_of(self, sources: Iterable[Source | SharedStream], restarts: int) -> Backups:
+        """Copies of the training in memory; there are none with several scripts."""
         hosts = self._runner.job_context.hosts
         if hosts is not None and not hosts.is_one_process:
             if self._runner.maker().outlives_servers:
@@ -220,11 +238,9 @@ class FitCheckpoints:
                     received=f"replicas=2 under {hosts.place.launcher}",
                     fix="Start the script once, or leave `replicas` out and use a checkpoint.",
                 )
-            return None
+            return Backups()
         return Backups(
-            self.state.in_fit,
-            self.state.set_all_but_callbacks,
-            self._runner.session.stores.release_pages,
+            self.state,
             [source for source in sources if isinstance(source, SharedStream)],
             restarts,
             is_required=restarts > 0 or self._runner.maker().outlives_servers,

@@ -32,7 +32,6 @@ from lockstep.train.callbacks.driver import Logs, TaskDriver
 from lockstep.train.callbacks.fit_driver import FitDriver
 from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.checkpointing.fit_position import FitPosition
-from lockstep.train.fault_tolerance.backups import Backups
 from lockstep.train.fit.fit_hooks import ReportTimes
 from lockstep.train.resume.fit_checkpoints import FitCheckpoints
 from lockstep.train.trainer_protocol import TrainerProtocol
@@ -210,7 +209,6 @@ class KerasFitDriver(FitDriver, EvaluationDriver):
         callbacks: Keras's list of them.
         checkpoints: of the training.
         interrupt: the state of Ctrl-C.
-        backups: of the training; None without.
     """
 
     def __init__(
@@ -219,14 +217,13 @@ class KerasFitDriver(FitDriver, EvaluationDriver):
         callbacks: Any,
         checkpoints: FitCheckpoints,
         interrupt: Interrupt,
-        backups: Backups | None,
     ) -> None:
         self._module: Any = trainer.model
         self._has_user_callbacks = any(map(_is_user_defined, callbacks.callbacks))
         self._has_acting_callbacks = not all(map(_only_observes, callbacks.callbacks))
         EvaluationDriver.__init__(self, self._module.model, callbacks)
         each = [KerasCallbacks(self._model, callbacks)]
-        FitDriver.__init__(self, trainer, checkpoints, each, interrupt, backups)
+        FitDriver.__init__(self, trainer, checkpoints, each, interrupt)
         self._user_parts: list[Any] = []
         self._reported_logs: Logs = {}  # of the current step
         self._logs: Logs = {}  # of the last one

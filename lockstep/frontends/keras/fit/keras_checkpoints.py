@@ -1,10 +1,11 @@
 """The checkpoints of a Keras model's ``fit``, which begin and end with Keras's callbacks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from lockstep.data.map_style.sources import Source
 from lockstep.errors import OptionError
 from lockstep.frontends.keras.fit.checkpoints import (
     Checkpoint,
@@ -12,10 +13,10 @@ from lockstep.frontends.keras.fit.checkpoints import (
     checkpointed_callbacks,
 )
 from lockstep.frontends.keras.fit_options import FitOptions
-from lockstep.plan.makers.data_parallel import Maker
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
-from lockstep.train.fault_tolerance.lost_hosts import check_host_restarts
+from lockstep.train.fault_tolerance.backups import Backups
 from lockstep.train.history import History
+from lockstep.train.input.stream_broadcast import SharedStream
 from lockstep.train.resume.fit_checkpoints import FitCheckpoints
 from lockstep.train.resume.fit_facts import Facts
 
@@ -47,16 +48,13 @@ class KerasCheckpoints(FitCheckpoints):
             CheckpointError: the checkpoint is of another ``fit``, or not complete.
             OptionError: training could not be resumed after a process was lost.
         """
-        runner, restarts = self._runner, options.restarts
-        context, is_chief = runner.job_context, runner.is_chief
-        has_checkpoint = checkpoint is not None
-        check_host_restarts(
-            context.hosts, restarts, has_checkpoint=has_checkpoint, reach=context.reach
-        )
+        runner, is_chief = self._runner, self._runner.is_chief
         files = None if checkpoint is None else checkpoint.files
         with (
             self.recorded(None, files),
-            self.checkpointed(files, memory, options.epochs, restarts, shows=verbose) as writer,
+            self.checkpointed(
+                files, memory, options.epochs, options.restarts, shows=verbose
+            ) as writer,
         ):
             if writer is None:
                 yield None
@@ -80,19 +78,19 @@ class KerasCheckpoints(FitCheckpoints):
         if self.state.resumed is None and restarts:
             self.keep_beginning()
 
+    def backups_of(self, sources: Iterable[Source | SharedStream], restarts: int) -> Backups:
+        """Copies of the training in memory, if there may be restarts.
 
-def check_restartable(maker: Maker) -> None:
-    """Check that one process has the whole training, which copies in memory need.
-
-    Args:
-        maker: of its Plan.
-
-    Raises:
-        OptionError: every replica has its own optimizer.
-    """
-    if maker.trains_apart:
-        raise OptionError(
-            "Every replica has an optimizer of its own, and copies for restarts have only one.",
-            received="Restarts under LocalSGDStrategy",
-            fix="Use MirroredStrategy; or a Checkpoint, and start the script again.",
-        )
+        Raises:
+            OptionError: every replica has its own optimizer.
+        """
+        maker = self._runner.maker()
+        if not (restarts or maker.outlives_servers):
+            return Backups()
+        if maker.trains_apart:
+            raise OptionError(
+                "Every replica has an optimizer of its own, and copies for restarts have only one.",
+                received="Restarts under LocalSGDStrategy",
+                fix="Use MirroredStrategy; or a Checkpoint, and start the script again.",
+            )
+        return super().backups_of(sources, restarts)
