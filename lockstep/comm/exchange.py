@@ -62,6 +62,7 @@ class Exchange:
         device: in whose memory gradients lie; None for memory that ranks share.
 
     Attributes:
+        rank: this rank.
         gradients: of the groups that this rank holds, by number.
         ranks_here: those of this host.
         residuals: see above.
@@ -85,7 +86,7 @@ class Exchange:
         self._device = device
         self._groups = groups
         self._spec = spec
-        self._rank = rank
+        self.rank = rank
         self._region = region
         self.ranks_here = range(spec.num_ranks) if ranks_here is None else ranks_here
         self._domains = [self.ranks_here] if domains is None else domains
@@ -139,7 +140,7 @@ class Exchange:
             return rows
         assert self.board is not None
         options: dict[str, Any] = {
-            "rank": self._rank,
+            "rank": self.rank,
             "domains": members,
             "rows_of": group.rows_of,
             "transport": self._transports[number],
@@ -242,7 +243,7 @@ class Exchange:
             num_filled: of the shares.
             needs_totals: before the update; otherwise a rank alone may get them late.
         """
-        self._used[self._rank] = self._is_used
+        self._used[self.rank] = self._is_used
         for number, gradients in self.gradients.items():
             gradients.hand_over(self._spec.groups[number].num_filled_rows(num_filled))
         is_hasty = not needs_totals and self.board is None

@@ -26,6 +26,7 @@ from lockstep.cluster.place import Place
 from lockstep.comm.codec.message_codec import decode, encode
 from lockstep.comm.exchange import Exchange
 from lockstep.comm.exchange_spec import ExchangeSpec
+from lockstep.comm.shared_memory.gathering import gather_bytes
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.comm.transports.memfd_store import Meeting
 from lockstep.custom_loops.watchdog import LoopWatchdog
@@ -47,8 +48,6 @@ from lockstep.train.runtime.serving import RemoteHosts
 
 # The most numbers that a replica sends at once, in float64.
 _ROW_NUMBERS = 1 << 12
-# Rows between two barriers, each of which resets their count.
-_MOST_ROWS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +107,6 @@ class Job:
         self._team: Team | None = None
         self._attachment: Attachment | None = None
         self._others: Hosts | None = None
-        self._rows_told = 0
         place = find_place(os.environ)
         if place is None or place.num_processes == 1:
             _check_devices()
@@ -293,7 +291,8 @@ class Job:
             neighbours=neighbours,
             meeting=shared.meeting,
         )
-        exchange = endpoint.exchange(endpoint.process_groups())
+        # What replicas tell each other needs no groups.
+        exchange = endpoint.exchange(endpoint.process_groups() if spec.groups else None)
         lookout.watch(exchange.board)
         return exchange
 
@@ -304,45 +303,27 @@ class Job:
 
     # --- what replicas tell each other -----------------------------------------------------------
 
-    def tell_row(self, row: torch.Tensor) -> torch.Tensor:
-        """Every replica's numbers, float64 of shape (replicas, n); all send the same number."""
-        parts = [self._tell_part(part) for part in row.split(_ROW_NUMBERS)]
-        return torch.cat(parts, dim=1)
-
-    def _tell_part(self, part: torch.Tensor) -> torch.Tensor:
-        if self.num_replicas == 1:
-            return part[None]
-        self._rows_told += 1
-        if self._rows_told == _MOST_ROWS:
-            self._exchange.barrier()
-            self._exchange.begin_pass()
-            self._rows_told = 1
-        self._exchange.offer(self.rank, part, last=True)
-        return self._exchange.offered(self.rank, len(part), self.num_replicas)
-
     def tell(self, obj: Any) -> list[Any]:
         """Every replica's object by rank: numbers, text and tensors, in tuples, lists and dicts."""
         if self.num_replicas == 1:
             return [obj]
-        payload = encode(obj)
-        sizes = self.tell_row(torch.tensor([len(payload)], dtype=torch.float64))
-        lengths = [int(size) for size in sizes.flatten().tolist()]
-        padded = bytearray(payload.ljust(-(-max(lengths) // 8) * 8, b"\0"))
-        rows = self.tell_row(torch.frombuffer(padded, dtype=torch.float64))
-        return [
-            decode(row.contiguous().numpy().tobytes()[:length])
-            for row, length in zip(rows, lengths, strict=True)
-        ]
+        self._exchange.barrier()  # all have read the rows of the last time
+        self._exchange.begin_pass()
+        told = gather_bytes(self._exchange, {self.rank: encode(obj)}, self.num_replicas)
+        return [*map(decode, told)]
 
-    def check_equal(self, facts: dict[str, str]) -> None:
+    def check_equal(self, facts: dict[str, str], obj: Any = None) -> list[Any]:
         """Check that every replica has the same facts; all raise the first difference.
+
+        Returns:
+            Every replica's ``obj``, by rank.
 
         Raises:
             OptionError: with the fact's name, and the values of two replicas.
         """
-        told = self.tell(facts)
-        for name, first in told[0].items():
-            for rank, other in enumerate(told):
+        told = self.tell((facts, obj))
+        for name, first in told[0][0].items():
+            for rank, (other, _) in enumerate(told):
                 if other.get(name) != first:
                     raise OptionError(
                         f"Replicas must run the same loop; these differ in {name}.",
@@ -350,6 +331,7 @@ class Job:
                         f"{_shortened(str(other.get(name)))} on replica {rank}",
                         fix="Start the same script with the same arguments everywhere.",
                     )
+        return [each for _, each in told]
 
     def barrier(self) -> None:
         """Wait for all replicas."""

@@ -1,8 +1,7 @@
 """The update that all replicas make together, between a backward pass and the next forward pass.
 
-It is the end of a Worker's step (``parallel.worker``) without passes: each replica copies its
-gradients into its row, sums its slice of all rows in the fixed tree, updates that slice, and reads
-the slices that the others have updated. The weights of replicas are known when all have met.
+It is the end of a Worker's step without passes (``parallel.update_worker``). The weights of
+replicas are known when all have met.
 """
 
 import copy
@@ -15,13 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lockstep.comm.collectives.gradient_spec import GradientSpec
 from lockstep.comm.collectives.gradients import Gradients, TensorSpec
-from lockstep.comm.exchange_spec import ExchangeSpec, GroupSpec
+from lockstep.comm.exchange_spec import ExchangeSpec
 from lockstep.custom_loops.job import Job, Shared
 from lockstep.errors import DeviceError, ModelError, OptionError
-from lockstep.parallel.build import divided_pieces, owned_groups
-from lockstep.parallel.data_parallel.gradient_rules import GradientJudge, GradientRules
+from lockstep.parallel.build import owned_groups
+from lockstep.parallel.data_parallel.gradient_rules import GradientRules
+from lockstep.parallel.exchange.exchange_layout import group_spec
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.storage.store import (
     ParameterStore,
@@ -32,8 +31,9 @@ from lockstep.parallel.storage.store import (
     tensor_spec,
 )
 from lockstep.parallel.update import PieceSlots, SlotKey, Updater
-from lockstep.plan.layout import num_buckets
+from lockstep.parallel.update_worker import UpdateWorker
 from lockstep.train.runtime.serving import open_store
+from lockstep.train.runtime.stores import Access
 
 
 class StatefulOptimizer(Protocol):
@@ -46,8 +46,6 @@ class StatefulOptimizer(Protocol):
         """Resume from a state."""
 
 
-# The only group of parameters.
-_GROUP = 0
 # In place of a factor: this replica's loop has ended.
 _JOINED = -1.0
 
@@ -111,6 +109,9 @@ class ReplicaUpdate:
         self._updater, self._optimizer = updater, optimizer
         self._slots: dict[SlotKey, torch.Tensor] = {}
         self._options: list[torch.Tensor] = []
+        self._plan = job.plan()
+        ranks = tuple(range(job.num_replicas))
+        self._group = ParameterGroup(ranks=ranks, names=tuple(self._names))
         _check_on_cpu(parameters)
         check_separate(parameters.items(), values.items())
         described = _described({**parameters, **values})
@@ -118,42 +119,29 @@ class ReplicaUpdate:
         spec = self._layout()
         # Kept, since the exchange needs it for as long as it is used.
         self._shared = job.share([]) if self._is_alone else self._become_alike(spec, values)
-        if self._shared.neighbours is not None:
-            for channel in self._shared.neighbours.all_channels:
-                weakref.finalize(self, channel.close)
-        self._exchange = job.exchange(spec, self._shared, self._position, self._options)
-        self._gradients = self._exchange.gradients[_GROUP]
-        divided = divided_pieces(job.plan(), spec.groups[_GROUP], self._updater)
-        self._gradients.divide(divided)
-        (self._owned,) = owned_groups(job.plan(), spec, self._parameters, [divided], job.rank)
-        self._pieces = self._owned.bound(is_alone=self._is_alone)
-        self._updater.bind(self._pieces)
-        self._judge = GradientJudge(
-            rules, self._pieces, self._owned.blocks, self._names, self._exchange.board
+        neighbours = self._shared.neighbours
+        for channel in () if neighbours is None else neighbours.all_channels:
+            weakref.finalize(self, channel.close)
+        exchange = job.exchange(spec, self._shared, self._position, self._options)
+        self._worker = UpdateWorker(
+            plan=self._plan,
+            rank=job.rank,
+            exchange=exchange,
+            groups=owned_groups(self._plan, spec, updater, self._parameters, exchange),
+            updater=updater,
+            rules=rules,
+            names=self._names,
         )
         job.barrier()
         self._versions = self._present_versions()
 
     def _layout(self) -> ExchangeSpec:
         """The layout of what replicas exchange: a row of gradients for each."""
-        count, ranks = self._job.num_replicas, tuple(range(self._job.num_replicas))
-        tensors = tuple(map(tensor_spec, self._names, self.trained))
-        has_buckets = not (self._is_alone or self._job.engine is None)
-        extents = [tensor.extent for tensor in tensors if has_buckets]
-        gradients = GradientSpec(
-            num_shares=count,
-            tensors=tensors,
-            row_limits=(0,) * len(self.trained),
-            # The script may change gradients before `step`: none is reduced early.
-            num_buckets=num_buckets(extents, are_early=False),
-        )
-        group = GroupSpec(
-            ranks=ranks,
-            row_ranks=() if self._is_alone else ranks,
-            shares_per_row=1,
-            gradients=gradients,
-        )
-        return ExchangeSpec(num_ranks=count, share_ranks=ranks, groups=(group,))
+        tensors = [*map(tensor_spec, self._names, self.trained)]
+        # The script may change gradients before `step`: none is reduced early.
+        group = group_spec(self._plan, self._group, tensors, is_early=False)
+        ranks = self._group.ranks
+        return ExchangeSpec(num_ranks=len(ranks), share_ranks=ranks, groups=(group,))
 
     # --- being alike -----------------------------------------------------------------------------
 
@@ -171,9 +159,8 @@ class ReplicaUpdate:
         ]
         stores = self._make_stores(layouts, values) if job.leads else []
         regions = [store.region for store in stores]
-        groups = [ParameterGroup(ranks=tuple(range(job.num_replicas)), names=tuple(self._names))]
         made = [spec.create(job.ranks_here), *regions] if job.leads else []
-        shared = job.share(made, groups)
+        shared = job.share(made, [self._group])
         for region in regions[:2]:
             job.bring(region)
         job.barrier()
@@ -204,26 +191,22 @@ class ReplicaUpdate:
         self, stores: Sequence[int], layouts: Sequence[Sequence[TensorSpec]]
     ) -> list[list[torch.Tensor]]:
         """The stores that the leader of this host has made."""
-        job = self._job
-        shares = job.engine is None
-        opened = []
-        for number, (descriptor, layout) in enumerate(zip(stores, layouts, strict=True)):
-            is_common = shares or number == len(layouts) - 1
-            opened.append(
-                open_store(
-                    layout,
-                    descriptor,
-                    rank=job.rank,
-                    ranks=job.ranks_here,
-                    access="shared" if is_common else "copied",
-                )
+        access: Access = "shared" if self._job.engine is None else "copied"
+        return [
+            open_store(
+                layout,
+                descriptor,
+                rank=self._job.rank,
+                ranks=self._job.ranks_here,
+                access=access if number < len(layouts) - 1 else "shared",  # the options
             )
-        return opened
+            for number, (descriptor, layout) in enumerate(zip(stores, layouts, strict=True))
+        ]
 
     @property
     def places(self) -> Sequence[torch.Tensor] | None:
         """Memory for this replica's gradients, by trained parameter."""
-        return self._gradients.places(self._job.rank)
+        return self._worker.exchange.gradients[0].places(self._job.rank)
 
     # --- updating --------------------------------------------------------------------------------
 
@@ -242,27 +225,22 @@ class ReplicaUpdate:
             ModelError: parameters were changed or moved outside of updates.
         """
         self._check_parameters()
-        exchange, rank = self._exchange, self._job.rank
-        if rank == 0:
+        if self._job.rank == 0:
             self._updater.publish_options()
-        if exchange.board is not None:
-            exchange.board.step = self.step
-        exchange.begin_pass()
-        exchange.write(_GROUP, rank, contribution.gradients)
-        exchange.write_loss(
-            rank,
+        told = self._worker.hand_in(
+            contribution.gradients,
+            self.step,
             _JOINED if has_joined else contribution.factor,
             contribution.weight,
             # Two marks of a loss are used for this: the weight was passed, and was not.
             is_refused=contribution.is_given and not has_joined,
             is_guess=not contribution.is_given and not has_joined,
         )
-        told = exchange.collect(self._job.num_replicas)
         is_mixed = told.is_refused and told.is_guess
         is_over = all(factor == _JOINED for factor in told.totals)
         if any(told.weights) and not is_mixed and not is_over:
             self._update(told.totals, told.weights)
-        exchange.end_step()  # no replica sends anything else before all have read it
+        self._worker.exchange.end_step()  # no replica sends anything else before all have read it
         if is_mixed:
             raise OptionError(
                 "All replicas must give `step` a weight, or none of them.",
@@ -279,22 +257,10 @@ class ReplicaUpdate:
     def _update(self, factors: Sequence[float], weights: Sequence[float]) -> None:
         weight = math.fsum(weights)
         counted = {factor for factor, own in zip(factors, weights, strict=True) if own}
-        is_even = len(counted) == 1
-        self._gradients.weigh(None if is_even else [factor / weight for factor in factors])
-        gradients = self._gradients.reduce_scatter(self._owned.pieces)
-        used = [gradient for gradient in gradients if gradient is not None]
-        if is_even and used and (factor := counted.pop() / weight) != 1.0:
-            torch._foreach_mul_(used, factor)
-        for bound, gradient in zip(self._pieces, gradients, strict=True):
-            bound.tensor.grad = gradient
-        self._judge.settle(self.step)
-        self._updater.step()
-        self._gradients.all_gather(
-            {number: one.detach() for number, one in enumerate(self.trained)},
-            all_pieces=not self._updater.is_known,
-        )
-        for bound in self._pieces:
-            bound.tensor.grad = None
+        if len(counted) == 1:
+            self._worker.apply(self.step, counted.pop() / weight)
+        else:
+            self._worker.apply(self.step, 1.0, [factor / weight for factor in factors])
 
     def _position(self) -> str:
         return f"step {self.step} of a CrossReplicaOptimizer"
@@ -353,10 +319,7 @@ class ReplicaUpdate:
             if self._job.rank:
                 self._optimizer.load_state_dict(told[0])
             return
-        if self._owned.is_scattered:
-            numbers = {name: number for number, name in enumerate(self._names)}
-            for name, tensor in updater.stored():
-                self._gradients.all_gather({numbers[name]: tensor.detach()}, all_pieces=True)
+        self._worker.gather_slots()
         own = [
             (part.name, part.start, part.stop, part.slots, list(part.stored))
             for part in updater.slots()
@@ -376,7 +339,7 @@ class ReplicaUpdate:
         kept = set(updater.slot_keys())
         updater.store_slots({key: place for key, place in self._slots.items() if key in kept})
         self._job.barrier()
-        updater.bind(self._pieces)
+        self._worker.rebind()
 
 
 def _check_on_cpu(parameters: Mapping[str, nn.Parameter]) -> None:

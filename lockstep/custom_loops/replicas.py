@@ -105,11 +105,10 @@ def all_mean(value: Any, weight: float = 1.0) -> Any:
     is_tensor = isinstance(value, torch.Tensor)
     tensor = value.detach() if is_tensor else torch.tensor(float(value), dtype=torch.float64)
     flat = tensor.double().cpu().flatten()
-    job.check_equal({"the shape of all_mean's value": str(tuple(tensor.shape))})
     own = torch.cat([torch.tensor([float(weight)], dtype=torch.float64), flat * weight])
     if not weight:
         own.zero_()
-    rows = job.tell_row(own)
+    rows = job.check_equal({"the shape of all_mean's value": str(tuple(tensor.shape))}, own)
     total = rows[0].clone()
     for row in rows[1:]:
         total += row

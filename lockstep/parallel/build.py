@@ -46,10 +46,7 @@ def build_worker(
     mail = {} if plan.pipeline is None else mail_specs(work)
     process = endpoint.process_groups({pair for one in mail.values() for pair in one.channels})
     exchange = endpoint.exchange(process)
-    divided = [divided_pieces(plan, group, work.updater) for group in spec.groups]
-    for number, gradients in exchange.gradients.items():
-        gradients.divide(divided[number])
-    owned = owned_groups(plan, spec, dict(work.model.named_parameters()), divided, rank)
+    owned = owned_groups(plan, spec, work.updater, dict(work.model.named_parameters()), exchange)
     return make(
         work,
         passes=open_passes(work, endpoint, exchange, owned, process),
@@ -167,23 +164,28 @@ def _renumbered(divided: list[list[Piece]], numbers: Sequence[int]) -> list[list
 def owned_groups(
     plan: Plan,
     spec: ExchangeSpec,
+    updater: Updater | None,
     parameters: Mapping[str, nn.Parameter],
-    divided: Sequence[Mapping[int, Sequence[Piece]]],
-    rank: int,
+    exchange: Exchange,
 ) -> list[OwnedGroup]:
-    """The groups that a rank holds."""
-    return [
-        OwnedGroup(
-            number=number,
-            spec=group,
-            members=[parameters[tensor.name] for tensor in group.gradients.tensors],
-            pieces=pieces[rank],
-            blocks=block_sizes(group.gradients.extents, group.gradients.num_shares, pieces[rank]),
-            is_scattered=len(members_by_domain(group.ranks, plan.domains)) > 1,
+    """The groups that a rank holds, divided among its ranks."""
+    owned = []
+    for number, gradients in exchange.gradients.items():
+        group = spec.groups[number]
+        pieces = divided_pieces(plan, group, updater)
+        gradients.divide(pieces)
+        own = pieces[exchange.rank]
+        owned.append(
+            OwnedGroup(
+                number=number,
+                spec=group,
+                members=[parameters[tensor.name] for tensor in group.gradients.tensors],
+                pieces=own,
+                blocks=block_sizes(group.gradients.extents, group.gradients.num_shares, own),
+                is_scattered=len(members_by_domain(group.ranks, plan.domains)) > 1,
+            )
         )
-        for number, (group, pieces) in enumerate(zip(spec.groups, divided, strict=True))
-        if rank in group.ranks
-    ]
+    return owned
 
 
 def _counted_elsewhere(plan: Plan, spec: ExchangeSpec, rank: int) -> frozenset[str]:

@@ -12,28 +12,24 @@ divides the model.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from lockstep.comm.collectives.gradients import Gradients, cut_piece
-from lockstep.comm.exchange import Exchange
 from lockstep.data.iterable.read_ahead import Read
 from lockstep.data.map_style.sources import Batch, Source
 from lockstep.data.trees import Tree
 from lockstep.errors import NonFiniteError
 from lockstep.parallel.batch_run import Observe, Run, StepBatch, Take
-from lockstep.parallel.data_parallel.gradient_rules import GradientJudge
 from lockstep.parallel.data_parallel.passes import Passes
 from lockstep.parallel.loss.loss_rules import check_used, refuses, unequal_scale
 from lockstep.parallel.loss.share_losses import Sums
 from lockstep.parallel.loss.whole_batch import SharePart
-from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.storage.device_store import Mirror, Mirrors
 from lockstep.parallel.storage.store import copy_to_views
 from lockstep.parallel.training_step import StepResult, TrainingStep, span
 from lockstep.parallel.update import PieceSlots
+from lockstep.parallel.update_worker import UpdateWorker
 from lockstep.parallel.workload import Workload
 from lockstep.plan.devices import is_cpu
 from lockstep.plan.program.lowering import leaves_a_rank_idle
@@ -60,21 +56,17 @@ _PHASES: dict[type[Action], str] = {
 }
 
 
-class Worker:
+class Worker(UpdateWorker):
     """Runs one rank of a Plan. Made by ``parallel.build``.
 
     Args:
         work: common to all ranks; its model has only the layers that this rank holds.
-        rank: this rank.
-        exchange: this rank's end of the exchange.
         passes: runs forward and backward passes.
-        groups: the groups of parameters that this rank holds.
-        counted_elsewhere: see ``GradientJudge``.
         local_names: names of the parameters and buffers that this rank has; None for all.
         authoritative: names of the buffers whose values are taken from this rank.
+        options: the rest for ``UpdateWorker``.
 
     Attributes:
-        board: status board of the host's ranks; None for a single rank.
         has_local_steps: this rank trains on its part of the batch, without waiting for the others.
         is_synchronous: ranks wait for each other after every step nevertheless, because callbacks
             or metrics need them all.
@@ -100,41 +92,19 @@ class Worker:
         self,
         work: Workload,
         *,
-        rank: int,
-        exchange: Exchange,
         passes: Passes,
-        groups: Sequence[OwnedGroup],
-        counted_elsewhere: frozenset[str] = frozenset(),
         local_names: frozenset[str] | None = None,
         authoritative: frozenset[str] = frozenset(),
+        **options: Any,
     ) -> None:
-        self.plan = work.plan
-        self.rank = rank
+        names = [name for name, _ in work.model.named_parameters()]
+        super().__init__(
+            plan=work.plan, updater=work.updater, rules=work.rules, names=names, **options
+        )
         self.model = work.model
-        self.exchange = exchange
-        self.board = exchange.board
         self.passes = passes
-        self.updater = work.updater
-        self._groups = groups
         self._local_names = local_names
         self._authoritative = authoritative
-        self._pieces = [group.bound(is_alone=self.plan.num_ranks == 1) for group in groups]
-        bound = [piece for pieces in self._pieces for piece in pieces]
-        if self.updater is not None:
-            self.updater.bind(bound)
-        # Every rank of a scattered group writes the parameters that other domains update.
-        self._changes_weights = bool(bound) or any(group.is_scattered for group in groups)
-        if self.board is not None and not self._changes_weights:
-            self.board.own_nothing()
-        self._rules = work.rules
-        self._judge = GradientJudge(
-            self._rules,
-            bound,
-            [sizes for group in groups for sizes in group.blocks],
-            [name for name, _ in self.model.named_parameters()],
-            self.board,
-            counted_elsewhere,
-        )
 
     # --- training --------------------------------------------------------------------------------
 
@@ -184,7 +154,7 @@ class Worker:
             case Reduce():
                 self._reduce(now)
             case Step():
-                self._step(now)
+                now.is_skipped |= not now.is_void and not self._step(now.step)
             case Sync():
                 self.exchange.end_step()
             case _:
@@ -213,94 +183,7 @@ class Worker:
         factor = 1.0 if batch.num_filled == 1 or not now.weight else batch.num_samples / now.weight
         if factor != 1.0 and not self.passes.is_linear:
             raise unequal_scale(now.step)
-        self._sum_gradients(now, factor / self._rules.scale)
-
-    def _sum_gradients(self, now: TrainingStep, factor: float) -> None:
-        """Sum the gradients of all shares for this rank's pieces, and multiply them by a factor."""
-        for group, pieces in zip(self._groups, self._pieces, strict=True):
-            self.exchange.gradients[group.number].factor = factor
-            gradients = [None] * len(pieces) if now.is_void else self._reduced(group)
-            used = [gradient for gradient in gradients if gradient is not None]
-            if used and factor != 1.0:
-                torch._foreach_mul_(used, factor)
-            for bound, gradient in zip(pieces, gradients, strict=True):
-                bound.tensor.grad = gradient
-
-    def _reduced(self, group: OwnedGroup) -> list[torch.Tensor | None]:
-        return self.exchange.gradients[group.number].reduce_scatter(group.pieces)
-
-    def _step(self, now: TrainingStep) -> None:
-        assert self.updater is not None
-        if now.is_void:
-            return
-        now.is_skipped = not self._judge.settle(now.step)
-        if now.is_skipped:
-            return
-        board = self.board if self._changes_weights else None
-        with nullcontext() if board is None else board.updating(now.step):
-            self.updater.step()
-            for group in self._groups:
-                self.exchange.gradients[group.number].commit()
-                self.exchange.gradients[group.number].all_gather(
-                    {number: one.detach() for number, one in enumerate(group.members)},
-                    all_pieces=not self.updater.is_known,
-                )
-
-    def update(self, gradients: Gradients, run: Run, step: int, turn: int = 0) -> None:
-        """Update with gradients that the user's code has computed.
-
-        Every rank calls it; the Plan has no stages and one share per rank.
-
-        Args:
-            gradients: of this rank's share, one for each trained parameter; None for no gradient.
-            run: the batch.
-            step: the number of the step.
-            turn: see ``StepBatch``.
-        """
-        assert self.updater is not None
-        self.updater.turn = turn
-        if self.board is not None:
-            self.board.step = step
-        now = TrainingStep(run, step)
-        self.exchange.begin_pass()
-        self.exchange.write(0, self.rank, gradients)
-        self.exchange.write_loss(self.rank, 0.0, 1.0)
-        now.totals = self.exchange.collect(self.plan.num_shares)
-        self._sum_gradients(now, 1.0)
-        self._step(now)
-        self.exchange.end_step()
-
-    @property
-    def trained_names(self) -> list[str]:
-        """Names of the parameters that this rank trains, in the order that ``update`` expects."""
-        return [name for group in self._groups for name in group.names]
-
-    def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Gradients of the last step, summed over all shares; each is on one rank only."""
-        for group, pieces in zip(self._groups, self._pieces, strict=True):
-            sums = [bound.tensor.grad for bound in pieces]
-            self.exchange.gradients[group.number].gather(group.pieces, sums)
-        self.barrier()
-        return {
-            name: self.exchange.gradients[group.number].summed(index)
-            for group in self._groups
-            if group.spec.ranks[0] == self.rank
-            for index, name in enumerate(group.names)
-        }
-
-    @torch.no_grad()
-    def copy_slots(self) -> None:
-        """Copy the slots of its pieces to its own pages of a copy-on-write store.
-
-        It must be called before any step: until then another rank's changes are visible.
-        """
-        pieces = [
-            (group.names[one.parameter], one) for group in self._groups for one in group.pieces
-        ]
-        for name, tensor in [] if self.updater is None else self.updater.stored():
-            for piece in [piece for parameter, piece in pieces if parameter == name]:
-                own = cut_piece(tensor.detach(), piece)
-                own.copy_(own.clone())
+        self._sum_gradients(factor / self._rules.scale, is_void=now.is_void)
 
     def show_parameters(self) -> None:
         """Copy parameters of other ranks' devices to where rank 0 reads them; collective."""
@@ -314,20 +197,10 @@ class Worker:
         self.barrier()
 
     def gather_slots(self) -> None:
-        """All-gather the stored slots between domains; collective."""
-        if len(self.plan.domains) == 1:
-            return
-        assert self.updater is not None
-        self.exchange.open()  # if no step has opened it
-        for group in self._groups:
-            numbers = {name: number for number, name in enumerate(group.names)}
-            for name, tensor in self.updater.stored() if group.is_scattered else ():
-                if name in numbers:
-                    self.exchange.gradients[group.number].all_gather(
-                        {numbers[name]: tensor.detach()}, all_pieces=True
-                    )
-        self._show(self.mirrors[1])
-        self.barrier()
+        if len(self.plan.domains) > 1:
+            super().gather_slots()
+            self._show(self.mirrors[1])
+            self.barrier()
 
     # --- evaluation and prediction ---------------------------------------------------------------
 
@@ -413,15 +286,6 @@ class Worker:
         """This rank's slots of the optimizer's state; see ``Updater.slots``."""
         assert self.updater is not None
         return self.updater.slots(with_stored=with_stored)
-
-    def rebind(self) -> None:
-        """Reload the state of the front end's optimizer after it has changed."""
-        assert self.updater is not None
-        self.updater.bind([piece for pieces in self._pieces for piece in pieces])
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.exchange.barrier()
 
     def local_names(self) -> frozenset[str] | None:
         """Names of the parameters and buffers that this rank has; None for all."""

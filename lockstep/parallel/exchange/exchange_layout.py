@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 
 from torch import nn
 
@@ -100,8 +101,12 @@ def _group_specs(work: Workload, trained: Sequence[TensorSpec]) -> tuple[GroupSp
     keeps_rows = updater is not None and (plan.num_servers > 0 or updater.hands_on)
     sparse = sparse_weights(work.model) if keeps_rows else frozenset()
     return tuple(
-        _group_spec(
-            plan, group, [one for one in trained if one.name in group.names], limits, sparse
+        group_spec(
+            plan,
+            group,
+            [one for one in trained if one.name in group.names],
+            limits=limits,
+            sparse=sparse,
         )
         for group in work.groups
     )
@@ -139,14 +144,25 @@ def _row_capacity(work: Workload) -> int:
     return max(longest, len(loss.parts.factors), offered)
 
 
-def _group_spec(
+def group_spec(
     plan: Plan,
     group: ParameterGroup,
     tensors: Sequence[TensorSpec],
-    limits: Mapping[str, int],
-    sparse: frozenset[str],
+    *,
+    limits: Mapping[str, int] = MappingProxyType({}),
+    sparse: frozenset[str] = frozenset(),
+    is_early: bool = True,
 ) -> GroupSpec:
-    """The layout of a group: rows for every few shares or each rank of a stage, if several."""
+    """The layout of a group: rows for every few shares or each rank of a stage, if several.
+
+    Args:
+        plan: the Plan.
+        group: the group.
+        tensors: its trained parameters.
+        limits: see ``GradientSpec.row_limits``; by parameter.
+        sparse: see ``GradientSpec``.
+        is_early: gradients may be sent during backward, as far as the Plan allows it.
+    """
     row_ranks: tuple[int, ...] = ()
     per_row = 0 if plan.pipeline is not None else plan.shares_per_row
     if plan.pipeline is None and not isinstance(plan.update, LocalUpdate):
@@ -160,7 +176,7 @@ def _group_spec(
         gradients=GradientSpec(
             num_shares=max(len(row_ranks), 1),
             tensors=tuple(tensors),
-            num_buckets=_num_buckets(plan, group, tensors),
+            num_buckets=_num_buckets(plan, group, tensors, is_early=is_early),
             row_limits=tuple(
                 limits.get(tensor.name, 0) if row_ranks and per_row and _has_rows(tensor) else 0
                 for tensor in tensors
@@ -189,11 +205,14 @@ def sparse_weights(model: nn.Module) -> frozenset[str]:
     )
 
 
-def _num_buckets(plan: Plan, group: ParameterGroup, tensors: Sequence[TensorSpec]) -> int:
+def _num_buckets(
+    plan: Plan, group: ParameterGroup, tensors: Sequence[TensorSpec], *, is_early: bool
+) -> int:
     """Number of gradient buckets; without stages, on the CPU, they are sent during backward."""
     if plan.engine.shares_memory or len(group.ranks) == 1 or not is_cpu(plan.devices):
         return 0
-    return num_buckets([tensor.extent for tensor in tensors], are_early=plan.pipeline is None)
+    extents = [tensor.extent for tensor in tensors]
+    return num_buckets(extents, are_early=is_early and plan.pipeline is None)
 
 
 def _has_rows(spec: TensorSpec) -> bool:

@@ -1,0 +1,206 @@
+"""One rank's part of updates: REDUCE, STEP and SYNC, whoever has computed the gradients.
+
+A ``parallel.worker`` adds the passes that compute them. Custom loops and custom steps compute
+gradients themselves, and hand them in here.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+
+from lockstep.comm.collectives.gradients import Gradients, cut_piece
+from lockstep.comm.exchange import Exchange, ShareTotals
+from lockstep.parallel.data_parallel.gradient_rules import GradientJudge, GradientRules
+from lockstep.parallel.owned_group import OwnedGroup
+from lockstep.parallel.update import Updater
+from lockstep.plan.spec import Plan
+
+
+class UpdateWorker:
+    """Updates the pieces of one rank. Made by ``parallel.build``.
+
+    Args:
+        plan: the Plan.
+        rank: this rank.
+        exchange: this rank's end of the exchange.
+        groups: the groups of parameters that this rank holds.
+        updater: the optimizer; None without training.
+        rules: for gradients.
+        names: of all parameters, in the model's order.
+        counted_elsewhere: see ``GradientJudge``.
+
+    Attributes:
+        board: status board of the host's ranks; None for a single rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        rank: int,
+        exchange: Exchange,
+        groups: Sequence[OwnedGroup],
+        updater: Updater | None,
+        rules: GradientRules,
+        names: Sequence[str],
+        counted_elsewhere: frozenset[str] = frozenset(),
+    ) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.exchange = exchange
+        self.board = exchange.board
+        self.updater = updater
+        self._groups = groups
+        self._pieces = [group.bound(is_alone=plan.num_ranks == 1) for group in groups]
+        bound = [piece for pieces in self._pieces for piece in pieces]
+        if updater is not None:
+            updater.bind(bound)
+        # Every rank of a scattered group writes the parameters that other domains update.
+        self._changes_weights = bool(bound) or any(group.is_scattered for group in groups)
+        if self.board is not None and not self._changes_weights:
+            self.board.own_nothing()
+        self._rules = rules
+        blocks = [sizes for group in groups for sizes in group.blocks]
+        self._judge = GradientJudge(rules, bound, blocks, names, self.board, counted_elsewhere)
+
+    # --- gradients that the user's code has computed ---------------------------------------------
+
+    def update(self, gradients: Gradients, step: int, turn: int = 0) -> None:
+        """Update with the sum of all ranks' gradients.
+
+        Every rank calls it; the Plan has no stages and one share per rank.
+
+        Args:
+            gradients: of this rank's share, one for each trained parameter; None for no gradient.
+            step: the number of the step.
+            turn: see ``StepBatch``.
+        """
+        assert self.updater is not None
+        self.updater.turn = turn
+        self.hand_in(gradients, step)
+        self.apply(step)
+        self.exchange.end_step()
+
+    def hand_in(
+        self,
+        gradients: Gradients,
+        step: int,
+        total: float = 0.0,
+        weight: float = 1.0,
+        **marks: bool,
+    ) -> ShareTotals:
+        """Write this rank's gradients, and wait for the others'; returns what all have written.
+
+        Args:
+            gradients: see ``update``.
+            step: likewise.
+            total: this and the rest see ``Exchange.write_loss``.
+            weight: likewise.
+            marks: likewise.
+        """
+        if self.board is not None:
+            self.board.step = step
+        self.exchange.begin_pass()
+        self.exchange.write(0, self.rank, gradients)
+        self.exchange.write_loss(self.rank, total, weight, **marks)
+        return self.exchange.collect(self.plan.num_shares)
+
+    def apply(
+        self, step: int, factor: float = 1.0, row_factors: Sequence[float] | None = None
+    ) -> None:
+        """After ``hand_in``: sum the gradients, multiply them by factors, and step.
+
+        Args:
+            step: the number of the step.
+            factor: of the sum.
+            row_factors: of each rank's gradients; None for no factors.
+        """
+        self.exchange.gradients[0].weigh(row_factors)
+        self._sum_gradients(factor)
+        self._step(step)
+
+    @property
+    def trained_names(self) -> list[str]:
+        """Names of the parameters that this rank trains, in the order that ``update`` expects."""
+        return [name for group in self._groups for name in group.names]
+
+    # --- the parts of an update ------------------------------------------------------------------
+
+    def _sum_gradients(self, factor: float, *, is_void: bool = False) -> None:
+        """Sum the gradients of all shares for this rank's pieces, and multiply them by a factor."""
+        for group, pieces in zip(self._groups, self._pieces, strict=True):
+            exchanged = self.exchange.gradients[group.number]
+            exchanged.factor = factor
+            gradients = [None] * len(pieces) if is_void else exchanged.reduce_scatter(group.pieces)
+            used = [gradient for gradient in gradients if gradient is not None]
+            if used and factor != 1.0:
+                torch._foreach_mul_(used, factor)
+            for bound, gradient in zip(pieces, gradients, strict=True):
+                bound.tensor.grad = gradient
+
+    def _step(self, step: int) -> bool:
+        """Update the pieces, and bring them to the other domains; False to skip the step."""
+        assert self.updater is not None
+        if not self._judge.settle(step):
+            return False
+        board = self.board if self._changes_weights else None
+        with nullcontext() if board is None else board.updating(step):
+            self.updater.step()
+            for group in self._groups:
+                self.exchange.gradients[group.number].commit()
+                self.exchange.gradients[group.number].all_gather(
+                    {number: one.detach() for number, one in enumerate(group.members)},
+                    all_pieces=not self.updater.is_known,
+                )
+        return True
+
+    # --- gradients and slots ---------------------------------------------------------------------
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Gradients of the last step, summed over all shares; each is on one rank only."""
+        for group, pieces in zip(self._groups, self._pieces, strict=True):
+            sums = [bound.tensor.grad for bound in pieces]
+            self.exchange.gradients[group.number].gather(group.pieces, sums)
+        self.barrier()
+        return {
+            name: self.exchange.gradients[group.number].summed(index)
+            for group in self._groups
+            if group.spec.ranks[0] == self.rank
+            for index, name in enumerate(group.names)
+        }
+
+    @torch.no_grad()
+    def copy_slots(self) -> None:
+        """Copy the slots of its pieces to its own pages of a copy-on-write store.
+
+        It must be called before any step: until then another rank's changes are visible.
+        """
+        pieces = [
+            (group.names[one.parameter], one) for group in self._groups for one in group.pieces
+        ]
+        for name, tensor in [] if self.updater is None else self.updater.stored():
+            for piece in [piece for parameter, piece in pieces if parameter == name]:
+                own = cut_piece(tensor.detach(), piece)
+                own.copy_(own.clone())
+
+    def gather_slots(self) -> None:
+        """All-gather the stored slots between domains; collective."""
+        assert self.updater is not None
+        self.exchange.open()  # if no step has opened it
+        for group in self._groups:
+            numbers = {name: number for number, name in enumerate(group.names)}
+            for name, tensor in self.updater.stored() if group.is_scattered else ():
+                if name in numbers:
+                    self.exchange.gradients[group.number].all_gather(
+                        {numbers[name]: tensor.detach()}, all_pieces=True
+                    )
+
+    def rebind(self) -> None:
+        """Reload the state of the front end's optimizer after it has changed."""
+        assert self.updater is not None
+        self.updater.bind([piece for pieces in self._pieces for piece in pieces])
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.exchange.barrier()
