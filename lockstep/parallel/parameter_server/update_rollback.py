@@ -8,7 +8,6 @@ updates, and the weights are from after it while the server copies.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Self
 
 import torch
@@ -17,20 +16,16 @@ from lockstep.comm.collectives.gradients import TensorSpec, cut_piece
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.errors import WorkerError
 from lockstep.parallel.owned_group import OwnedGroup
-from lockstep.parallel.storage.store import tensor_spec
+from lockstep.parallel.storage.store import TensorStore, tensor_spec
 from lockstep.parallel.update import Updater
-from lockstep.plan.layout import Piece, align
+from lockstep.plan.layout import Piece, flat_offsets
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
 
 def copied_bytes(specs: Sequence[TensorSpec]) -> int:
     """Size of the second copies of tensors."""
-    return sum(align(_num_bytes(spec)) for spec in specs)
-
-
-def _num_bytes(spec: TensorSpec) -> int:
-    return spec.extent.num_elements * spec.extent.element_bytes
+    return flat_offsets([spec.extent for spec in specs])[1]
 
 
 @dataclass(frozen=True)
@@ -68,10 +63,9 @@ class SecondCopy:
         """
         wholes: Named = [*zip(group.names, group.members, strict=True), *_slots(group, updater)]
         specs = [tensor_spec(name, tensor) for name, tensor in wholes]
-        starts = accumulate((align(_num_bytes(spec)) for spec in specs), initial=offset)
+        store = TensorStore(specs, region.part(offset, copied_bytes(specs)))
         named: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
-        for (name, tensor), spec, start in zip(wholes, specs, starts, strict=False):
-            view = region.tensor(start, spec.dtype, spec.shape, spec.stride)
+        for (name, tensor), view in zip(wholes, store.views, strict=True):
             named[name].append((tensor.detach(), view))
         return [
             cls({piece.parameter: list(_cut(group, piece, named)) for piece in pieces})
