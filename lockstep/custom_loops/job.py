@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from lockstep.channel.polling import wait_on
-from lockstep.channel.sealed_channel import Channel
 from lockstep.cluster.environment import find_devices, find_place
 from lockstep.cluster.place import Place
 from lockstep.comm.codec.message_codec import decode, encode
@@ -51,38 +50,27 @@ _ROW_NUMBERS = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Handed:
-    """What a leader sends the other replicas of its host, besides descriptors.
+class Shared:
+    """What the replicas of a host share; its leader sends the first four.
 
     Attributes:
         hosts: the number of replicas on each host.
-        regions: the number of regions.
+        num_regions: the number of regions.
         abroad: the other hosts, if there are any.
         meeting: the meeting point of ranks of process groups, if any.
+        region: of an exchange, as this replica has it; None if there is only one replica.
+        stores: descriptors of further regions, if another replica has made them.
+        neighbours: this replica's connections to other hosts; None if there are none.
+        kept: an object that must live as long.
     """
 
     hosts: tuple[int, ...]
-    regions: int
+    num_regions: int
     abroad: RemoteHosts | None
     meeting: Meeting | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shared:
-    """What the replicas of a host share, as this replica has it.
-
-    Attributes:
-        region: of an exchange; None if there is only one replica.
-        stores: descriptors of further regions, if another replica has made them.
-        neighbours: this replica's connections to other hosts; None if there are none.
-        meeting: the meeting point of ranks of process groups, if any.
-        kept: objects that must live as long.
-    """
-
-    region: SharedRegion | None
-    stores: Sequence[int]
-    neighbours: Neighbours | None
-    meeting: Meeting | None
+    region: SharedRegion | None = None
+    stores: Sequence[int] = ()
+    neighbours: Neighbours | None = None
     kept: object = None
 
 
@@ -148,8 +136,8 @@ class Job:
     def _open_exchange(self) -> Exchange:
         """The exchange for all messages of replicas that are not an optimizer's."""
         if self._attachment is not None:
-            handed, shared = self._take(self._attachment)
-            self.hosts, self.rank = handed.hosts, self._attachment.rank
+            shared = self._take(self._attachment)
+            self.hosts, self.rank = shared.hosts, self._attachment.rank
         spec = ExchangeSpec(
             num_ranks=self.num_replicas,
             share_ranks=tuple(range(self.num_replicas)),
@@ -193,64 +181,46 @@ class Job:
             groups: parameters whose gradients are exchanged with other hosts.
         """
         if self._attachment is not None:
-            return self._take(self._attachment)[1]
+            return self._take(self._attachment)
         plan = self.plan()
         connected = HostChannels.of(self._others, plan, groups, self.timeout_seconds, reuses=False)
         meeting_point = meeting_point_of(plan, connected, self.timeout_seconds)
-        abroad = None if connected is None else connected.remote_hosts
-        channels = [] if connected is None else [*connected.channels.values()]
-        handed = _Handed(
+        channels = {} if connected is None else connected.channels
+        shared = Shared(
             hosts=self.hosts,
-            regions=len(regions),
-            abroad=abroad,
+            num_regions=len(regions),
+            abroad=None if connected is None else connected.remote_hosts,
             meeting=None if meeting_point is None else meeting_point.meeting,
         )
         if self._team is not None:
-            self._hand(handed, regions, channels)
+            descriptors = [region.descriptor for region in regions]
+            descriptors += [end.fileno() for end in channels.values()]
+            self._team.call(
+                take,
+                pickle.dumps(shared),
+                tuple(descriptors),
+                position=lambda rank: "in a loop of its own",
+                timeout_seconds=self.timeout_seconds,
+            )
+            self._team.finish(self.timeout_seconds)
         neighbours = None
         if connected is not None:
             neighbours = connected.neighbours(self.rank, (), wait_on)
-            for (rank, _, _), end in connected.channels.items():
-                if rank != self.rank:
-                    end.close()  # the replica has it
-        return Shared(
-            region=regions[0] if regions else None,
-            stores=(),
-            neighbours=neighbours,
-            meeting=handed.meeting,
-            kept=meeting_point,
-        )
+        for (rank, _, _), end in channels.items():
+            if rank != self.rank:
+                end.close()  # the replica has it
+        region = regions[0] if regions else None
+        return replace(shared, region=region, neighbours=neighbours, kept=meeting_point)
 
-    def _hand(
-        self, handed: _Handed, regions: Sequence[SharedRegion], channels: Sequence[Channel]
-    ) -> None:
-        assert self._team is not None
-        descriptors = [region.descriptor for region in regions]
-        descriptors += [channel.fileno() for channel in channels]
-        self._team.call(
-            take,
-            pickle.dumps(handed),
-            tuple(descriptors),
-            position=lambda rank: "in a loop of its own",
-            timeout_seconds=self.timeout_seconds,
-        )
-        self._team.finish(self.timeout_seconds)
-
-    def _take(self, attachment: Attachment) -> tuple[_Handed, Shared]:
+    def _take(self, attachment: Attachment) -> Shared:
         """What the leader of this host sends."""
         body, descriptors = attachment.serve_call()
-        handed: _Handed = pickle.loads(body)
-        count = handed.regions
-        neighbours = None
-        if handed.abroad is not None:
-            neighbours = handed.abroad.opened(attachment.rank, descriptors[count:])
-        shared = Shared(
-            region=open_region(descriptors[0]),
-            stores=descriptors[1:count],
-            neighbours=neighbours,
-            meeting=handed.meeting,
-        )
-        return handed, shared
+        shared: Shared = pickle.loads(body)
+        count, neighbours = shared.num_regions, None
+        if shared.abroad is not None:
+            neighbours = shared.abroad.opened(attachment.rank, descriptors[count:])
+        region = open_region(descriptors[0])
+        return replace(shared, region=region, stores=descriptors[1:count], neighbours=neighbours)
 
     def exchange(
         self,

@@ -192,14 +192,10 @@ class ReplicaUpdate:
     ) -> list[list[torch.Tensor]]:
         """The stores that the leader of this host has made."""
         access: Access = "shared" if self._job.engine is None else "copied"
+        options: dict[str, Any] = {"rank": self._job.rank, "ranks": self._job.ranks_here}
         return [
-            open_store(
-                layout,
-                descriptor,
-                rank=self._job.rank,
-                ranks=self._job.ranks_here,
-                access=access if number < len(layouts) - 1 else "shared",  # the options
-            )
+            # Of slots and options each replica writes only its own.
+            open_store(layout, descriptor, access=access if number < 2 else "shared", **options)
             for number, (descriptor, layout) in enumerate(zip(stores, layouts, strict=True))
         ]
 
