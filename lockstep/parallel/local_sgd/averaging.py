@@ -7,7 +7,6 @@ the others do not depend on timing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -27,29 +26,15 @@ from lockstep.plan.program.compression import Compression
 from lockstep.plan.spec import Plan
 
 
-@dataclass(frozen=True, kw_only=True)
-class Averaged:
-    """A replica's averaged tensors, by name.
+def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The averaged tensors of a model, by name: trained parameters, and buffers.
 
-    Attributes:
-        parameters: the trained ones.
-        buffers: numbers; flags are taken from the first replica.
-        slots: existing ones of the optimizer, if they are averaged.
+    Flags are taken from the first replica.
     """
-
-    parameters: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
-    slots: Mapping[str, torch.Tensor]
-
-    @classmethod
-    def of(cls, update: AveragedUpdate, model: nn.Module, updater: Updater) -> "Averaged":
-        """The present tensors."""
-        has_slots = update.averages_optimizer
-        return cls(
-            parameters={name: one for name, one in model.named_parameters() if one.requires_grad},
-            buffers={name: one for name, one in model.named_buffers() if one.dtype != torch.bool},
-            slots=_slots(updater) if has_slots else {},
-        )
+    return {
+        **{name: one for name, one in model.named_parameters() if one.requires_grad},
+        **{name: one for name, one in model.named_buffers() if one.dtype != torch.bool},
+    }
 
 
 def _slots(updater: Updater) -> dict[str, torch.Tensor]:
@@ -114,11 +99,10 @@ def _averaged_group(
 ) -> GroupSpec:
     plan = work.plan
     assert isinstance(plan.update, AveragedUpdate)
-    now = Averaged.of(plan.update, work.model, updater)
-    parameters = {name: one for name, one in now.parameters.items() if name in names}
-    tensors = [tensor_spec(name, one) for name, one in parameters.items()]
-    how = compressions(plan, ranks, tensors)
-    tensors += [tensor_spec(name, one) for name, one in now.buffers.items() if name in names]
+    weights = {name: one for name, one in _weights(work.model).items() if name in names}
+    parameters = {name: one for name, one in weights.items() if isinstance(one, nn.Parameter)}
+    how = compressions(plan, ranks, [tensor_spec(name, one) for name, one in parameters.items()])
+    tensors = [tensor_spec(name, one) for name, one in weights.items()]
     if plan.update.averages_optimizer:  # before the first step there are none yet
         tensors += [
             tensor_spec(_slot_name(key.parameter, key.slot), parameters[key.parameter])
@@ -210,8 +194,7 @@ class Averaging:
         if not self._has_begun:
             self._exchange.barrier()  # the others have copied the first replica's weights
         self._has_begun = True
-        now = self._now()
-        values = {**now.parameters, **now.buffers}
+        values = _weights(self._model)
         for name in (spec.name for each in self._averages for spec in each.specs):
             if name in self._start:
                 self._start[name].copy_(values[name])
@@ -225,32 +208,36 @@ class Averaging:
         Args:
             part: this replica's fraction of the loss weight since the last average.
         """
-        now, exchange = self._now(), self._exchange
+        exchange, weights = self._exchange, _weights(self._model)
+        slots = _slots(self._updater) if self._update.averages_optimizer else {}
         exchange.begin_pass()
         for each in self._averages:
-            each.put(self._row(each.specs, now, part if each.writes else 0.0))
+            each.put(self._row(each.specs, weights, slots, part if each.writes else 0.0))
         exchange.collect(0)
         for each in self._averages:
             each.sum()
         exchange.barrier()
         for each in self._averages:
             for name, total in each.sums():
-                self._take(now, name, total, writes=each.writes)
+                if name in slots:
+                    slots[name].copy_(total)
+                elif name in weights:
+                    self._change_by(name, weights[name], total, writes=each.writes)
         if self._is_divided:  # one rank has written weights that several ranks map
             exchange.barrier()
 
-    def _now(self) -> Averaged:
-        return Averaged.of(self._update, self._model, self._updater)
-
     def _row(
-        self, specs: Sequence[TensorSpec], now: Averaged, part: float
+        self,
+        specs: Sequence[TensorSpec],
+        weights: Mapping[str, torch.Tensor],
+        slots: Mapping[str, torch.Tensor],
+        part: float,
     ) -> list[torch.Tensor | None]:
         """This replica's row: changes of weights, and whole slots."""
-        changed = {**now.parameters, **now.buffers}
         return [
-            self._change(spec, changed[spec.name], part)
+            self._change(spec, weights[spec.name], part)
             if spec.name in self._start
-            else _part_of(now.slots.get(spec.name), part)
+            else _part_of(slots.get(spec.name), part)
             for spec in specs
         ]
 
@@ -264,17 +251,15 @@ class Averaging:
             return _part_of(change, part)
         return change if self._is_first else None  # a count, taken from the first replica
 
-    def _take(self, now: Averaged, name: str, total: torch.Tensor, *, writes: bool) -> None:
-        if name in now.slots:
-            now.slots[name].copy_(total)
-        elif name in now.buffers:
-            torch.add(self._start[name], total, out=now.buffers[name])
-        elif name in now.parameters:
-            outer, parameter = self._update.outer, now.parameters[name].detach()
-            if outer is not None:
-                total = nesterov(outer, total, self._updater.velocity(name))
-            if writes:
-                torch.add(self._start[name], total, out=parameter)
+    def _change_by(
+        self, name: str, value: torch.Tensor, change: torch.Tensor, *, writes: bool
+    ) -> None:
+        """Set a weight or buffer to its start and the replicas' average change."""
+        outer, is_parameter = self._update.outer, isinstance(value, nn.Parameter)
+        if outer is not None and is_parameter:
+            change = nesterov(outer, change, self._updater.velocity(name))
+        if writes or not is_parameter:
+            torch.add(self._start[name], change, out=value.detach())
 
 
 def nesterov(outer: Nesterov, change: torch.Tensor, velocity: torch.Tensor) -> torch.Tensor:
