@@ -23,7 +23,6 @@ from lockstep.parallel.data_parallel.gradient_rules import GradientRules
 from lockstep.parallel.exchange.exchange_layout import group_spec
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.storage.store import (
-    ParameterStore,
     TensorStore,
     check_separate,
     copy_to_views,
@@ -157,35 +156,24 @@ class ReplicaUpdate:
             [slot_spec(key, self._parameters[key.parameter]) for key in keys],
             [options],
         ]
-        stores = self._make_stores(layouts, values) if job.leads else []
+        stores = [*map(TensorStore.create, layouts)] if job.leads else []
+        for store, named in zip(stores, (self._parameters, values), strict=False):
+            copy_to_views(store.views, list(named.values()))
         regions = [store.region for store in stores]
-        made = [spec.create(job.ranks_here), *regions] if job.leads else []
-        shared = job.share(made, [self._group])
+        made = [spec.create(job.ranks_here)] if job.leads else []
+        shared = job.share([*made, *regions], [self._group])
         for region in regions[:2]:
             job.bring(region)
         job.barrier()
-        views = [store.views for store in stores]
-        if not job.leads:
-            views = self._open(shared.stores, layouts)
-            for parameter, view in zip(self._parameters.values(), views[0], strict=True):
-                parameter.data = view
+        views = [store.views for store in stores] or self._open(shared.stores, layouts)
+        for parameter, view in zip(self._parameters.values(), views[0], strict=True):
+            parameter.data = view
         copy_to_views(list(values.values()), views[1])
         self._options = views[3]
         updater.share_options(views[3][0])
         self._slots = dict(zip(keys, views[2], strict=True))
         updater.store_slots(self._slots)
         return shared
-
-    def _make_stores(
-        self, layouts: Sequence[Sequence[TensorSpec]], values: Mapping[str, torch.Tensor]
-    ) -> list[TensorStore]:
-        """On the leader of a host: the stores of its replicas, in the order of the layouts."""
-        stores: list[TensorStore] = [
-            ParameterStore.adopt(list(self._parameters.items())),
-            *map(TensorStore.create, layouts[1:]),
-        ]
-        copy_to_views(stores[1].views, list(values.values()))
-        return stores
 
     def _open(
         self, stores: Sequence[int], layouts: Sequence[Sequence[TensorSpec]]
