@@ -29,7 +29,7 @@ from lockstep.parallel.storage.store import (
     slot_spec,
     tensor_spec,
 )
-from lockstep.parallel.update import PieceSlots, SlotKey, Updater
+from lockstep.parallel.update import SlotKey, Updater
 from lockstep.parallel.update_worker import UpdateWorker
 from lockstep.train.runtime.serving import open_store
 from lockstep.train.runtime.stores import Access
@@ -304,15 +304,7 @@ class ReplicaUpdate:
                 self._optimizer.load_state_dict(told[0])
             return
         self._worker.gather_slots()
-        own = [
-            (part.name, part.start, part.stop, part.slots, list(part.stored))
-            for part in updater.slots()
-        ]
-        parts = [
-            PieceSlots(name=name, start=start, stop=stop, slots=slots, stored=tuple(stored))
-            for told in self._job.tell(own)
-            for name, start, stop, slots, stored in told
-        ]
+        parts = [part for told in self._job.tell(updater.slots()) for part in told]
         updater.take_slots(parts)
         self._job.barrier()
 
