@@ -18,7 +18,7 @@ import pytest
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import WorkerError
 from lockstep.launch.rendezvous import local_rendezvous
-from lockstep.launch.rendezvous.local_rendezvous import LocalPeer, meet_followers, meet_leader
+from lockstep.launch.rendezvous.local_rendezvous import meet_followers, meet_leader
 from lockstep.launch.security import handshake
 from lockstep.launch.workers.process_state import PeerProcess, user_of
 from tests.control_groups import num_descriptors
@@ -54,20 +54,20 @@ def threads() -> Iterator[Callable[..., "Future[Any]"]]:
     assert threading.active_count() <= before  # a thread of an earlier test may have ended
 
 
-def lead(place: Place, num_followers: int, seconds: float = SECONDS) -> list[LocalPeer]:
+def lead(place: Place, num_followers: int, seconds: float = SECONDS) -> list[PeerProcess]:
     return meet_followers(place, SECRET, num_followers=num_followers, timeout_seconds=seconds)
 
 
 def follow(
     place: Place, number: int, secret: bytes | None = SECRET, seconds: float = SECONDS
-) -> LocalPeer:
+) -> PeerProcess:
     return meet_leader(follower(place, number), secret, timeout_seconds=seconds)
 
 
-def check_and_close(local_peers: list[LocalPeer]) -> None:
-    for local_peer in local_peers:
-        assert local_peer.peer.pid == os.getpid()
-        local_peer.close()
+def check_and_close(peers: list[PeerProcess]) -> None:
+    for peer in peers:
+        assert peer.pid == os.getpid()
+        peer.close()
 
 
 @contextmanager
@@ -98,8 +98,8 @@ def test_processes_come_in_any_order(place: Place, secret: bytes | None) -> None
             time.sleep(0.05)
         followers = meet_followers(place, secret, num_followers=3, timeout_seconds=SECONDS)
         leaders = dict(zip((3, 1, 2), [each.result() for each in coming], strict=True))
-    for number, local_peer in enumerate(followers, 1):
-        local_peer.sock.send(bytes([number]))
+    for number, peer in enumerate(followers, 1):
+        peer.sock.send(bytes([number]))
         assert leaders[number].sock.recv(9) == bytes([number])
     check_and_close([*followers, *leaders.values()])
     assert num_descriptors() == before
@@ -332,5 +332,4 @@ def test_a_peer_that_has_ended() -> None:
         assert (peer.has_ended(), peer.is_ending()) == (False, False)
         process.communicate(timeout=SECONDS)
         assert (peer.has_ended(), peer.is_ending()) == (True, True)
-        accepted.close()
         peer.close()

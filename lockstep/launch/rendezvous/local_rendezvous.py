@@ -19,7 +19,6 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from lockstep.channel.polling import LOOK_AROUND_SECONDS, Stopwatch, has_hung_up, wait_on
 from lockstep.cluster.place import Place
@@ -32,12 +31,12 @@ from lockstep.launch.security.handshake import (
     OTHER_SECRET,
     Gate,
     HandshakeError,
-    introduce,
+    call,
     purpose_of,
 )
 from lockstep.launch.security.secret import Secret
-from lockstep.launch.sockets import connect, listen
-from lockstep.launch.workers.process_state import PeerProcess, pid_of
+from lockstep.launch.sockets import listen
+from lockstep.launch.workers.process_state import PeerProcess
 from lockstep.units import first_few
 
 _HANDSHAKE_SECONDS = 5.0
@@ -51,27 +50,9 @@ _FINAL = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalPeer:
-    """A connection to a process that has passed the handshake.
-
-    Attributes:
-        sock: the connection.
-        peer: the process at its other end.
-    """
-
-    sock: socket.socket
-    peer: PeerProcess
-
-    def close(self) -> None:
-        """Close the connection."""
-        self.sock.close()
-        self.peer.close()
-
-
 def meet_followers(
     place: Place, secret: bytes | None, *, num_followers: int, timeout_seconds: float
-) -> list[LocalPeer]:
+) -> list[PeerProcess]:
     """Wait for processes 1 to ``num_followers`` of this host; returns them by number.
 
     Raises:
@@ -87,12 +68,11 @@ def meet_followers(
         once=True,
         seconds=_HANDSHAKE_SECONDS,
     )
-    followers: dict[bytes, LocalPeer] = {}
+    followers: dict[bytes, PeerProcess] = {}
     try:
         while gate.purposes:
             for admission in gate.admit(LOOK_AROUND_SECONDS):
-                sock = admission.channel.socket
-                followers[admission.purpose] = LocalPeer(sock=sock, peer=PeerProcess(sock))
+                followers[admission.purpose] = PeerProcess(admission.channel.socket)
             for purpose in [each for each in followers if has_hung_up(followers[each].sock)]:
                 followers.pop(purpose).close()  # it gave up, and may connect again
                 gate.purposes.add(purpose)
@@ -109,7 +89,7 @@ def meet_followers(
     return [followers[purpose] for purpose in numbers]
 
 
-def meet_leader(place: Place, secret: bytes | None, *, timeout_seconds: float) -> LocalPeer:
+def meet_leader(place: Place, secret: bytes | None, *, timeout_seconds: float) -> PeerProcess:
     """Connect to process 0 of this host, which may start later.
 
     Raises:
@@ -118,24 +98,21 @@ def meet_leader(place: Place, secret: bytes | None, *, timeout_seconds: float) -
     _check_platform()
     watch, last_answer = Stopwatch(), "no process listens"
     while watch.tick() <= timeout_seconds:
-        seconds = min(_HANDSHAKE_SECONDS, timeout_seconds)
-        leader = ""
         try:
-            sock = connect(socket.AF_UNIX, _name_of(place), seconds, wait_on)
-            leader = f"process {pid_of(sock)}"
-            introduce(
-                sock,
+            channel = call(
+                socket.AF_UNIX,
+                _name_of(place),
                 Secret(secret or b""),
                 _purpose(place, place.process),
-                seconds=seconds,
+                seconds=min(_HANDSHAKE_SECONDS, timeout_seconds),
                 look_around=wait_on,
             )
-            return LocalPeer(sock=sock, peer=PeerProcess(sock))
+            return PeerProcess(channel.socket)
         except HandshakeError as error:
-            last_answer = f"{leader}: {error}"
+            last_answer = f"{error.peer}: {error}"
             if str(error) in _FINAL:
                 why = _FINAL[str(error)].format(number=place.process)
-                raise _refused(place, f"{leader}: {why}") from error
+                raise _refused(place, f"{error.peer}: {why}") from error
         except OSError:  # no listener yet, its queue is full, or it closed the connection
             pass
         time.sleep(LOOK_AROUND_SECONDS)

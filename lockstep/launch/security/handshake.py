@@ -73,7 +73,13 @@ _Exchange = Generator[tuple[bytes, int], bytes, tuple[bytes, Keys]]
 
 
 class HandshakeError(Exception):
-    """The other side does not belong to this job."""
+    """The other side does not belong to this job.
+
+    Attributes:
+        peer: the address or process at the other end of a call, for messages.
+    """
+
+    peer = ""
 
 
 def purpose_of(*parts: bytes | str | int) -> bytes:
@@ -227,22 +233,6 @@ def call(
         OSError: no process answers there.
     """
     sock = connect(family, where, seconds, look_around)
-    return introduce(sock, secret, purpose, seconds=seconds, look_around=look_around)
-
-
-def introduce(
-    sock: socket.socket,
-    secret: Secret,
-    purpose: bytes,
-    *,
-    seconds: float,
-    look_around: LookAround,
-) -> Channel:
-    """The caller's side of the handshake on a connection, which is closed if it fails.
-
-    Raises:
-        HandshakeError, OSError: as of ``call``.
-    """
     watch = Stopwatch()
     try:
         _check_user(sock)
@@ -251,7 +241,9 @@ def introduce(
             wait_for(sock, conversation.events, watch, look_around)
             if watch.tick() > seconds:
                 raise HandshakeError(_TOO_SLOW)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, HandshakeError):
+            error.peer = _peer_address(sock)
         sock.close()
         raise
     return admission.channel

@@ -36,7 +36,7 @@ from lockstep.launch.health.diagnostics import (
     stacks_on_request,
 )
 from lockstep.launch.health.failure import failure_error, noting_on, pack_failure, unpack_failure
-from lockstep.launch.rendezvous.local_rendezvous import LocalPeer, meet_followers, meet_leader
+from lockstep.launch.rendezvous.local_rendezvous import meet_followers, meet_leader
 from lockstep.launch.workers.helper import FAIL, RETURN, HelperContext
 from lockstep.launch.workers.link import Link, Message, give_up
 from lockstep.launch.workers.process_state import PeerProcess, StoppedProcessTimer
@@ -73,10 +73,10 @@ def attach_team(
     """
     assert place.leads
     assert num_helpers > 0
-    local_peers = meet_followers(
+    followers = meet_followers(
         place, secret, num_followers=num_helpers, timeout_seconds=timeout_seconds
     )
-    backends = [_FollowerBackend(place, number, one) for number, one in enumerate(local_peers, 1)]
+    backends = [_FollowerBackend(place, number, one) for number, one in enumerate(followers, 1)]
     try:
         return Team(
             num_helpers,
@@ -86,26 +86,29 @@ def attach_team(
         )
     except BaseException:
         for backend in backends:
-            backend.close()
+            backend.end([backend.number])
         raise
 
 
 class _FollowerBackend(WorkerBackend):
-    """The backend of one follower, whose process is the launcher's."""
+    """The backend of one follower, whose process is the launcher's.
 
-    def __init__(self, place: Place, number: int, local_peer: LocalPeer) -> None:
+    Attributes:
+        number: its process's, among those of its host.
+    """
+
+    def __init__(self, place: Place, number: int, peer: PeerProcess) -> None:
+        self.number = number
         self._place = place
-        self._number = number  # among its host's processes
-        self._sock = local_peer.sock
-        self._peer = local_peer.peer
+        self._peer = peer
         self._stack_event = make_event()
 
     def start_helper(self, rank: int, diagnostics: DiagnosticsFile) -> tuple[int, Link]:
-        link = Link(self._sock)
+        link = Link(self._peer.sock)
         descriptors = (diagnostics.descriptor, self._stack_event)
         with suppress(OSError):  # it has ended: the first call raises that
             link.send(Message(WELCOME, str(rank).encode(), descriptors))
-        return self._number, link
+        return self.number, link
 
     def note_ready(self) -> None:
         pass  # the process already ran
@@ -133,15 +136,14 @@ class _FollowerBackend(WorkerBackend):
         notify(self._stack_event)
 
     def end(self, numbers: Sequence[int]) -> None:
-        """Forget the process: when its link is closed its call ends, and its script continues."""
-        self.close()
-
-    def close(self) -> None:
-        self._sock.close()
+        """Disconnect from the process: its call ends, and its script continues."""
         self._peer.close()
         if self._stack_event >= 0:
             os.close(self._stack_event)
             self._stack_event = -1
+
+    def close(self) -> None:
+        pass  # its process is the launcher's
 
 
 # --- a follower's side ---------------------------------------------------------------------------
@@ -171,10 +173,10 @@ class Attachment(HelperContext):
         has_leader_failed: True if ``leader_loss`` was the leader's own exception.
     """
 
-    def __init__(self, leader: LocalPeer) -> None:
+    def __init__(self, leader: PeerProcess) -> None:
         super().__init__(0, Link(leader.sock))  # the rank comes with WELCOME
         self.has_leader_failed = False
-        self._leader = leader.peer
+        self._leader = leader
         self._stopped_timer = StoppedProcessTimer()
         self._is_link_usable = True  # no message was sent in part
         self._descriptors: list[int] = []  # of the diagnostics file and the event
@@ -296,7 +298,7 @@ def _restored_afterwards() -> Iterator[None]:
 
 
 def _close(link: Link, leader: PeerProcess, descriptors: list[int]) -> None:
-    link.close()
+    link.close()  # and the descriptors of a message that has come in part
     leader.close()
     while descriptors:
         os.close(descriptors.pop())

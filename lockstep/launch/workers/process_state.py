@@ -92,10 +92,12 @@ class PeerProcess:
     """The process that connected, or listened, at the other end of a Unix socket.
 
     Attributes:
+        sock: this end of the socket.
         pid: its process id.
     """
 
     def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
         self.pid = pid_of(sock)
         try:
             self._descriptor = os.pidfd_open(self.pid)
@@ -111,7 +113,8 @@ class PeerProcess:
         return self._ends_within(_ENDING_SECONDS)
 
     def close(self) -> None:
-        """Close the descriptor."""
+        """Close the socket, and the descriptor of the process."""
+        self.sock.close()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
