@@ -104,11 +104,11 @@ def run(options: argparse.Namespace) -> int:
     if options.ssh is not None:
         return _run_over_ssh(options, script, rendezvous)
     if options.processes is not None and options.processes > 1:
-        from lockstep.launch.launchers.local_member import run_processes
+        from lockstep.launch.launchers.local_run import run_processes
 
         return run_processes(script, options.processes)
     if options.local:
-        from lockstep.launch.launchers.local_member import run_hosts
+        from lockstep.launch.launchers.local_run import run_hosts
 
         return run_hosts(script, options.hosts, devices=options.devices, servers=options.servers)
     environ = {**os.environ, **_variables(options)}

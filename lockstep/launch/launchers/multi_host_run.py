@@ -19,14 +19,13 @@ import signal
 import subprocess
 import sys
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from lockstep.errors import printable
-from lockstep.launch.launchers.launch_spec import LaunchSpec
+from lockstep.launch.launchers.launch_spec import INTERRUPT, LaunchSpec
 from lockstep.launch.launchers.remote_agent import GRACE_SECONDS
 
 AGENT_ARGUMENTS = ("-m", "lockstep.launch.launchers.remote_agent")
@@ -35,6 +34,22 @@ AGENT_ARGUMENTS = ("-m", "lockstep.launch.launchers.remote_agent")
 Progress = tuple[tuple[bytes, bytes], int | None]
 
 _MOST_BYTES = 1 << 20
+
+
+class Agent(Protocol):
+    """Runs the script on one host."""
+
+    def read(self) -> Progress | None:
+        """New output, and the exit status; None if there is no answer yet. Does not wait."""
+
+    def write(self, data: bytes) -> None:
+        """Write to its input."""
+
+    def end(self) -> None:
+        """Request the script's end; does not wait."""
+
+    def close(self) -> None:
+        """Close all local resources, even if the script has not ended."""
 
 
 class AgentProcess:
@@ -96,46 +111,32 @@ _TICK_SECONDS = 0.05
 _END_SECONDS = GRACE_SECONDS + 5.0
 
 
-class Member(ABC):
+class Member:
     """The script on one host.
 
     Args:
         host: the host's name, for messages.
         prefix: of the shown lines; see ``Relay``.
+        agent: runs the script there.
 
     Attributes:
         status: the script's exit status; None until it has ended and all output is shown.
     """
 
-    def __init__(self, host: str, prefix: str) -> None:
+    def __init__(self, host: str, prefix: str, agent: Agent) -> None:
         self.host = host
+        self.agent = agent
         self.status: int | None = None
         self._relays = [Relay(prefix, sys.stdout), Relay(prefix, sys.stderr)]
 
-    @abstractmethod
-    def read(self) -> Progress | None:
-        """New output, and the exit status; None if there is no answer yet. Does not wait."""
-
     def show_output(self) -> None:
         """Show new output, and set ``status`` if the script has ended; does not wait."""
-        while self.status is None and (progress := self.read()):
+        while self.status is None and (progress := self.agent.read()):
             written, self.status = progress
             for relay, new in zip(self._relays, written, strict=True):
                 relay.write(new, is_last=self.status is not None)
             if not any(written):
                 break
-
-    @abstractmethod
-    def interrupt(self) -> None:
-        """Pass Ctrl-C on to the script."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """Request the script's end; does not wait."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close all local resources, even if the script has not ended."""
 
 
 # Sequences of progress displays (ECMA-48): styles; cursor movement and erasing; hiding and showing
@@ -188,7 +189,23 @@ def _final_text(line: str) -> str:
     return printable(_STYLE.sub("", line.rstrip("\r")).rpartition("\r")[2])
 
 
-def watch(members: Sequence[Member]) -> int:
+def run_members(starts: Iterable[tuple[str, Callable[[], Agent]]]) -> int:
+    """Run the script on all hosts; returns the exit status of the first that failed, or 0.
+
+    Args:
+        starts: each host's name, and a function that starts its agent.
+    """
+    members: list[Member] = []
+    try:
+        for number, (host, start) in enumerate(starts):
+            members.append(Member(host, f"[{host}] " if number else "", start()))
+        return _watch(members)
+    finally:
+        for member in members:
+            member.agent.close()
+
+
+def _watch(members: Sequence[Member]) -> int:
     """Watch until all have ended; returns the exit status of the first that failed, or 0.
 
     Ctrl-C is passed on to the script on every host; the second one ends them all.
@@ -208,7 +225,7 @@ def watch(members: Sequence[Member]) -> int:
                 if num_interrupts > 1:
                     deadline = _end(members)
                 for member in members:
-                    member.interrupt()
+                    member.agent.write(INTERRUPT)
             time.sleep(_TICK_SECONDS)
     return status
 
@@ -225,7 +242,7 @@ def _show_failure(failed: Member, members: Sequence[Member]) -> None:
 def _end(members: Sequence[Member]) -> float:
     """Request the end of all scripts; returns the deadline for it."""
     for member in members:
-        member.end()
+        member.agent.end()
     return time.monotonic() + _END_SECONDS
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -23,13 +24,12 @@ from lockstep.errors import HostError, Problems
 from lockstep.extras import import_extra
 from lockstep.launch.free_port import find_free_port
 from lockstep.launch.health.diagnostics import show
-from lockstep.launch.launchers.launch_spec import INTERRUPT, LaunchSpec, make_host_specs
+from lockstep.launch.launchers.launch_spec import LaunchSpec, make_host_specs
 from lockstep.launch.launchers.multi_host_run import (
     AGENT_ARGUMENTS,
     AgentProcess,
-    Member,
     Progress,
-    watch,
+    run_members,
 )
 from lockstep.launch.notices import FIRST_NOTICE_SECONDS
 from lockstep.launch.script import Script
@@ -96,15 +96,10 @@ def run_on_ray(job: RayJob) -> int:
         specs = make_host_specs(
             job.script, job.directory, Address(name=name, port=port), [job.devices] * job.hosts
         )
-        members = [
-            _RayMember(ray, host, actor, spec)
+        return run_members(
+            (f"host {host}", partial(_RayAgent, ray, f"host {host}", actor, spec))
             for host, (actor, spec) in enumerate(zip(actors, specs, strict=True))
-        ]
-        try:
-            return watch(members)
-        finally:
-            for member in members:
-                member.close()
+        )
 
 
 @contextmanager
@@ -166,37 +161,48 @@ def _start_actor(ray: Any, group: Any, host: int, devices: int) -> Any:
     place = strategies.PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=host
     )
-    remote = ray.remote(num_cpus=devices, max_restarts=0, scheduling_strategy=place)(_RayAgent)
+    remote = ray.remote(num_cpus=devices, max_restarts=0, scheduling_strategy=place)(_Actor)
     return remote.remote()
 
 
-class _RayMember(Member):
-    """The script on one node."""
+class _RayAgent:
+    """The agent of one node, reached through its actor.
 
-    def __init__(self, ray: Any, host: int, actor: Any, spec: LaunchSpec) -> None:
-        super().__init__(f"host {host}", "" if host == 0 else f"[host {host}] ")
+    Args:
+        ray: the module.
+        host: the host's name, for messages.
+        actor: the node's.
+        spec: for the agent.
+    """
+
+    def __init__(self, ray: Any, host: str, actor: Any, spec: LaunchSpec) -> None:
         self._ray = ray
+        self._host = host
         self._actor = actor
         actor.start.remote(spec)
         self._answer = actor.read.remote()
 
     def read(self) -> Progress | None:
+        """New output, and the exit status; None if the actor has not answered yet."""
         if not self._ray.wait([self._answer], timeout=0)[0]:
             return None
         try:
             progress: Progress = self._ray.get(self._answer)
         except self._ray.exceptions.RayError as error:
-            return (b"", f"{self.host} is lost: {_first_line(error)}\n".encode()), 1
+            return (b"", f"{self._host} is lost: {_first_line(error)}\n".encode()), 1
         self._answer = self._actor.read.remote()
         return progress
 
-    def interrupt(self) -> None:
-        self._actor.write.remote(INTERRUPT)
+    def write(self, data: bytes) -> None:
+        """Write to its input."""
+        self._actor.write.remote(data)
 
     def end(self) -> None:
+        """Request the script's end; does not wait."""
         self._actor.end.remote()
 
     def close(self) -> None:
+        """End the actor."""
         with suppress(Exception):  # the cluster may have ended
             self._ray.kill(self._actor)
 
@@ -205,7 +211,7 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-class _RayAgent:
+class _Actor:
     """The actor, which runs an agent on its node.
 
     Its calls run one after the other, on one thread that lives as long as the actor.

@@ -19,6 +19,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -26,8 +27,7 @@ import msgspec
 from lockstep.cluster.place import Address
 from lockstep.errors import HostError, OptionError, Problems, problem
 from lockstep.launch.launchers.launch_spec import make_host_specs
-from lockstep.launch.launchers.local_member import run_members
-from lockstep.launch.launchers.multi_host_run import AGENT_ARGUMENTS
+from lockstep.launch.launchers.multi_host_run import AGENT_ARGUMENTS, AgentProcess, run_members
 from lockstep.launch.script import Script
 
 # A name or address that no command can mistake for an option.
@@ -168,11 +168,10 @@ def run_on_hosts(
         [host.devices or devices for host in hosts],
         servers,
     )
-    commands = [
-        (host.name, f"[{host.name}] " if number else "", shells.on(host, *AGENT_ARGUMENTS))
-        for number, host in enumerate(hosts)
-    ]
-    return run_members(commands, specs)
+    return run_members(
+        (host.name, partial(AgentProcess, shells.on(host, *AGENT_ARGUMENTS), spec))
+        for host, spec in zip(hosts, specs, strict=True)
+    )
 
 
 def _find_port(host: ListedHost, shells: Shells) -> int:
