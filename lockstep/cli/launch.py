@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from lockstep.cli.script_words import add_script, take_script
+from lockstep.cli.script_words import add_script, check_number, take_script
+from lockstep.cluster.place import MAX_PORT
 from lockstep.disk import writing
 from lockstep.errors import OptionError, Problems
 from lockstep.launch.launchers.kubernetes import ClusterJob, default_name, write_manifest
@@ -153,6 +154,8 @@ def _add_kubernetes_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _launch_on_kubernetes(options: argparse.Namespace, script: Script, problems: Problems) -> int:
+    check_number(problems, options, "port", 1, MAX_PORT)
+    check_number(problems, options, "restarts", 0, 1000)
     name = options.name or default_name(script)
     return _write(
         options, write_manifest(_make_job(ClusterJob, options, script, problems, name=name))

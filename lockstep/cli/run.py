@@ -10,7 +10,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from lockstep.cli.script_words import add_script, take_script
+from lockstep.cli.script_words import add_script, check_number, take_script, written
 from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import MAX_PORT, Address
 from lockstep.errors import OptionError, Problems
@@ -168,7 +168,7 @@ def _check(options: argparse.Namespace) -> Address | None:
         ("port", 1, MAX_PORT),
         ("restarts", 0, None),
     ):
-        _check_number(problems, options, name, least, most)
+        check_number(problems, options, name, least, most)
     if options.ssh is None:
         _check_one_of_several(problems, options)
     else:
@@ -205,26 +205,13 @@ def _check_one_of_several(problems: Problems, options: argparse.Namespace) -> No
         for name in ("host_index", "rendezvous"):
             if getattr(options, name) is None:
                 problems.add(
-                    f"{_written(name)} must be given with several hosts.",
-                    received=f"--hosts {options.hosts} without {_written(name)}",
+                    f"{written(name)} must be given with several hosts.",
+                    received=f"--hosts {options.hosts} without {written(name)}",
                     fix="For example: --hosts 2 --host-index 0 --rendezvous 10.0.0.1:29400; or "
                     "--hosts 2 --local, which starts both here.",
                 )
     elif options.hosts is None:
         _refuse(problems, options, ("host_index", "min_hosts"), "without --hosts")
-
-
-def _check_number(
-    problems: Problems, options: argparse.Namespace, name: str, least: int, most: int | None
-) -> None:
-    number = getattr(options, name)
-    if number is not None and not (least <= number and (most is None or number <= most)):
-        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-        problems.add(
-            f"{_written(name)} must be {bounds}.",
-            received=f"{_written(name)} {number}",
-            fix="Correct it, or leave it out.",
-        )
 
 
 def _refuse(
@@ -234,14 +221,10 @@ def _refuse(
         value = getattr(options, name)
         if value is not None:
             problems.add(
-                f"{_written(name)} has no effect {where}.",
-                received=_written(name) if value is True else f"{_written(name)} {value}",
+                f"{written(name)} has no effect {where}.",
+                received=written(name) if value is True else f"{written(name)} {value}",
                 fix="Leave it out.",
             )
-
-
-def _written(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _check_target(script: Script) -> None:

@@ -8,7 +8,7 @@ refused.
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 
-from lockstep.errors import OptionError
+from lockstep.errors import OptionError, Problems
 from lockstep.launch.script import Script
 
 AddOptions = Callable[[argparse.ArgumentParser], None]
@@ -85,3 +85,22 @@ def _check_arguments(arguments: Sequence[str], actions: Mapping[str, argparse.Ac
                 fix="Put it right after SCRIPT; or, if it is the script's, put -- before the "
                 "script's arguments.",
             )
+
+
+def check_number(
+    problems: Problems, options: argparse.Namespace, name: str, least: int, most: int | None
+) -> None:
+    """Check that an option that counts something is within bounds, if it is given."""
+    number = getattr(options, name)
+    if number is not None and not (least <= number and (most is None or number <= most)):
+        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        problems.add(
+            f"{written(name)} must be {bounds}.",
+            received=f"{written(name)} {number}",
+            fix="Correct it, or leave it out.",
+        )
+
+
+def written(name: str) -> str:
+    """An option as users write it: ``--host-index``."""
+    return f"--{name.replace('_', '-')}"

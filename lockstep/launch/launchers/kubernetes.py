@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from lockstep.cluster.place import MAX_PORT
 from lockstep.errors import Problems
 from lockstep.launch.script import Script
 
@@ -87,16 +86,6 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True):
                     f"{option} must be {rule}.",
                     received=repr(value),
                     fix="Kubernetes would refuse the manifest.",
-                )
-        for option, number, lowest, highest in (
-            ("--port", self.port, 1, MAX_PORT),
-            ("--restarts", self.restarts, 0, 1000),
-        ):
-            if not lowest <= number <= highest:
-                problems.add(
-                    f"{option} must be from {lowest} to {highest}.",
-                    received=f"{option} {number}",
-                    fix="Correct it, or leave it out.",
                 )
 
 

@@ -42,7 +42,7 @@ class _Announcement(msgspec.Struct, frozen=True, kw_only=True):
     token: bytes
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Opening:
     """One opening of channels on one host; see ``open_channels``."""
 
@@ -191,16 +191,11 @@ def open_channels(
     Raises:
         HostError: another host did not connect, failed, or is lost.
     """
-    if control_group.secret is None:
+    secret = control_group.secret
+    if secret is None:
         return {}
     with control_group.passing_on_failures():
-        return _Opening(
-            control_group=control_group,
-            secret=control_group.secret,
-            counts=counts,
-            timeout_seconds=timeout_seconds,
-            look_around=look_around,
-        ).opened()
+        return _Opening(control_group, secret, counts, timeout_seconds, look_around).opened()
 
 
 def _purpose(token: bytes, low: int, high: int, number: int) -> bytes:
