@@ -19,8 +19,6 @@ from lockstep.frontends.keras.custom_steps.custom_step import (
 )
 from lockstep.frontends.keras.custom_steps.custom_step_tasks import (
     CustomStepEvaluation,
-    CustomStepEvaluationDriver,
-    CustomStepFitDriver,
     CustomStepFitTask,
     StepMetrics,
 )
@@ -62,7 +60,7 @@ from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.trainer_state import TrainerState
 from lockstep.train.fit.fit_hooks import FitHooks
-from lockstep.train.fit.tasks import DataPass, EvaluateTask, Evaluation, PredictTask
+from lockstep.train.fit.tasks import DataPass, EvaluateTask, PredictTask
 from lockstep.train.fit.training_run import run_training
 from lockstep.train.input.data_adapter import DataPipeline
 from lockstep.train.input.stream_broadcast import SharedStream, sample_of
@@ -157,11 +155,10 @@ class KerasTrainer(FrontEnd):
         task = self._fit_task(kind, feed, validation, options, hooks)
         runner.maker().check_batch_size(feed.batch_size)
         runner.batch_size = feed.batch_size
-        kind_of_driver = KerasFitDriver if custom is None else CustomStepFitDriver
 
         def make_driver(interrupt: Interrupt) -> KerasFitDriver:
             trainer = cast(TrainerProtocol, self)
-            return kind_of_driver(trainer, callbacks, self.checkpoints, interrupt)
+            return KerasFitDriver(trainer, callbacks, self.checkpoints, interrupt)
 
         driver = run_training(self.checkpoints, task, loss, options.restarts, make_driver)
         self._analysis.is_independent = True
@@ -252,14 +249,10 @@ class KerasTrainer(FrontEnd):
         if custom is None and self._is_divided():
             self._analysis.check_independence(feed.source)
         data = self._pass_over(feed, callbacks, "test", shows_bar=True)
-        evaluation: Evaluation = MeansOfBatches(loss)
-        kind = EvaluationDriver
-        if custom is not None:
-            evaluation, kind = CustomStepEvaluation(custom), CustomStepEvaluationDriver
+        evaluation = MeansOfBatches(loss) if custom is None else CustomStepEvaluation(custom)
         task = EvaluateTask(data=data, metrics=metrics, evaluation=evaluation)
-        driver = TaskDriver()
-        if self._job_context.is_chief:
-            driver = kind(self.model.model, callbacks)
+        is_chief = self._job_context.is_chief
+        driver = EvaluationDriver(self.model.model, callbacks) if is_chief else TaskDriver()
         found: Logs = self.runner.run(task, loss, None, driver, feed.batch_size)
         return self._job_context.from_chief(found)
 
@@ -281,9 +274,7 @@ class KerasTrainer(FrontEnd):
         is_chief = self._job_context.is_chief
         driver = PredictionDriver(self.model, callbacks) if is_chief else TaskDriver()
         parts = self.runner.run(task, None, None, driver, feed.batch_size)
-        return self._job_context.from_chief(
-            concatenate(parts) if self._job_context.is_chief else None
-        )
+        return self._job_context.from_chief(concatenate(parts) if is_chief else None)
 
     @property
     def is_on_one_device(self) -> bool:  # type: ignore[override]  # an attribute in the base

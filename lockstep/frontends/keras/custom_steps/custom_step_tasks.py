@@ -9,20 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from keras.src.utils.python_utils import pythonify_logs
 
 from lockstep.data.map_style.sources import Source
 from lockstep.data.trees import Tree
 from lockstep.frontends.keras.custom_steps.custom_step import CustomSteps
 from lockstep.frontends.keras.custom_steps.share_steps import ShareSteps
 from lockstep.frontends.keras.custom_steps.step_calls import metrics_of
-from lockstep.frontends.keras.fit.fit_driver import EvaluationDriver, KerasFitDriver
 from lockstep.frontends.keras.fit.tasks import KerasFitTask, SizedLosses
 from lockstep.frontends.keras.layers.metrics import KerasMetrics, assign_each
 from lockstep.parallel.batch_run import Observe, StepBatch
 from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.training_step import StepResult
-from lockstep.train.callbacks.driver import Logs, TaskDriver
+from lockstep.train.callbacks.driver import Logs
 from lockstep.train.callbacks.rank_sync import RankSync
 from lockstep.train.fit.tasks import Evaluation
 
@@ -102,29 +100,3 @@ class CustomStepEvaluation(Evaluation):
 def _steps_of(rank_sync: RankSync, custom: CustomSteps) -> ShareSteps:
     worker: Any = rank_sync.worker
     return ShareSteps(worker.model, custom, worker, rank_sync.control)
-
-
-class _StepLogs(TaskDriver):
-    """Makes logs of what steps return, as Keras does."""
-
-    _model: Any
-    _last_logs: Any = None
-
-    def report_logs(self, logs: Logs) -> None:
-        self._last_logs = logs
-
-    def results(self, losses: Logs) -> Logs:
-        found: Logs = pythonify_logs(self._model._get_metrics_result_or_logs(self._last_logs))
-        return found
-
-
-class CustomStepEvaluationDriver(_StepLogs, EvaluationDriver):
-    """Rank 0's part in ``evaluate``."""
-
-
-class CustomStepFitDriver(_StepLogs, KerasFitDriver):
-    """Rank 0's part in ``fit``."""
-
-    def _step_logs(self, result: StepResult) -> Logs:
-        logs: Logs = self._last_logs
-        return logs

@@ -117,12 +117,20 @@ class EvaluationDriver(TaskDriver):
     def __init__(self, model: Any, callbacks: Any) -> None:
         self._model = model
         self._listed = callbacks
+        self._logs_of_step: tuple[()] | tuple[Any] = ()  # that a custom step has returned
 
     @property
     def wants_to_stop(self) -> bool:  # type: ignore[override]  # an attribute in the base
         return bool(self._model.stop_evaluating)
 
+    def report_logs(self, logs: Logs) -> None:
+        self._logs_of_step = (logs,)
+
     def results(self, losses: Logs) -> Logs:
+        if self._logs_of_step:
+            logs = self._model._get_metrics_result_or_logs(*self._logs_of_step)
+            returned: Logs = pythonify_logs(logs)
+            return returned
         names = ("loss", *(metric.name for metric in _loss_metrics(self._model)))
         trackers = (self._model._loss_tracker, *_loss_metrics(self._model))
         for name, tracker in zip(names, trackers, strict=True):
@@ -269,7 +277,7 @@ class KerasFitDriver(FitDriver, EvaluationDriver):
         super().end_step(index, result)
 
     def _step_logs(self, result: StepResult) -> Logs:
-        return self._logs
+        return self._logs_of_step[0] if self._logs_of_step else self._logs
 
     def resume_epoch(self, results: Sequence[StepResult]) -> None:
         self._loss_means.add(

@@ -6,10 +6,9 @@ Keras's own layers, losses, metrics and optimizers, whose attributes are known, 
 that hold no tensors. Other models have none.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -29,8 +28,7 @@ from lockstep.frontends.keras.settings import KerasSettings
 from lockstep.parallel.transfer.serialization import describe, has_tensors, reducing
 
 
-@dataclass(frozen=True)
-class ModelFingerprint:
+class ModelFingerprint(NamedTuple):
     """The state of a model, its losses, metrics and optimizer, without weights.
 
     Attributes:
@@ -63,19 +61,20 @@ class CompiledModelFingerprinter:
 
         None if a fingerprint would not be complete.
         """
-        module, model = self._module, self._module.model
+        model = self._module.model
         compiled = _compiled_parts(model)
         attributes = Attributes(model, *compiled)
         functions = list(filter(_is_function_of_user, attributes.values()))
-        now = ModelFingerprint(
-            attributes=attributes,
-            functions=_described(functions),
-            trained=tuple(one.requires_grad for one in module.parameters()),
-            settings=KerasSettings.current(),
-        )
-        if now != self._last:
-            self._last = now
-            self._is_complete = _is_complete(model, compiled, functions)
+        with reducing(reduce):
+            now = ModelFingerprint(
+                attributes=attributes,
+                functions=describe(functions) if functions else b"",
+                trained=tuple(one.requires_grad for one in self._module.parameters()),
+                settings=KerasSettings.current(),
+            )
+            if now != self._last:
+                self._last = now
+                self._is_complete = not has_tensors(functions) and _is_complete(model, compiled)
         return self._last if self._is_complete else None
 
 
@@ -95,46 +94,23 @@ def _losses(model: Any) -> list[Any]:
     return [] if losses is None else [losses, *(one.loss for one in losses._flat_losses or ())]
 
 
-def _described(functions: list[Any]) -> bytes:
-    if not functions:
-        return b""
-    with reducing(reduce):
-        return describe(functions)
-
-
-def _is_complete(model: Any, compiled: list[Any], functions: list[Any]) -> bool:
-    """Whether a fingerprint compares everything, and nothing that can change in place."""
-    with reducing(reduce):
-        if has_tensors(functions):
-            return False
+def _is_complete(model: Any, compiled: list[Any]) -> bool:
+    """Whether attributes show everything, and nothing that can change in place."""
+    own, of_layers, of_losses = map(_leaves, (compiled, model._flatten_layers(), _losses(model)))
     return (
         Attributes.are_enough(model)
         and all(map(is_keras_own, compiled))
-        and all(is_plain(one) or _is_function_of_user(one) for one in _attribute_values(compiled))
-        and not any(map(_is_array, _attribute_values([*model._flatten_layers(), *compiled])))
-        and not any(isinstance(one, keras.Variable) for one in _attribute_values(_losses(model)))
+        and all(is_plain(one) or _is_function_of_user(one) for one in own)
+        and not any(isinstance(one, torch.Tensor | np.ndarray) for one in [*own, *of_layers])
+        and not any(isinstance(one, keras.Variable) for one in of_losses)
     )
 
 
-def _attribute_values(objects: Iterable[Any]) -> Iterator[Any]:
+def _leaves(objects: Iterable[Any]) -> list[Any]:
     """The attributes of objects, and the items of lists and dicts among them."""
-    for one in objects:
-        yield from _leaves(attributes_of(one).values())
-
-
-def _leaves(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, Mapping):
-            yield from _leaves(value.values())
-        elif isinstance(value, list | tuple):
-            yield from _leaves(value)
-        else:
-            yield value
+    found: list[Any] = keras.tree.flatten([list(attributes_of(one).values()) for one in objects])
+    return found
 
 
 def _is_function_of_user(value: object) -> bool:
     return isinstance(value, FunctionType) and is_user_defined(value)
-
-
-def _is_array(value: object) -> bool:
-    return isinstance(value, torch.Tensor | np.ndarray)
