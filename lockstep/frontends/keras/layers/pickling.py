@@ -59,6 +59,14 @@ _TABLES = ("lookup_table", "token_counts", "token_document_counts")
 
 _Fill = Callable[[Any, Any], None]
 
+# Keras's containers, and what adds contents to each without being tracked.
+_CONTAINERS: dict[type[Any], _Fill] = {
+    TrackedList: list.extend,
+    TrackedDict: dict.update,
+    TrackedOrderedDict: dict.update,
+    TrackedSet: set.update,
+}
+
 
 def reduce(obj: Any) -> Any:
     """How an object of Keras's is pickled; see ``parallel.transfer.serialization.reducing``."""
@@ -68,12 +76,9 @@ def reduce(obj: Any) -> Any:
         fill, state = _fill_lookup, (sent_attributes(obj), obj.get_vocabulary(False))
     elif isinstance(obj, KerasSaveable):
         fill, state = _fill, sent_attributes(obj)
-    elif isinstance(obj, TrackedList):
-        fill, state = _fill_list, (vars(obj), list(obj))
-    elif isinstance(obj, TrackedDict | TrackedOrderedDict):
-        fill, state = _fill_dict, (vars(obj), dict(obj))
-    elif isinstance(obj, TrackedSet):
-        fill, state = _fill_set, (vars(obj), list(obj))
+    elif type(obj) in _CONTAINERS:
+        contents = dict(obj) if isinstance(obj, dict) else list(obj)
+        fill, state = _fill_container, (vars(obj), contents)
     elif type(obj) is Tracker:
         # It records new variables and layers; a helper makes none.
         return Tracker, ({},)
@@ -137,16 +142,6 @@ def _fill_lookup(obj: Any, state: tuple[dict[str, Any], list[Any]]) -> None:
     obj.lookup_table = obj._lookup_table_from_tokens(state[1])
 
 
-def _fill_list(obj: Any, state: tuple[dict[str, Any], list[Any]]) -> None:
+def _fill_container(obj: Any, state: tuple[dict[str, Any], Any]) -> None:
     _fill(obj, state[0])
-    list.extend(obj, state[1])
-
-
-def _fill_dict(obj: Any, state: tuple[dict[str, Any], dict[Any, Any]]) -> None:
-    _fill(obj, state[0])
-    dict.update(obj, state[1])
-
-
-def _fill_set(obj: Any, state: tuple[dict[str, Any], list[Any]]) -> None:
-    _fill(obj, state[0])
-    set.update(obj, state[1])
+    _CONTAINERS[type(obj)](obj, state[1])
