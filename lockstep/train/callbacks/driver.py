@@ -165,9 +165,6 @@ class TaskDriver:
     def report_logs(self, logs: Logs) -> None:
         """The logs that a step of a model's own has returned for a batch."""
 
-    def resume_epoch(self, results: Sequence[StepResult]) -> None:
-        """An epoch continues after these steps."""
-
     def results(self, values: Logs) -> Logs:
         """Losses and metrics as the logs of an epoch or an evaluation."""
         return values

@@ -233,8 +233,7 @@ class KerasFitDriver(FitDriver, EvaluationDriver):
         each = [KerasCallbacks(self._model, callbacks)]
         FitDriver.__init__(self, trainer, checkpoints, each, interrupt)
         self._user_parts: list[Any] = []
-        self._reported_logs: Logs = {}  # of the current step
-        self._logs: Logs = {}  # of the last one
+        self._reported_logs: Logs = {}  # the last of the epoch
         self.logs: Logs = {}
         self._begin_means()
 
@@ -250,9 +249,9 @@ class KerasFitDriver(FitDriver, EvaluationDriver):
         self._begin_means()
 
     def _begin_means(self) -> None:
-        """Forget the losses so far in the epoch: in all, and of several losses each."""
-        names = [metric.name for metric in _loss_metrics(self._model)]
-        self._loss_means, self._reported_means = LossMeans(), LossMeans(names)
+        """Forget the losses so far in the epoch."""
+        self._means = LossMeans([metric.name for metric in _loss_metrics(self._model)])
+        self._reported_logs = {}
 
     def resume_after(self, error: WorkerError) -> FitPosition | None:
         resume = super().resume_after(error)
@@ -268,21 +267,11 @@ class KerasFitDriver(FitDriver, EvaluationDriver):
         self._journal.once(partial(super().end_batch, index, losses))
 
     def report_losses(self, batches: Sequence[SizedLosses]) -> None:
-        self._reported_means.add(batches)
-        self._reported_logs = self.results(self._reported_means.logs)
-
-    def end_step(self, index: int, result: StepResult) -> None:
-        self.resume_epoch([result])
-        self._logs, self._reported_logs = self._reported_logs or self._loss_means.logs, {}
-        super().end_step(index, result)
+        self._means.add(batches)
+        self._reported_logs = self.results(self._means.logs)
 
     def _step_logs(self, result: StepResult) -> Logs:
-        return self._logs_of_step[0] if self._logs_of_step else self._logs
-
-    def resume_epoch(self, results: Sequence[StepResult]) -> None:
-        self._loss_means.add(
-            (one.num_samples, [one.loss if one.weight else 0.0]) for one in results
-        )
+        return self._logs_of_step[0] if self._logs_of_step else self._reported_logs
 
     def _notice(self, text: str) -> None:
         print_msg(text)

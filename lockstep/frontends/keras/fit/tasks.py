@@ -57,10 +57,8 @@ class KerasFitTask(FitTask):
     def _begin_sums(self, rank_sync: RankSync, epoch: int) -> list[StepResult]:
         results = super()._begin_sums(rank_sync, epoch)
         self._num_reported = 0
-        if results:
-            rank_sync.driver.resume_epoch(results)
-            if self.hooks.reports != "never":
-                self._report(rank_sync, results)
+        if results and self.hooks.reports != "never":
+            self._report(rank_sync, results)
         return results
 
     def _reports(self, rank_sync: RankSync) -> Reports:
