@@ -136,7 +136,7 @@ def test_trials_change_nothing_in_the_script() -> None:
         first.model.state_dict().values(), second.model.state_dict().values(), strict=True
     ):
         assert torch.equal(ours, theirs)
-    assert first._steps_trained == second._steps_trained
+    assert first._runner.steps_trained == second._runner.steps_trained
     for group, other in zip(
         first.optimizer.param_groups, second.optimizer.param_groups, strict=True
     ):
