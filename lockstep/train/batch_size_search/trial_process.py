@@ -31,7 +31,7 @@ from lockstep.data.map_style.sources import Source
 from lockstep.errors import DeviceError, WorkerError
 from lockstep.launch.health.failure import MEMORY_RAN_OUT, as_raised, summary_of
 from lockstep.launch.workers.helper import HelperContext
-from lockstep.launch.workers.pool import warm_server
+from lockstep.launch.workers.pool import take_team
 from lockstep.launch.workers.team import Team
 from lockstep.parallel.exchange.control import unpacked
 from lockstep.parallel.settings import TorchSettings, num_threads
@@ -143,7 +143,7 @@ class Trials:
     def _run(self, batch_size: int, samples: SerializedObject) -> "_Figures":
         self._batch_size = batch_size
         if self._team is None:
-            self._team = Team(1, partial(warm_server, None, PRELOAD))
+            self._team = take_team(1, None, PRELOAD)
             self._team.call(
                 serve_trials,
                 self._body,
