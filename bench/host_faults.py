@@ -119,7 +119,6 @@ def _train_keras(folder: Path, epochs: int, every: str, steps: int, *, is_told: 
     import numpy as np
 
     import lockstep.keras
-    from lockstep.train.checkpointing.training_state import TrainingState
 
     class Ledger(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
         num_steps = 0
@@ -153,7 +152,7 @@ def _train_keras(folder: Path, epochs: int, every: str, steps: int, *, is_told: 
         ],
     )
     trainer: Any = model._lockstep.trainer
-    digest = TrainingState.of(trainer.state.take()).digest()
+    digest = trainer.state.take().digest()
     trainer.runner.close()
     return [digest, {name: [*map(float, each)] for name, each in history.history.items()}]
 

@@ -174,7 +174,7 @@ def _fit_keras(faults: Iterable[Faults], restarts: int, record: str) -> tuple[st
     data = (x, (x[:, 0] > 0).astype("int64"))
     history = model.fit(*data, epochs=EPOCHS, batch_size=BATCH, verbose=0, callbacks=callbacks)
     trainer: Any = model._lockstep.trainer
-    digest = TrainingState.of(trainer.state.take()).digest()
+    digest = trainer.state.take().digest()
     trainer.runner.close()
     return digest, {name: [*map(float, each)] for name, each in history.history.items()}
 

@@ -95,7 +95,7 @@ class StateMethods:
             CheckpointError: the state of a scheduler, a callback or a module has other values; or a
                 callback calls it where training cannot resume.
         """
-        return self._state.take()
+        return self._state.take().parts()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state: training continues with the bits that it would have had.

@@ -69,7 +69,7 @@ history = model.fit(
     x, (x[:, 0] > 0).astype("int64"), epochs=int(sys.argv[3]), batch_size=12, verbose=0,
     callbacks=[Slow(), checkpoint],
 )
-state = TrainingState.of(model._lockstep.trainer.state.take())
+state = model._lockstep.trainer.state.take()
 # Where warnings are errors, Keras leaves some values as tensors.
 values = {name: [*map(float, each)] for name, each in history.history.items()}
 print(json.dumps([state.digest(), values]))

@@ -13,7 +13,6 @@ import lockstep
 import lockstep.keras
 from lockstep.errors import OptionError, WorkerError
 from lockstep.frontends.keras.fit.checkpoints import FitSnapshot
-from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.fault_tolerance import overhead_budget
 from lockstep.train.fault_tolerance.run_record import VARIABLE, read_record
 from tests.thorough import core_of
@@ -94,7 +93,7 @@ def trained(
     callbacks = [*others, seen, *([lockstep.keras.Restarts(restarts)] if restarts else [])]
     options = {"x": X, "y": Y, "batch_size": BATCH, "validation_data": (X[:20], Y[:20]), **options}
     history = model.fit(epochs=EPOCHS, verbose=0, callbacks=callbacks, **options)
-    state = TrainingState.of(model._lockstep.trainer.state.take()).digest()
+    state = model._lockstep.trainer.state.take().digest()
     model._lockstep.trainer.runner.close()
     values = {name: [*map(float, each)] for name, each in history.history.items()}
     return state, values, seen.told

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,17 +31,17 @@ from lockstep.train.fault_tolerance.lost_hosts import newest_of_all, resumed_fro
 from lockstep.train.fault_tolerance.overhead_budget import OverheadBudget
 from lockstep.train.multihost.discovery import local_host_info
 from lockstep.train.multihost.hosts import Hosts
+from lockstep.train.resume.fit_record import FitRecord, FitState, Found
 from tests.channels import sealed
 from tests.control_groups import SECONDS, SECRET, address, place, together
 
 FOLDER: Any = "run"
 NUM_HOSTS = 3
-RECORD = {"epochs": 0, "steps": 0, "asked": {}, "history": {}, "epoch": [], "is_finished": False}
 
 
 def checkpoint(
     by: str, steps: int, epoch: int = 0, batch: int = 0, *, is_finished: bool = False
-) -> dict[str, Any]:
+) -> Found:
     """One that is as far, with the name of whoever has it."""
     fit = None if is_finished else {"epoch": epoch, "batch": batch}
     state = TrainingState(
@@ -48,7 +49,14 @@ def checkpoint(
         random={"by": by},
         position={"epochs": 0, "steps": steps, "fit": fit},
     )
-    return {**state.parts(), "fit": {**RECORD, "is_finished": is_finished}}
+    return Found(
+        state=state, record=FitRecord(epochs=0, steps=0, asked={}, is_finished=is_finished)
+    )
+
+
+def copy_of(tensor: torch.Tensor) -> FitState:
+    record = FitRecord(epochs=0, steps=0, asked={})
+    return FitState(state=TrainingState(parameters={"a": tensor}), record=record)
 
 
 def wait_for(is_true: Callable[[], object]) -> None:
@@ -110,14 +118,14 @@ def enter(host: int, where: Address) -> Hosts:
     return Hosts(own, group, SECONDS)
 
 
-def memory_of(has: dict[str, Any] | None) -> MemoryCheckpoints:
+def memory_of(has: FitState | None) -> MemoryCheckpoints:
     memory = MemoryCheckpoints()
-    memory._tree = has
+    memory._kept = has
     return memory
 
 
 FAR = checkpoint("far", 30, 1, 10)
-CASES: dict[str, tuple[list[dict[str, Any] | None], str | None]] = {
+CASES: dict[str, tuple[list[Found | None], str | None]] = {
     "nobody has one": ([None, None, None], None),
     "the disk alone": ([checkpoint("disk", 5), None, None], "disk"),
     "host 1 alone": ([None, None, FAR], "far"),
@@ -144,10 +152,10 @@ def test_all_go_on_from_the_newest_that_anybody_has(case: str, hosts: list[Hosts
         )
     )
     for own in found:
-        assert (own and own["random"]["by"]) == expected
+        assert (own and own.state.random["by"]) == expected
         if own is not None:
-            weights = own["parameters"]["weight"]
-            assert torch.equal(weights, torch.arange(1000.0) * own["position"]["steps"])
+            weights = own.state.parameters["weight"]
+            assert torch.equal(weights, torch.arange(1000.0) * own.state.position["steps"])
 
 
 def test_a_host_that_goes_on_where_nobody_has_anything_says_so() -> None:
@@ -193,19 +201,19 @@ def channel_ends() -> tuple[Channel, Channel]:
 def test_host_1_has_what_host_0_keeps_and_a_host_that_comes_again_gets_it(
     hosts: list[Hosts],
 ) -> None:
-    tree = {
-        **checkpoint("host 0", 7, 0, 7),
-        "loss_scale": {"infinite": math.inf, "counts": Counter({3: 4}), "pair": (1, None)},
-        "buffers": {"half": torch.randn(3, 4).to(torch.bfloat16).T, "none": torch.zeros(0)},
-    }
-    record = tree.pop("fit")
+    kept = checkpoint("host 0", 7, 0, 7)
+    state = replace(
+        kept.state,
+        loss_scale={"infinite": math.inf, "counts": Counter({3: 4}), "pair": (1, None)},
+        buffers={"half": torch.randn(3, 4).to(torch.bfloat16).T, "none": torch.zeros(0)},
+    )
     memories = [MemoryCheckpoints() for _ in hosts]
 
     def act(own: Hosts) -> None:
         memory = memories[own.host]
         with memory.shared(own, None):
             if own.host == 0:
-                memory.keep(tree, record, time.monotonic())
+                memory.keep(replace(kept, state=state), time.monotonic())
                 assert memory._sender is not None
                 sender = memory._sender
                 wait_for(lambda: sender.is_idle)
@@ -216,12 +224,11 @@ def test_host_1_has_what_host_0_keeps_and_a_host_that_comes_again_gets_it(
     found = together(
         *(lambda own=own: newest_of_all(own, None, memories[own.host], FOLDER) for own in hosts)
     )
-    expected = TrainingState.of(tree).digest()
     for own in found:
-        assert own.pop("fit") == record
-        assert TrainingState.of(own).digest() == expected
-        assert own["loss_scale"]["counts"] == Counter({3: 4})
-        assert type(own["loss_scale"]["pair"]) is tuple
+        assert own.record == kept.record
+        assert own.state.digest() == state.digest()
+        assert own.state.loss_scale["counts"] == Counter({3: 4})
+        assert type(own.state.loss_scale["pair"]) is tuple
 
 
 def test_what_all_begin_with_is_kept_until_there_is_more(hosts: list[Hosts]) -> None:
@@ -316,12 +323,13 @@ def test_a_host_without_room_for_a_copy_is_told_of_once(monkeypatch: pytest.Monk
 def test_nobody_waits_for_a_host_that_does_not_read() -> None:
     near, far = channel_ends()
     memory = MemoryCheckpoints()
-    memory.keep({"a": torch.zeros(1 << 22)}, RECORD, time.monotonic())
+    memory.keep(copy_of(torch.zeros(1 << 22)), time.monotonic())
     first = memory.newest()
-    assert memory.release() is first, "its memory is written to again"
+    assert first is not None
+    assert memory.release() is first.state, "its memory is written to again"
     with closing(far), closing(StateSender(near, "Host 1")) as sender:
         memory._sender = sender
-        memory.keep({"a": torch.zeros(1 << 22)}, RECORD, time.monotonic())
+        memory.keep(copy_of(torch.zeros(1 << 22)), time.monotonic())
         assert not sender.is_idle
         assert memory.release() is None, "the other host still gets it"
 
@@ -336,7 +344,7 @@ def test_a_host_that_is_gone_is_no_warning_but_a_loss(monkeypatch: pytest.Monkey
 
     with closing(StateSender(near, "Host 1")) as sender:
         memory._sender, memory._look_around = sender, find_out
-        memory.keep({"a": torch.zeros(1)}, RECORD, time.monotonic())
+        memory.keep(copy_of(torch.zeros(1)), time.monotonic())
         wait_for(lambda: sender.is_idle)
         assert not memory.wants_another()  # for now: the hosts may be about to find out
         monkeypatch.setattr(overhead_budget, "LEAST_SECONDS", 0.0)
@@ -360,7 +368,7 @@ def test_whatever_a_copy_fails_of_ends_the_copies_alone(monkeypatch: pytest.Monk
         memory._sender = sender
         with monkeypatch.context() as patched:
             patched.setattr(state_transfer, "encoded", fail)
-            memory.keep({"a": torch.ones(3)}, RECORD, time.monotonic())
+            memory.keep(copy_of(torch.ones(3)), time.monotonic())
             wait_for(lambda: sender.is_idle)
         with pytest.warns(UserWarning, match="another host: MemoryError: no room"):
             assert not memory.wants_another()
@@ -377,7 +385,7 @@ def test_what_ended_the_copies_is_no_error_at_the_end(hosts: list[Hosts], *, is_
             if own.host == 0:
                 sender = memory._sender
                 assert sender is not None
-                memory.keep({"a": torch.ones(3)}, RECORD, time.monotonic())
+                memory.keep(copy_of(torch.ones(3)), time.monotonic())
                 wait_for(lambda: sender.is_idle)
             own.wait()
             if is_lost:

@@ -9,9 +9,10 @@ times as long.
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -23,7 +24,7 @@ from lockstep.checkpoint.manifest import Summary
 from lockstep.checkpoint.reading import read_newest
 from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.storage import Folder, Url, folder_of
-from lockstep.checkpoint.trees import Tree, flattened, pointer
+from lockstep.checkpoint.trees import flattened, pointer
 from lockstep.errors import OptionError, Problems
 from lockstep.events import LOGGER
 from lockstep.launch.background import Background
@@ -38,9 +39,10 @@ from lockstep.train.callbacks.interrupt import (
 )
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.checkpointing.trainer_state import TrainerState
+from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.history import History
 from lockstep.train.resume.differences import ON_DIFFERENCE, OnDifference
-from lockstep.train.resume.fit_record import End, FitRecord, Found, at_end, reaches
+from lockstep.train.resume.fit_record import End, FitRecord, FitState, Found, at_end
 from lockstep.version import __version__
 
 _EVERY = re.compile(r"(?P<steps>\d+) steps?|(?P<epoch>epoch)|(?P<seconds>\d+(\.\d+)?) ?s")
@@ -141,7 +143,6 @@ class CheckpointWriter:
 
     Attributes:
         checkpoint: the one given.
-        place: name of the checkpoint on the disk from which to resume.
         tell: shows a line to the user.
         memory: the one given.
         record: of the ``fit``; set before training.
@@ -168,7 +169,6 @@ class CheckpointWriter:
         tell: Callable[[str], None],
     ) -> None:
         self.checkpoint = checkpoint
-        self.place = ""
         self._epochs = epochs
         self.tell = tell
         self._termination = termination
@@ -186,7 +186,7 @@ class CheckpointWriter:
         self._num_steps = self._last_steps = num_steps
 
     @contextmanager
-    def opened(self) -> Iterator[dict[str, Tree] | None]:
+    def opened(self) -> Iterator[Found | None]:
         """Lock the folder within the block; gives the newest checkpoint, if there is one.
 
         Raises:
@@ -204,7 +204,7 @@ class CheckpointWriter:
                 raise
             self._wait()
 
-    def _newest(self) -> dict[str, Tree] | None:
+    def _newest(self) -> Found | None:
         """The newest checkpoint; one from before the end, if the ``fit`` now has more epochs.
 
         The last one includes changes by callbacks at the end, such as restored best weights.
@@ -212,10 +212,11 @@ class CheckpointWriter:
         saved = read_newest(self.checkpoint.directory)
         if saved is None:
             return None
-        if saved.summary.is_finished and reaches(saved.tree(), self._epochs):
+        found = Found.of(saved.tree())
+        if saved.summary.is_finished and found.record.reaches(self._epochs):
             saved = read_newest(self.checkpoint.directory, is_finished=False) or saved
-        self.place = saved.place
-        return saved.tree()
+            found = Found.of(saved.tree())
+        return replace(found, name=saved.place)
 
     # --- between the steps -----------------------------------------------------------------------
 
@@ -272,25 +273,23 @@ class CheckpointWriter:
             return  # the end is written soon, and a run from this one would not stop here
         self._wait()  # the next copy reuses the memory that it writes from
         # Memory that was touched before is faster to write to.
-        parts = self.state.take(self.memory.release())
+        state = self.state.take(self.memory.release())
         plan = self.state.runner.plan
         self.record = msgspec.structs.replace(self.record, num_shares=plan.num_shares)
-        self.memory.keep(parts, self.record.tree(), began)
+        copy = FitState(state=state, record=self.record)
+        self.memory.keep(copy, began)
         if writes:
-            self._write(parts, self.record, plan)
+            self._write(copy, plan)
             self._last_seconds = time.monotonic()
             self._last_steps = self._num_steps
 
     # --- writing ---------------------------------------------------------------------------------
 
-    def begin(self, parts: Mapping[str, Tree]) -> None:
-        """Write the first checkpoint, before any step.
-
-        Args:
-            parts: of the state.
-        """
-        self.memory.keep(parts, self.record.tree(), time.monotonic())
-        self._write(parts, self.record, None)
+    def begin(self, state: TrainingState) -> None:
+        """Write the first checkpoint, before any step."""
+        copy = FitState(state=state, record=self.record)
+        self.memory.keep(copy, time.monotonic())
+        self._write(copy, None)
 
     def write_found(self, found: Found) -> None:
         """Write a checkpoint from another host, or from memory, before training resumes.
@@ -298,14 +297,14 @@ class CheckpointWriter:
         Raises:
             OSError: it could not be written.
         """
-        self._write(found.state.parts(), found.record, None)
+        self._write(found, None)
         self._wait()  # training may change its tensors
 
-    def finish(self, parts: Mapping[str, Tree], history: History, plan: Plan | None) -> None:
+    def finish(self, state: TrainingState, history: History, plan: Plan | None) -> None:
         """Write the last checkpoint, after training.
 
         Args:
-            parts: of the state.
+            state: at the end.
             history: of the whole ``fit``.
             plan: the last one; None if no step was left.
         """
@@ -317,15 +316,15 @@ class CheckpointWriter:
             is_stopped=self.state.stop_training,
             end=None if self._end is None else self._end.unless_changed(self.state),
         )
-        self._write(parts, record, plan)
+        self._write(FitState(state=state, record=record), plan)
 
-    def _write(self, parts: Mapping[str, Tree], record: FitRecord, plan: Plan | None) -> None:
-        """Write a state in the background, after the one before.
+    def _write(self, copy: FitState, plan: Plan | None) -> None:
+        """Write a copy in the background, after the one before.
 
         Raises:
             OSError: the one before could not be written.
         """
-        saved = _saved(parts, record, plan, self.state.runner.model)
+        saved = _saved(copy, plan, self.state.runner.model)
         self._wait()
         folder, keep = self.checkpoint.directory, self.checkpoint.keep
         self._writing = self._background.submit(partial(_write_one, folder, saved, keep))
@@ -349,16 +348,15 @@ def _write_one(folder: Folder, saved: Saved, keep: int) -> Folder:
     return written
 
 
-def _saved(
-    parts: Mapping[str, Tree], record: FitRecord, plan: Plan | None, model: nn.Module
-) -> Saved:
-    tensors, values = flattened({**parts, "fit": record.tree()})
-    place = parts["position"]["fit"]
+def _saved(copy: FitState, plan: Plan | None, model: nn.Module) -> Saved:
+    tensors, values = flattened(copy.tree())
+    position = copy.state.position
+    place = position["fit"]
     return Saved(
         summary=Summary(
-            epoch=parts["position"]["epochs"] + (0 if place is None else place["epoch"]),
-            step=parts["position"]["steps"],
-            is_finished=record.is_finished,
+            epoch=position["epochs"] + (0 if place is None else place["epoch"]),
+            step=position["steps"],
+            is_finished=copy.record.is_finished,
             strategy="" if plan is None else plan.strategy,
             num_devices=0 if plan is None else plan.num_ranks,
             lockstep=__version__,

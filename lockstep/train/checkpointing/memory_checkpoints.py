@@ -10,16 +10,17 @@ Only one other host has a copy: if both are lost at once, training resumes from 
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 from lockstep.channel.polling import LookAround, wait_on
-from lockstep.checkpoint.trees import Tree
 from lockstep.errors import level_of_user
 from lockstep.launch.rendezvous.pair_channels import open_channels
 from lockstep.train.checkpointing.state_transfer import StateReceiver, StateSender, received
+from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.multihost.hosts import Hosts
+from lockstep.train.resume.fit_record import FitState
 
 _SOURCE, _NEIGHBOUR = 0, 1
 
@@ -36,21 +37,25 @@ class MemoryCheckpoints:
     def __init__(self) -> None:
         self.is_restart = False
         self.facts: Any = None
-        self._tree: dict[str, Tree] | None = None
+        self._kept: FitState | None = None
         self._is_owned = False  # nothing else refers to its tensors
         self._message: memoryview | None = None  # the serialized tree from host 0
         self._sender: StateSender | None = None
         self._look_around: LookAround = wait_on
 
-    def newest(self) -> dict[str, Tree] | None:
-        """The newest complete one; None if there is none."""
+    def newest(self) -> FitState | None:
+        """The newest complete one; None if there is none.
+
+        Raises:
+            CheckpointError: it is invalid.
+        """
         if self._message is not None:
-            self._tree, self._message = received(self._message), None
+            self._kept, self._message = FitState.of(received(self._message)), None
             self._is_owned = False
-        return self._tree
+        return self._kept
 
     @contextmanager
-    def shared(self, hosts: Hosts | None, begins_with: dict[str, Tree] | None) -> Iterator[None]:
+    def shared(self, hosts: Hosts | None, begins_with: FitState | None) -> Iterator[None]:
         """Within the block host 0 sends copies to host 1. All hosts call it.
 
         Args:
@@ -86,12 +91,12 @@ class MemoryCheckpoints:
         if receiver is not None:  # unless the block has raised: then that error counts
             receiver.check()
 
-    def _begin_with(self, tree: dict[str, Tree] | None) -> None:
-        self._tree, self._message, self._is_owned = tree, None, False
+    def _begin_with(self, kept: FitState | None) -> None:
+        self._kept, self._message, self._is_owned = kept, None, False
 
     def _exchange_message(self, message: memoryview) -> memoryview | None:
         """Keep a message; returns the one before, for its memory."""
-        before, self._message, self._tree = self._message, message, None
+        before, self._message, self._kept = self._message, message, None
         return before
 
     # --- on host 0 -------------------------------------------------------------------------------
@@ -117,22 +122,21 @@ class MemoryCheckpoints:
         )
         return False
 
-    def release(self) -> Mapping[str, Tree] | None:
+    def release(self) -> TrainingState | None:
         """Forget the newest; returns it if its memory can be reused, else None."""
         # One that is being sent keeps its memory: else all hosts would wait for a slow connection.
         is_free = self._is_owned and (self._sender is None or self._sender.is_idle)
-        tree, self._tree = self._tree, None
-        return tree if is_free else None
+        kept, self._kept = self._kept, None
+        return kept.state if kept is not None and is_free else None
 
-    def keep(self, parts: Mapping[str, Tree], record: Mapping[str, Any], began: float) -> None:
-        """Keep a state of the training as the newest, and send it if that is due.
+    def keep(self, copy: FitState, began: float) -> None:
+        """Keep a copy of the training as the newest, and send it if that is due.
 
         Args:
-            parts: of the state, in memory that nothing else will write to.
-            record: of the ``fit``.
+            copy: in memory that nothing else will write to.
             began: when training began to wait for it, by ``time.monotonic()``.
         """
-        self._tree, self._is_owned = {**parts, "fit": record}, True
+        self._kept, self._is_owned = copy, True
         sender = self._sender
         if sender is not None and sender.is_due and not sender.end:
-            sender.send(self._tree, began)
+            sender.send(copy.tree(), began)

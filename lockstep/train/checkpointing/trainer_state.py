@@ -1,6 +1,6 @@
 """The state of a training as a whole, and the position in a ``fit`` from which it resumes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -183,8 +183,8 @@ class TrainerState:
         steps = self.runner.steps_trained + self.recorded.num_steps
         return {"epochs": self._first_epoch, "steps": steps, "fit": fit}
 
-    def copied_parts(self, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The parts of the whole state, copied.
+    def copied(self, before: TrainingState | None = None) -> TrainingState:
+        """A copy of the whole state.
 
         Args:
             before: an earlier copy, whose memory is overwritten; None for new memory.
@@ -192,13 +192,12 @@ class TrainerState:
         state = self.whole().copied(before)
         state.flat()  # raises at once if it cannot be written
         self.runner.session.stores.release_pages()
-        return state.parts()
+        return state
 
-    def take(self, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def take(self, before: TrainingState | None = None) -> TrainingState:
         """A copy of the whole state, on all processes, which call it together; see above."""
         self.check_not_averaged("state_dict")
-        parts: dict[str, Any] = self.runner.call("state_dict", lambda: self.copied_parts(before))
-        return parts
+        return self.runner.call("state_dict", lambda: self.copied(before))
 
     def whole(self) -> TrainingState:
         """The state with callbacks and schedule, which are those of host 0."""

@@ -88,9 +88,9 @@ class TrainingState:
         """All parts by name."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
-    def copied(self, before: Mapping[str, Tree] | None = None) -> "TrainingState":
-        """The same with memory of its own: that of the parts of an earlier copy, where they fit."""
-        return TrainingState(**copied(self.parts(), before))
+    def copied(self, before: "TrainingState | None" = None) -> "TrainingState":
+        """The same with memory of its own: that of an earlier copy, where it fits."""
+        return TrainingState(**copied(self.parts(), None if before is None else before.parts()))
 
     # --- as tensors and JSON values ---------------------------------------------------------------
 

@@ -174,7 +174,7 @@ class Backups:
             self._reusable = None
             return
         with torch.no_grad():
-            state = now.copied(None if self._reusable is None else self._reusable.parts())
+            state = now.copied(self._reusable)
         self._reusable = state
         self._state.runner.session.stores.release_pages()  # which hold memory of other ranks
         self._last = Backup(state=state, resume=resume)

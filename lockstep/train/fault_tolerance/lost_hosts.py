@@ -13,11 +13,9 @@ a while, as if the job had been started on them alone.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import TypeVar
 
 from lockstep.checkpoint.storage import Folder
-from lockstep.checkpoint.trees import Tree
 from lockstep.cluster.place import Reach
 from lockstep.errors import CheckpointError, HostError, OptionError, WorkerError
 from lockstep.events import LOGGER
@@ -25,7 +23,7 @@ from lockstep.train.checkpointing.checkpoints import CheckpointWriter
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.logging.progress import OutputConsole
 from lockstep.train.multihost.hosts import Hosts
-from lockstep.train.resume.fit_record import Found
+from lockstep.train.resume.fit_record import FitState, Found
 from lockstep.train.runtime.job_context import JobContext
 
 # Shortest wait for hosts that are being started. Short timeouts are for hosts that run: one that
@@ -123,22 +121,24 @@ def resumed_from_newest(
         hosts.check_equal({"`restarts`": restarts})
     with ExitStack() as stack:
         on_disk = stack.enter_context(writer.opened()) if is_chief else None
-        tree = newest_of_all(hosts, on_disk, writer.memory, writer.checkpoint.directory)
-        if tree is not None:
-            is_on_disk = tree is on_disk
-            writer.found = replace(
-                Found.of(tree),
-                is_written=is_on_disk or not is_chief,
-                name=writer.place if is_on_disk else "the newest copy of the training",
+        newest = newest_of_all(hosts, on_disk, writer.memory, writer.checkpoint.directory)
+        if on_disk is not None and newest is on_disk:
+            writer.found = on_disk
+        elif newest is not None:
+            writer.found = Found(
+                state=newest.state,
+                record=newest.record,
+                is_written=not is_chief,
+                name="the newest copy of the training",
             )
-        stack.enter_context(writer.memory.shared(hosts if restarts else None, tree))
-        del on_disk, tree  # each may be as large as the training
+        stack.enter_context(writer.memory.shared(hosts if restarts else None, newest))
+        del on_disk, newest  # each may be as large as the training
         yield
 
 
 def newest_of_all(
-    hosts: Hosts | None, on_disk: dict[str, Tree] | None, memory: MemoryCheckpoints, folder: Folder
-) -> dict[str, Tree] | None:
+    hosts: Hosts | None, on_disk: Found | None, memory: MemoryCheckpoints, folder: Folder
+) -> FitState | None:
     """The newest checkpoint of any host, on every host; None if there is none.
 
     Args:
@@ -152,11 +152,13 @@ def newest_of_all(
             invalid.
     """
     own = [one for one in (on_disk, memory.newest()) if one is not None]
-    newest = max(own, key=_progress, default=None)
+    newest = max(own, key=lambda one: one.progress, default=None)
     if hosts is not None:
-        progress = hosts.from_all(None if newest is None else _progress(newest))
+        progress = hosts.from_all(None if newest is None else newest.progress)
         first = max(range(len(progress)), key=lambda host: progress[host] or ())
-        newest = hosts.from_host(first, newest)
+        tree = hosts.from_host(first, None if newest is None else newest.tree())
+        if first != hosts.host:
+            newest = None if tree is None else FitState.of(tree)
     if newest is None and memory.is_restart:
         raise CheckpointError(
             "Hosts that restart after a loss need a checkpoint that host 0 has written, or a copy "
@@ -165,15 +167,3 @@ def newest_of_all(
             fix="Start host 0 where it was before, or give it a folder that all hosts share.",
         )
     return newest
-
-
-def _progress(checkpoint: dict[str, Tree]) -> tuple[int, bool, int, int]:
-    """The training's progress in a checkpoint, in an order that compares.
-
-    Raises:
-        CheckpointError: the checkpoint is invalid.
-    """
-    found = Found.of(checkpoint)
-    position = found.state.position
-    place = position["fit"] or {"epoch": 0, "batch": 0}
-    return position["steps"], found.record.is_finished, place["epoch"], place["batch"]

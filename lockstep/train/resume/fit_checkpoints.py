@@ -205,16 +205,16 @@ class FitCheckpoints:
         """On several hosts, write a checkpoint before the first step, to resume after any loss."""
         hosts = self._runner.job_context.hosts
         if self.writer is not None and hosts is not None and not hosts.is_one_process:
-            parts = self.state.copied_parts()
+            state = self.state.copied()
             if self._runner.is_chief:
-                self.writer.begin(parts)
+                self.writer.begin(state)
 
     def finish(self, history: History) -> None:
         """Write the last checkpoint, if any are written."""
         if self.writer is not None:
-            parts = self.state.copied_parts()
+            state = self.state.copied()
             if self._runner.is_chief:
-                self.writer.finish(parts, history, self._runner.last_plan)
+                self.writer.finish(state, history, self._runner.last_plan)
 
     @contextmanager
     def backed_up(self, task: FitTask, restarts: int) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -84,6 +84,10 @@ class FitRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """True if a callback has ended it, or it ended before its last epoch."""
         return self.is_stopped or self.num_trained < self.asked["epochs"]
 
+    def reaches(self, epochs: object) -> bool:
+        """True if a ``fit`` that has ended can train further, up to more epochs."""
+        return isinstance(epochs, int) and not self.was_stopped and epochs > self.num_trained
+
     def check_beginning(self, other: "FitRecord") -> None:
         """Check that another ``fit`` begins after the same number of steps.
 
@@ -99,35 +103,20 @@ class FitRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """A checkpoint from which a ``fit`` resumes.
+class FitState:
+    """A copy of a training within a ``fit``, which is kept in memory, on another host, or on disk.
 
     Attributes:
         state: of the training.
         record: of the ``fit``.
-        is_written: it is on host 0's disk.
-        name: of the checkpoint, for messages.
     """
 
     state: TrainingState
     record: FitRecord
-    is_written: bool = True
-    name: str = "the checkpoint"
-
-    @property
-    def size(self) -> int:
-        """The batch size."""
-        return int(self.record.asked["batch_size"])
-
-    @property
-    def place(self) -> dict[str, Any]:
-        """The position in the ``fit``."""
-        first = int(self.record.asked.get("initial_epoch", 0))
-        return self.state.position["fit"] or {"epoch": first, "batch": 0}
 
     @classmethod
-    def of(cls, tree: Mapping[str, Tree]) -> "Found":
-        """The state and the record of a checkpoint.
+    def of(cls, tree: Mapping[str, Tree]) -> Self:
+        """The inverse of ``tree``.
 
         Raises:
             CheckpointError: its format is invalid.
@@ -142,6 +131,41 @@ class Found:
                 fix="Use one that fit(checkpoint=...) has written.",
             ) from error
         return cls(state=TrainingState.of(parts), record=record)
+
+    def tree(self) -> dict[str, Tree]:
+        """The parts of the state, and the record."""
+        return {**self.state.parts(), "fit": self.record.tree()}
+
+    @property
+    def progress(self) -> tuple[int, bool, int, int]:
+        """The training's progress, in an order that compares."""
+        place = self.state.position["fit"] or {"epoch": 0, "batch": 0}
+        steps = self.state.position["steps"]
+        return steps, self.record.is_finished, place["epoch"], place["batch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found(FitState):
+    """The copy from which a ``fit`` resumes.
+
+    Attributes:
+        is_written: it is on host 0's disk.
+        name: of the checkpoint, for messages.
+    """
+
+    is_written: bool = True
+    name: str = "the checkpoint"
+
+    @property
+    def size(self) -> int:
+        """The batch size."""
+        return int(self.record.asked["batch_size"])
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """The position in the ``fit``."""
+        first = int(self.record.asked.get("initial_epoch", 0))
+        return self.state.position["fit"] or {"epoch": first, "batch": 0}
 
     def reaching(self, epochs: int) -> "Found":
         """This checkpoint, to resume from it up to a number of epochs.
@@ -162,7 +186,7 @@ class Found:
                 received=f"epochs={epochs}",
                 fix=f"Ask for {reached} epochs or more, or use another folder to begin anew.",
             )
-        if not record.is_finished or not _reaches(record, epochs):
+        if not record.is_finished or not record.reaches(epochs):
             return self
         if record.end is None:
             raise CheckpointError(
@@ -190,12 +214,3 @@ class Found:
             state=replace(self.state, position=position),
             record=msgspec.structs.replace(record, **begun),
         )
-
-
-def reaches(tree: Mapping[str, Tree], epochs: object) -> bool:
-    """True if a ``fit`` that has ended can train further, up to more epochs."""
-    return isinstance(epochs, int) and _reaches(Found.of(tree).record, epochs)
-
-
-def _reaches(record: FitRecord, epochs: int) -> bool:
-    return not record.was_stopped and epochs > record.num_trained
