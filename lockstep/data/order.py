@@ -8,6 +8,7 @@ import random
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,6 +154,36 @@ def epoch_batches(
         if index == 0 or number == epoch * steps:
             order = epoch_order(seed, one_pass, num_samples, shuffle=shuffle)
         yield order[index * batch_size : (index + 1) * batch_size]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOrder:
+    """The order of a ``fit``'s batches, if its data is read by index.
+
+    Attributes:
+        batch_size: samples of a global batch.
+        shuffle: take the samples in a new order every epoch.
+        seed: of that order.
+        first_epoch: epochs trained before; the orders continue from there.
+        steps_per_epoch: batches of an epoch; None is a pass over the data.
+    """
+
+    batch_size: int
+    shuffle: bool
+    seed: int
+    first_epoch: int
+    steps_per_epoch: int | None
+
+    def indices(self, epoch: int, num_samples: int) -> Iterator[torch.Tensor]:
+        """The samples of each batch of an epoch."""
+        return epoch_batches(
+            self.seed,
+            self.first_epoch + epoch,
+            num_samples,
+            self.batch_size,
+            shuffle=self.shuffle,
+            steps=self.steps_per_epoch,
+        )
 
 
 def batch_bounds(num_samples: int, batch_size: int) -> Iterator[tuple[int, int]]:

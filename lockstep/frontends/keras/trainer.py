@@ -32,7 +32,7 @@ from lockstep.frontends.keras.fit.fit_driver import (
     report_times,
 )
 from lockstep.frontends.keras.fit.keras_checkpoints import KerasCheckpoints
-from lockstep.frontends.keras.fit.tasks import KerasFitTask, MeansOfBatches
+from lockstep.frontends.keras.fit.tasks import KerasBatchOrder, KerasFitTask, MeansOfBatches
 from lockstep.frontends.keras.fit_options import FitOptions
 from lockstep.frontends.keras.layers.checks import has_custom_steps
 from lockstep.frontends.keras.layers.consistency import facts_of
@@ -60,6 +60,7 @@ from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.trainer_state import TrainerState
 from lockstep.train.fit.fit_hooks import FitHooks
+from lockstep.train.fit.fit_task import Validation
 from lockstep.train.fit.tasks import DataPass, EvaluateTask, PredictTask
 from lockstep.train.fit.training_run import run_training
 from lockstep.train.input.data_adapter import DataPipeline
@@ -205,16 +206,19 @@ class KerasTrainer(FrontEnd):
         """The task of a ``fit``, equal on all hosts."""
         task = kind(
             source=feed.source,
-            validation=validation,
-            validated=options.evaluates,
+            order=KerasBatchOrder(
+                batch_size=feed.batch_size,
+                shuffle=options.shuffle,
+                seed=self.runner.seed,
+                first_epoch=self.runner.epochs_trained,
+                steps_per_epoch=feed.steps_per_epoch,
+                initial_epoch=options.initial_epoch,
+            ),
+            validation=None
+            if validation is None
+            else Validation(data=validation, epochs=options.evaluates),
             epochs=options.epochs,
-            initial_epoch=options.initial_epoch,
             start=self._resume_of(feed, validation, options),
-            batch_size=feed.batch_size,
-            steps_per_epoch=feed.steps_per_epoch,
-            shuffle=options.shuffle,
-            seed=self.runner.seed,
-            first_epoch=self.runner.epochs_trained,
             first_step=self.runner.steps_trained,
             hooks=hooks,
         )

@@ -11,12 +11,11 @@ import torch
 
 from lockstep.data.iterable.read_ahead import Read
 from lockstep.data.map_style.sources import Source
-from lockstep.data.order import epoch_batches
+from lockstep.data.order import BatchOrder
 from lockstep.data.records.bad_records import CheckedSource
 from lockstep.launch.health.failure import ending_with
 from lockstep.parallel.batch_run import StepBatch
 from lockstep.parallel.data_parallel.forward import modes_of
-from lockstep.parallel.debug.module_watch import WatchedSteps
 from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.loss.share_losses import ONE_LOSS, LossParts
 from lockstep.parallel.training_step import StepResult
@@ -31,7 +30,7 @@ from lockstep.train.checkpointing.training_state import copied
 from lockstep.train.fit.epoch_sums import joined_turns, mean_loss, results_of_ranks, results_so_far
 from lockstep.train.fit.fit_hooks import FitHooks
 from lockstep.train.fit.position_recorder import PositionRecorder
-from lockstep.train.fit.snapshots import noting, take_snapshot
+from lockstep.train.fit.snapshots import Snapshots
 from lockstep.train.fit.tasks import (
     DataPass,
     Evaluation,
@@ -89,30 +88,41 @@ class _FitRun:
     num_steps: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """The evaluation after epochs.
+
+    Attributes:
+        data: what it is made on.
+        metrics: its own; None for those of training.
+        epochs: those that end with it; None for all.
+    """
+
+    data: DataPass
+    metrics: Metrics | None = None
+    epochs: tuple[int, ...] | None = None
+
+    def is_after(self, epoch: int) -> bool:
+        """True if the epoch ends with it."""
+        return self.epochs is None or epoch in self.epochs
+
+
 @dataclass(kw_only=True)
 class FitTask(Task):
     """Training.
 
     Attributes:
         source: the training data.
-        validation: the data to evaluate on, or None.
-        validated: the epochs that end with it; None for all.
+        order: of its batches, if it does not come in batches.
+        validation: the evaluation after epochs, or None.
         epochs: the number of epochs.
-        batch_size: samples of a global batch, if the data does not come in batches.
-        shuffle: take the samples in a new order every epoch.
-        seed: of that order.
-        first_epoch: epochs trained before; the orders continue from there.
         first_step: steps trained before; the random streams continue from there.
         metrics: this rank's metrics of training.
         hooks: what runs on rank 0 between steps.
-        steps_per_epoch: batches of an epoch; None is a pass over the data.
         traced: numbers of the steps to trace, counted from ``first_step``; None for none.
         start: the first batch of this task; later than the first epoch's if it follows another.
-        record: give the driver a Snapshot after every step.
-        watched_modules: the steps of which Snapshots include what modules compute; None for none.
+        snapshots: given to the driver after every step; None for none.
         counts_skipped: log the number of skipped steps of an epoch.
-        counts_bad: leave bad records out, and log their number.
-        validation_metrics: the metrics of the validation; None for those of training.
         loss_parts: the parts of the loss, if it has several.
         turns: the losses of several functions that take turns with every batch.
         proves: the ranks first check that they compute the same
@@ -124,36 +134,28 @@ class FitTask(Task):
     name: ClassVar[str] = "fit"
     stops_before_steps: ClassVar[bool] = True
     source: Source | SharedStream
-    validation: DataPass | None
+    order: BatchOrder
+    validation: Validation | None
     epochs: int
-    batch_size: int
-    shuffle: bool
-    seed: int
-    first_epoch: int
     first_step: int
     metrics: Metrics
     hooks: FitHooks
-    steps_per_epoch: int | None = None
     traced: range | None = None
     start: FitPosition = _FROM_THE_START
-    record: bool = False
-    watched_modules: WatchedSteps | None = None
+    snapshots: Snapshots | None = None
     counts_skipped: bool = False
-    counts_bad: bool = False
-    validation_metrics: Metrics | None = None
     loss_parts: LossParts = ONE_LOSS
     turns: LossParts = ONE_LOSS
     proves: bool = False
-    validated: tuple[int, ...] | None = None
 
     def sources(self) -> list[Source | SharedStream]:
-        return [self.source, *([] if self.validation is None else [self.validation.source])]
+        return [self.source, *([] if self.validation is None else [self.validation.data.source])]
 
     def run(self, worker: Worker, control: Control, driver: TaskDriver) -> FitResult:
         """Train until the last epoch, or until a callback or Ctrl-C ends it."""
         rank_sync = RankSync(worker=worker, control=control, driver=driver)
         worker.is_synchronous = self._meets_between_steps
-        has_more = self.metrics or self.loss_parts or self.turns or self.counts_bad
+        has_more = self.metrics or self.loss_parts or self.turns or self._skips_bad_records
         worker.is_restartable = self.hooks.full_state and not has_more
         recorder = PositionRecorder(
             rank_sync=rank_sync, hooks=self.hooks, metrics=self.metrics, source=self.source
@@ -203,7 +205,13 @@ class FitTask(Task):
     def _meets_between_steps(self) -> bool:
         """True if all ranks take part in what happens between two steps."""
         is_stream = isinstance(self.source, SharedStream)
-        return self.hooks.step_begin or self.hooks.step_end or self.record or is_stream
+        has_snapshots = self.snapshots is not None
+        return self.hooks.step_begin or self.hooks.step_end or has_snapshots or is_stream
+
+    @property
+    def _skips_bad_records(self) -> bool:
+        """True if bad records are left out, and counted."""
+        return isinstance(self.source, CheckedSource)
 
     def _train_epoch(self, run: _FitRun, epoch: int) -> bool:
         """Train an epoch; returns True to stop after it."""
@@ -258,7 +266,8 @@ class FitTask(Task):
         if bad_records is not None:
             num_turns = max(len(self.turns.names), 1)
             batch, indices = bad_records.filtered(batch, indices, step, num_turns)
-        with tracer.step(step), noting(worker, self.watched_modules, step) as noted:
+        snapshots = self.snapshots or Snapshots()
+        with tracer.step(step), snapshots.noting(worker, step) as noted:
             result = self._train_step(rank_sync, StepBatch(batch, indices, step, observe))
         if not worker.has_local_steps:  # else at the epoch's end
             self.metrics.settle(rank_sync.control)
@@ -269,8 +278,8 @@ class FitTask(Task):
             rank_sync.show_traces(tracer)
         if worker.leaves_a_rank_idle(len(indices)):
             rank_sync.share_buffers()
-        if self.record:
-            take_snapshot(rank_sync, step, result, noted)
+        if self.snapshots is not None:
+            self.snapshots.take(rank_sync, step, result, noted)
         return result
 
     def _end_step(
@@ -299,7 +308,7 @@ class FitTask(Task):
         logs.update(worker.epoch_logs())
         if self.counts_skipped:
             logs["skipped_steps"] = sum(result.is_skipped for result in results)
-        if self.counts_bad:
+        if self._skips_bad_records:
             logs["bad_records"] = sum(result.num_bad for result in results)
         if self.hooks.callbacks:
             run.recorder.show_all()
@@ -370,19 +379,9 @@ class FitTask(Task):
 
     def _rest(self, epoch: int) -> Iterator[torch.Tensor]:
         """The indices of an epoch's remaining batches."""
-        return islice(self._indices(epoch), self._num_done(epoch), None)
-
-    def _indices(self, epoch: int) -> Iterator[torch.Tensor]:
-        """The indices of an epoch's batches, for data that is read by index."""
         assert not isinstance(self.source, SharedStream)
-        return epoch_batches(
-            self.seed,
-            self.first_epoch + epoch,
-            len(self.source),
-            self.batch_size,
-            shuffle=self.shuffle,
-            steps=self.steps_per_epoch,
-        )
+        indices = self.order.indices(epoch, len(self.source))
+        return islice(indices, self._num_done(epoch), None)
 
     def _reads(self, worker: Worker) -> Iterator[list[Read]]:
         """The reads of a rank in each step, to the last epoch's end."""
@@ -396,7 +395,7 @@ class FitTask(Task):
     def _train_step(self, rank_sync: RankSync, batch: StepBatch) -> StepResult:
         """One step, or one of each function in turn; none if no record is left."""
         worker = rank_sync.worker
-        if self.counts_bad and not len(batch.indices):
+        if self._skips_bad_records and not len(batch.indices):
             return StepResult(total=0.0, weight=0.0, num_samples=0)
         if not self.turns:
             return worker.train_step(batch)
@@ -415,8 +414,7 @@ class FitTask(Task):
 
     def _logs(self, rank_sync: RankSync, epoch: int, losses: Logs) -> Logs:
         logs = joined_results(rank_sync, self.metrics, losses)
-        is_due = self.validated is None or epoch in self.validated
-        if self.validation is None or not is_due:
+        if self.validation is None or not self.validation.is_after(epoch):
             return logs
         driver = rank_sync.driver
         if self.hooks.validation:  # a callback may swap weights for their averages
@@ -427,8 +425,8 @@ class FitTask(Task):
         self._around_validation(rank_sync, partial(driver.end_validation, validated))
         return {**logs, **{f"val_{name}": value for name, value in validated.items()}}
 
-    def _validated(self, rank_sync: RankSync, data: DataPass, epoch: int) -> Logs:
-        metrics = self.validation_metrics or self.metrics
+    def _validated(self, rank_sync: RankSync, validation: Validation, epoch: int) -> Logs:
+        data, metrics = validation.data, validation.metrics or self.metrics
         bad_records = self._filter_of(rank_sync, data.source)
         return evaluate(rank_sync, data, metrics, self._evaluation(), epoch, bad_records)
 

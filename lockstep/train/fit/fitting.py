@@ -6,7 +6,7 @@ The Trainer does what comes before and after; the driver does what happens betwe
 from dataclasses import replace
 from functools import partial
 
-from lockstep.data.records.bad_records import CheckedSource
+from lockstep.data.order import BatchOrder
 from lockstep.errors import OptionError
 from lockstep.launch.health.failure import ending_with
 from lockstep.parallel.loss.share_losses import ONE_LOSS
@@ -26,7 +26,8 @@ from lockstep.train.fault_tolerance.lost_hosts import (
 )
 from lockstep.train.fit.fit_hooks import FitHooks
 from lockstep.train.fit.fit_request import FitData, FitRequest
-from lockstep.train.fit.fit_task import FitTask
+from lockstep.train.fit.fit_task import FitTask, Validation
+from lockstep.train.fit.snapshots import Snapshots
 from lockstep.train.fit.tasks import DataPass
 from lockstep.train.fit.training_run import run_training
 from lockstep.train.history import History
@@ -279,19 +280,23 @@ class Fit:
         is_kept = self._checkpoints.writer is not None
         takes_state = is_kept or bool(acting(callbacks, "takes_state"))
         metrics, has_own_step = self._front_end.metrics, self._update_config.train_step is not None
+        validation = None
+        if fit.validation is not None:
+            data = DataPass(source=fit.validation.source, batch_size=fit.feed.batch_size)
+            validation = Validation(data=data, metrics=metrics.for_validation)
         task = FitTask(
             source=fit.feed.source,
-            validation=None
-            if fit.validation is None
-            else DataPass(source=fit.validation.source, batch_size=fit.feed.batch_size),
+            order=BatchOrder(
+                batch_size=fit.feed.batch_size,
+                shuffle=wish.shuffle is not False,
+                seed=self._runner.seed,
+                first_epoch=self._runner.epochs_trained,
+                steps_per_epoch=wish.steps_per_epoch,
+            ),
+            validation=validation,
             epochs=wish.epochs,
-            batch_size=fit.feed.batch_size,
-            shuffle=wish.shuffle is not False,
-            seed=self._runner.seed,
-            first_epoch=self._runner.epochs_trained,
             first_step=self._runner.steps_trained,
             metrics=Metrics(None) if has_own_step else metrics,
-            validation_metrics=metrics.for_validation,
             hooks=FitHooks(
                 callbacks=bool(callbacks) or is_kept,
                 epoch_begin=bool(acting(callbacks, "on_epoch_begin")),
@@ -300,9 +305,7 @@ class Fit:
                 state=takes_state,
                 full_state=takes_state,
             ),
-            steps_per_epoch=wish.steps_per_epoch,
             traced=traced_steps(callbacks, self._runner.steps_trained),
-            counts_bad=isinstance(fit.feed.source, CheckedSource),
             counts_skipped=self._update_config.rules.on_nonfinite == "skip",
             loss_parts=ONE_LOSS if fit.loss is None else fit.loss.parts,
             turns=self._update_config.turns,
@@ -317,7 +320,7 @@ class Fit:
             return task
         schedule = None if self._front_end.schedule is None else self._front_end.schedule.every
         facts = {"the schedule": schedule, "the Trainer's options": self._update_config}
-        validation = None if task.validation is None else task.validation.source
+        validation = None if task.validation is None else task.validation.data.source
         check_same_data(hosts, validation, "validation_data")
         return hosts.agree_on_task(task, facts)
 
@@ -325,8 +328,7 @@ class Fit:
         """Train, with callbacks and progress."""
         task, on_snapshot = self._fit_task(fit), self._asked.on_snapshot
         if on_snapshot is not None:
-            watched = getattr(on_snapshot, "look", None)
-            task = replace(task, record=True, watched_modules=watched)
+            task = replace(task, snapshots=Snapshots(getattr(on_snapshot, "look", None)))
         display = None
         if self._shows:
             rates = partial(rates_of, self._front_end.optimizer)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -12,55 +13,65 @@ from lockstep.train.callbacks.driver import Snapshot
 from lockstep.train.callbacks.rank_sync import RankSync
 
 
-def take_snapshot(rank_sync: RankSync, step: int, result: StepResult, noted: Noted) -> None:
-    """Give the driver the state after a step; every rank calls it."""
-    worker, control = rank_sync.worker, rank_sync.control
-    gradients = worker.gradients() if result.weight else {}
-    ranks = control.gather(
-        (
-            _state(worker),
-            worker.slots(with_stored=True),
-            dict(gradients),
-            result.weight,
-            noted,
-        )
-    )
-    if control.rank == 0:
-        rank_sync.driver.observe_state(
-            Snapshot(
-                step=step,
-                loss=result.loss,
-                weight=result.weight,
-                gradients={
-                    name: None if gradient is None else gradient.clone()
-                    for _, _, own, *_ in ranks
-                    for name, gradient in own.items()
-                },
-                states=[state for state, *_ in ranks[: len(ranks) - worker.plan.num_servers]],
-                slots=[part for _, parts, *_ in ranks for part in parts],
-                is_divided=worker.local_names() is not None,
-                weights=tuple(one[3] for one in ranks) if worker.has_local_steps else (),
-                num_samples=result.num_samples,
-                noted=[noted for *_, noted in ranks],
+@dataclass(frozen=True)
+class Snapshots:
+    """What Snapshots include.
+
+    Attributes:
+        look: the steps in which modules' values are noted; None for none.
+    """
+
+    look: WatchedSteps | None = None
+
+    def take(self, rank_sync: RankSync, step: int, result: StepResult, noted: Noted) -> None:
+        """Give the driver the state after a step; every rank calls it."""
+        worker, control = rank_sync.worker, rank_sync.control
+        gradients = worker.gradients() if result.weight else {}
+        ranks = control.gather(
+            (
+                _state(worker),
+                worker.slots(with_stored=True),
+                dict(gradients),
+                result.weight,
+                noted,
             )
         )
-    worker.barrier()  # the next step overwrites the gradients
+        if control.rank == 0:
+            rank_sync.driver.observe_state(
+                Snapshot(
+                    step=step,
+                    loss=result.loss,
+                    weight=result.weight,
+                    gradients={
+                        name: None if gradient is None else gradient.clone()
+                        for _, _, own, *_ in ranks
+                        for name, gradient in own.items()
+                    },
+                    states=[state for state, *_ in ranks[: len(ranks) - worker.plan.num_servers]],
+                    slots=[part for _, parts, *_ in ranks for part in parts],
+                    is_divided=worker.local_names() is not None,
+                    weights=tuple(one[3] for one in ranks) if worker.has_local_steps else (),
+                    num_samples=result.num_samples,
+                    noted=[noted for *_, noted in ranks],
+                )
+            )
+        worker.barrier()  # the next step overwrites the gradients
 
-
-@contextmanager
-def noting(worker: Worker, look: WatchedSteps | None, step: int) -> Iterator[Noted]:
-    """Within the block, note what modules compute, if the step is among the watched ones."""
-    if look is None or step not in look.steps:
-        yield {}
-        return
-    is_due = look.flip is not None and (look.flip.rank, look.flip.step) == (worker.rank, step)
-    passes = worker.passes
-    passes.watch = ModuleWatch(worker.model, look.flip if is_due else None)
-    try:
-        with passes.watch.watching() as noted:
-            yield noted
-    finally:
-        passes.watch = None
+    @contextmanager
+    def noting(self, worker: Worker, step: int) -> Iterator[Noted]:
+        """Within the block, note what modules compute, if the step is among the watched ones."""
+        look = self.look
+        if look is None or step not in look.steps:
+            yield {}
+            return
+        is_due = look.flip is not None and (look.flip.rank, look.flip.step) == (worker.rank, step)
+        passes = worker.passes
+        passes.watch = ModuleWatch(worker.model, look.flip if is_due else None)
+        try:
+            with passes.watch.watching() as noted:
+                yield noted
+        finally:
+            passes.watch = None
 
 
 def _state(worker: Worker) -> dict[str, torch.Tensor]:

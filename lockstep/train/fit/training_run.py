@@ -39,7 +39,7 @@ def run_training(
             with ending_with(driver.close):
                 driver.begin_train()
                 state.continue_fit(driver, task.start)
-                runner.train(task, loss, driver, task.batch_size)
+                runner.train(task, loss, driver, task.order.batch_size)
             # Schedules, and some optimizers, have stepped on host 0 alone. If Ctrl-C now ends
             # the call on one host, all have received everything.
             runner.job_context.share_values(runner.model, driver.updater)

@@ -284,10 +284,9 @@ class Hosts:
         Raises:
             HostError: another field of the task, or a fact, differs.
         """
-        fixed = ("epochs", "batch_size", "shuffle", "seed", "first_epoch", "first_step")
-        others = ("steps_per_epoch", "counts_skipped", "loss_parts", "turns")
-        own = {f"`{name}`": getattr(task, name) for name in (*fixed, *others)}
-        self.check_equal({**own, **facts})
+        names = ("epochs", "first_step", "counts_skipped", "loss_parts", "turns")
+        own = {name: getattr(task, name) for name in names} | vars(task.order)
+        self.check_equal({**{f"`{name}`": value for name, value in own.items()}, **facts})
         traced = self.from_chief(
             None if task.traced is None else (task.traced.start, task.traced.stop)
         )

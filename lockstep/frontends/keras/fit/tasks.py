@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lockstep.data.map_style.sources import Source
-from lockstep.data.order import epoch_order
+from lockstep.data.order import BatchOrder, epoch_order
 from lockstep.frontends.keras.layers.metrics import KerasMetrics
 from lockstep.frontends.keras.loss.share_losses import KerasLoss
 from lockstep.parallel.batch_run import Observe, StepBatch
@@ -21,11 +21,30 @@ from lockstep.train.callbacks.driver import Logs
 from lockstep.train.callbacks.rank_sync import RankSync
 from lockstep.train.fit.fit_task import FitTask
 from lockstep.train.fit.tasks import Evaluation
-from lockstep.train.input.stream_broadcast import SharedStream
 from lockstep.train.logging.metric_display import Reports
 
 # The number of samples of a batch, and its losses: the total, and each of several.
 SizedLosses = tuple[int, list[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KerasBatchOrder(BatchOrder):
+    """The order of a ``fit``'s batches, as in Keras.
+
+    Attributes:
+        initial_epoch: the argument of ``fit``.
+    """
+
+    initial_epoch: int
+
+    def indices(self, epoch: int, num_samples: int) -> Iterator[torch.Tensor]:
+        size = self.batch_size
+        number, start, steps = epoch_place(
+            -(-num_samples // size), self.steps_per_epoch, epoch, self.initial_epoch
+        )
+        order = epoch_order(self.seed, self.first_epoch + number, num_samples, shuffle=self.shuffle)
+        for number in range(start, start + steps):
+            yield order[number * size : (number + 1) * size]
 
 
 @dataclass(kw_only=True)
@@ -34,25 +53,13 @@ class KerasFitTask(FitTask):
 
     Attributes:
         loss: the loss.
-        initial_epoch: the argument of ``fit``.
     """
 
     stops_before_steps = False
     kept = frozenset(("loss", "metrics"))
     metrics: KerasMetrics
     loss: KerasLoss
-    initial_epoch: int = 0
     _num_reported: int = field(default=0, init=False)  # steps of this epoch
-
-    def _indices(self, epoch: int) -> Iterator[torch.Tensor]:
-        assert not isinstance(self.source, SharedStream)
-        size, samples = self.batch_size, len(self.source)
-        number, start, steps = epoch_place(
-            -(-samples // size), self.steps_per_epoch, epoch, self.initial_epoch
-        )
-        order = epoch_order(self.seed, self.first_epoch + number, samples, shuffle=self.shuffle)
-        for number in range(start, start + steps):
-            yield order[number * size : (number + 1) * size]
 
     def _begin_sums(self, rank_sync: RankSync, epoch: int) -> list[StepResult]:
         results = super()._begin_sums(rank_sync, epoch)
