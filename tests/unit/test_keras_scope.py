@@ -13,7 +13,7 @@ from keras.src.callbacks.progbar_logger import ProgbarLogger
 
 import lockstep
 from lockstep.errors import LockstepError, ModelError, OptionError
-from lockstep.frontends.keras.fit import tasks
+from lockstep.train.logging import metric_display
 from tests import keras_zoo as zoo
 
 X, Y = zoo.vectors(20).astype("float32"), zoo.classes(20)
@@ -179,7 +179,7 @@ def test_the_progress_bar_moves_as_in_keras(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         ProgbarLogger, "on_test_batch_end", lambda _, batch, logs: told.append(dict(logs))
     )
-    monkeypatch.setattr(tasks, "_SECONDS_BETWEEN_SHOWS", 1e-9)  # after every batch
+    monkeypatch.setattr(metric_display, "_SECONDS", 1e-9)  # after every batch
     seen, histories = [], []
     for verbose, strategy in ((1, None), (1, mirrored()), (0, mirrored())):
         with nullcontext() if strategy is None else strategy.scope():

@@ -25,16 +25,23 @@ class Reports:
         metrics: this rank's.
         control: its line to the others.
         times: after which batches.
-        seconds: from one report to the next, if they are "timed"; equal on all ranks, 0 is never.
+        seconds: from one report to the next, if they are "timed"; equal on all ranks, 0 is never,
+            None as often as a bar is drawn.
     """
 
     def __init__(
-        self, metrics: Metrics, control: Control, times: ReportTimes, seconds: float = _SECONDS
+        self,
+        metrics: Metrics,
+        control: Control,
+        times: ReportTimes,
+        seconds: float | None = None,
     ) -> None:
         self._metrics = metrics
         self._control = control
         self._is_each = times == "each"
-        self._seconds = seconds if times == "timed" else 0.0
+        self._seconds = 0.0
+        if times == "timed":
+            self._seconds = _SECONDS if seconds is None else seconds
         self._made, self._next = 0, 1
         self._began = time.perf_counter()
 
