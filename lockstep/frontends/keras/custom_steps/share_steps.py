@@ -15,7 +15,7 @@ from keras import tree
 from lockstep.data.map_style.sources import Source
 from lockstep.errors import ModelError
 from lockstep.frontends.keras.custom_steps.custom_step import CustomSteps, data_of
-from lockstep.frontends.keras.custom_steps.step_calls import StepCalls, detached
+from lockstep.frontends.keras.custom_steps.step_calls import StepCalls
 from lockstep.frontends.keras.custom_steps.step_trial import try_step
 from lockstep.frontends.keras.model import KerasModel
 from lockstep.parallel.batch_run import Run
@@ -146,10 +146,12 @@ class ShareSteps(StepCalls):
     def _update_metric(self, number: int, given: Any) -> None:
         """Update a metric with the arguments of all ranks; None from those without samples."""
         if self._control.num_ranks > 1:
-            given = given and tree.map_structure(detached, given)
+            given = given and tree.map_structure(_detached, given)
             is_sum = ("metric", number) in self._custom.sums
             given = self._gather_arguments(given, is_sum=is_sum)
-        self.update_metric(number, *given)
+        args, named = given
+        with torch.no_grad():
+            self.metrics[number].update_state(*args, **named)
 
     def assign(self, name: str, variable: Any, value: torch.Tensor) -> None:
         """Assign on the first of the ranks that share the memory, after all have reached it."""
@@ -180,7 +182,7 @@ class ShareSteps(StepCalls):
     def _gather_logs(self, logs: Mapping[str, Any] | None) -> Any:
         """The logs of all ranks, on rank 0, which has the results of metrics already."""
         own = logs and {
-            name: detached(value) for name, value in logs.items() if not self.is_result(value)
+            name: _detached(value) for name, value in logs.items() if not self.is_result(value)
         }
         gathered = self._control.gather((self._size, own))
         if not gathered:
@@ -195,6 +197,12 @@ class ShareSteps(StepCalls):
                 for name in parts[0]
             },
         }
+
+
+def _detached(value: Any) -> Any:
+    """A value without its graph, to be sent to another rank."""
+    value = getattr(value, "value", value) if hasattr(value, "assign") else value
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _join_parts(values: Sequence[Any], sizes: Sequence[int], *, is_sum: bool) -> Any:

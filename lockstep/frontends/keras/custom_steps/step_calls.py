@@ -134,11 +134,6 @@ class StepCalls(ABC):
             self._results[id(one)] = one  # keeps it alive, so that its id stays unique
         return value
 
-    def update_metric(self, number: int, args: Sequence[Any], named: Mapping[str, Any]) -> None:
-        """Update a metric without interception."""
-        with torch.no_grad():
-            self.metrics[number].update_state(*args, **named)
-
 
 def metrics_of(model: Any) -> list[Any]:
     """The metrics that a model's steps may update, each once."""
@@ -146,9 +141,3 @@ def metrics_of(model: Any) -> list[Any]:
     return list(
         {id(one): one for one in (*own, *model.metrics, *metrics_of_layers(model))}.values()
     )
-
-
-def detached(value: Any) -> Any:
-    """A value without its graph, to be sent to another rank."""
-    value = getattr(value, "value", value) if hasattr(value, "assign") else value
-    return value.detach() if isinstance(value, torch.Tensor) else value
