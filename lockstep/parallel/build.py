@@ -15,7 +15,7 @@ from lockstep.comm.collectives.reduce_scatter import members_by_domain
 from lockstep.comm.exchange import Exchange
 from lockstep.comm.exchange_spec import ExchangeSpec, GroupSpec
 from lockstep.comm.p2p.interface import MailCarrier, SharedMail
-from lockstep.comm.p2p.process_group_p2p import GroupMail
+from lockstep.comm.p2p.process_group_p2p import GroupMail, announcement_key
 from lockstep.comm.p2p.tcp_p2p import MailChannels
 from lockstep.comm.transports.process_group import ProcessGroups
 from lockstep.parallel.data_parallel.model_passes import ModelPasses
@@ -103,17 +103,19 @@ def _open_mail(
     first_box = 0
     # Memory of single replicas may follow the mail.
     for (training, mail), offset in zip(specs.items(), endpoint.spec.mail_offsets, strict=False):
-        options: dict[str, Any] = {
-            "ranks_here": exchange.ranks_here,
-            "mail_channels": mail_channels,
-            "first_box": first_box,
-        }
+        announced = {announcement_key(pair): spec for pair, spec in mail.channels.items()}
         carrier: MailCarrier
+        carrier = shared = SharedMail(
+            {**mail.boxes, **announced},
+            region,
+            offset,
+            board,
+            ranks_here=exchange.ranks_here,
+            mail_channels=mail_channels,
+            first_box=first_box,
+        )
         if process is not None:
-            place = region, offset, board, process, endpoint.device
-            carrier = GroupMail(mail.channels, *place, **options)
-        else:
-            carrier = SharedMail(mail.boxes, region, offset, board, **options)
+            carrier = GroupMail(mail.channels, shared, process, board.rank, endpoint.device)
         opened[training] = StageMail(mail, carrier, board.rank)
         first_box += len(mail.boxes) + len(mail.channels)
     return opened

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.exchange_spec import ExchangeSpec
-from lockstep.comm.p2p.interface import MailKey
-from lockstep.comm.p2p.process_group_p2p import GroupMail, Pair, channel_name
+from lockstep.comm.p2p.interface import MailKey, SharedMail
+from lockstep.comm.p2p.process_group_p2p import GroupMail, Pair, announcement_key, channel_name
 from lockstep.comm.p2p.shm_p2p import MailboxSpec
 from lockstep.comm.shared_memory.status_board import StatusBoard
 from lockstep.comm.transports.memfd_store import MeetingPoint
@@ -52,17 +52,14 @@ def run(bodies: list[Callable[[GroupMail], None]], num_slots: int = 4) -> None:
                 look_around=be_patient,
             )
             groups.open()
-            mail = GroupMail(
-                channels,
+            announcements = SharedMail(
+                {announcement_key(pair): spec for pair, spec in channels.items()},
                 region,
                 layout.mail_offsets[0],
                 board,
-                groups,
-                torch.device("cpu"),
                 ranks_here=ranks,
-                mail_channels=None,
-                first_box=0,
             )
+            mail = GroupMail(channels, announcements, groups, rank, torch.device("cpu"))
             bodies[rank](mail)
             board.barrier()
         except BaseException as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.comm.codec.message_codec import decode, encode
 from lockstep.comm.p2p.shm_p2p import Mailbox, MailboxSpec
-from lockstep.comm.p2p.tcp_p2p import MailChannels, RemoteBox
+from lockstep.comm.p2p.tcp_p2p import MailChannels
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.comm.shared_memory.status_board import StatusBoard
 from lockstep.data.trees import tensors_of
@@ -79,18 +79,13 @@ class SharedMail(MailCarrier):
         first_box: int = 0,
     ) -> None:
         self._ranks_here = ranks_here
+        self._mail_channels = mail_channels
+        self._specs = boxes
+        self._numbers = {key: number for number, key in enumerate(boxes, first_box)}
         self._boxes: dict[MailKey, Mailbox] = {}
-        self._remote: dict[MailKey, RemoteBox] = {}  # the same, to other hosts and from them
-        for number, (key, spec) in enumerate(boxes.items(), first_box):
+        for key, spec in boxes.items():
             self._boxes[key] = Mailbox(spec, region, offset_bytes, board)
             offset_bytes += spec.num_bytes
-            if mail_channels is not None:
-                self._remote[key] = RemoteBox(
-                    channels=mail_channels,
-                    box=number,
-                    sender=key.sender,
-                    num_slots=spec.num_slots,
-                )
 
     def put(self, key: MailKey, message: int, tree: Any, readers: Sequence[int]) -> None:
         here = [rank if rank in self._ranks_here else None for rank in readers]
@@ -99,16 +94,26 @@ class SharedMail(MailCarrier):
         elsewhere = [rank for rank in readers if rank not in self._ranks_here]
         if elsewhere:
             payload = encode((tree, [each.requires_grad for each in tensors_of(tree)]))
-            self._remote[key].put(message, payload, elsewhere)
+            self._elsewhere.put(
+                self._numbers[key], message, payload, elsewhere, self._specs[key].num_slots
+            )
 
     def take(self, key: MailKey, message: int) -> Any:
         if key.sender in self._ranks_here:
             return self._boxes[key].take(message, key.sender)
-        tree, flags = decode(self._remote[key].take(message, key.sender))
+        payload = self._elsewhere.take(self._numbers[key], message, key.sender)
+        tree, flags = decode(payload)
         for tensor, needs_gradient in zip(tensors_of(tree), flags, strict=True):
             tensor.requires_grad_(needs_gradient)
         return tree
 
     def give_back(self, key: MailKey, message: int, reader: int) -> None:
-        boxes = self._boxes if key.sender in self._ranks_here else self._remote
-        boxes[key].give_back(message, reader)
+        if key.sender in self._ranks_here:
+            self._boxes[key].give_back(message, reader)
+        else:
+            self._elsewhere.acknowledge(self._numbers[key], message, key.sender)
+
+    @property
+    def _elsewhere(self) -> MailChannels:
+        assert self._mail_channels is not None
+        return self._mail_channels

@@ -23,11 +23,9 @@ import torch
 
 from lockstep.comm.codec.message_codec import decode, encode
 from lockstep.comm.collectives.gradients import TensorSpec, views_in
-from lockstep.comm.p2p.interface import MailCarrier, MailKey
-from lockstep.comm.p2p.shm_p2p import Mailbox, MailboxSpec
-from lockstep.comm.p2p.tcp_p2p import MailChannels, RemoteBox
-from lockstep.comm.shared_memory.shared_region import SharedRegion, dense_stride
-from lockstep.comm.shared_memory.status_board import StatusBoard
+from lockstep.comm.p2p.interface import MailCarrier, MailKey, SharedMail
+from lockstep.comm.p2p.shm_p2p import MailboxSpec
+from lockstep.comm.shared_memory.shared_region import dense_stride
 from lockstep.comm.transports.process_group import ProcessGroups
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 from lockstep.plan.layout import flat_offsets
@@ -37,6 +35,12 @@ Pair = tuple[int, int]
 
 # A placeholder for a tensor in the announcement of a message.
 _PLACEHOLDER = torch.empty(0)
+
+
+def announcement_key(pair: Pair) -> MailKey:
+    """The kind of message by which a channel's messages are announced."""
+    sender, receiver = pair
+    return MailKey("announcement", receiver, 0, sender)
 
 
 def channel_name(pair: Pair) -> str:
@@ -56,45 +60,31 @@ class GroupMail(MailCarrier):
     """One rank's end.
 
     Args:
-        channels: the mailbox of each channel, in the order in which they lie in memory.
-        region: where they lie.
-        offset_bytes: from where on.
-        board: to wait at.
+        channels: the mailbox of each channel.
+        announcements: carries what these mailboxes hold; see ``announcement_key``.
         groups: this rank's.
+        rank: this rank.
         device: for tensors that arrive.
-        ranks_here: those of this host.
-        mail_channels: to the others; None where there are none.
-        first_box: the number of the first mailbox, as mail threads count them.
     """
 
     def __init__(
         self,
         channels: Mapping[Pair, MailboxSpec],
-        region: SharedRegion,
-        offset_bytes: int,
-        board: StatusBoard,
+        announcements: SharedMail,
         groups: ProcessGroups,
+        rank: int,
         device: torch.device,
-        *,
-        ranks_here: range,
-        mail_channels: MailChannels | None,
-        first_box: int,
     ) -> None:
-        self._rank = board.rank
+        self._rank = rank
         self._groups = groups
         self._out: dict[int, _Outgoing] = {}
         self._in: dict[int, _Incoming] = {}
-        for number, ((sender, receiver), spec) in enumerate(channels.items(), first_box):
-            name = channel_name((sender, receiver))
-            box: Mailbox | RemoteBox = Mailbox(spec, region, offset_bytes, board)
-            slots = spec.num_slots
-            if mail_channels is not None and not {sender, receiver} <= {*ranks_here}:
-                box = RemoteBox(channels=mail_channels, box=number, sender=sender, num_slots=slots)
-            if sender == self._rank:
-                self._out[receiver] = _Outgoing(name, groups, box, receiver, num_slots=slots)
-            elif receiver == self._rank:
-                self._in[sender] = _Incoming(name, groups, box, sender, device=device)
-            offset_bytes += spec.num_bytes
+        for pair, spec in channels.items():
+            sender, receiver = pair
+            if sender == rank:
+                self._out[receiver] = _Outgoing(pair, groups, announcements, spec.num_slots)
+            elif receiver == rank:
+                self._in[sender] = _Incoming(pair, groups, announcements, device)
         self._here: dict[tuple[MailKey, int], _Arrived] = {}
 
     def put(self, key: MailKey, message: int, tree: Tree, readers: Sequence[int]) -> None:
@@ -157,17 +147,15 @@ class _Channel:
     """One end of a channel.
 
     Attributes:
-        name: of its group.
+        pair: the ranks at its ends.
         groups: this rank's.
-        box: where its messages are announced.
-        peer: the rank at the other end.
+        announcements: of the messages of all channels.
         number: of the last message.
     """
 
-    name: str
+    pair: Pair
     groups: ProcessGroups
-    box: Mailbox | RemoteBox
-    peer: int
+    announcements: SharedMail
     number: int = field(default=0, init=False)
 
 
@@ -183,7 +171,8 @@ class _Outgoing(_Channel):
         """Begin to send a message; wait only while the mailbox has no slot for it."""
         self.number += 1
         self._pending.append((self._begun(packed), packed))
-        self.box.put(self.number, encode((address, packed.form)), [self.peer])
+        key, announcement = announcement_key(self.pair), encode((address, packed.form))
+        self.announcements.put(key, self.number, announcement, [self.pair[1]])
         while len(self._pending) > self.num_slots:  # the one before in this slot was received
             work, _ = self._pending.popleft()
             if work is not None:
@@ -192,7 +181,7 @@ class _Outgoing(_Channel):
     def _begun(self, packed: _Packed) -> Any:
         if not packed.num_bytes:
             return None
-        return self.groups[self.name].send([packed.buffer], 1, self.number)
+        return self.groups[channel_name(self.pair)].send([packed.buffer], 1, self.number)
 
 
 @dataclass
@@ -204,12 +193,13 @@ class _Incoming(_Channel):
     def receive(self) -> tuple[tuple[Any, ...], Tree]:
         """Wait for the next message: its address, and what it holds."""
         self.number += 1
-        address, form = decode(self.box.take(self.number, self.peer))
+        key = announcement_key(self.pair)
+        address, form = decode(self.announcements.take(key, self.number))
         buffer = self.groups.buffer(form[0], self.groups.device)
         if form[0]:
-            group = self.groups[self.name]
+            group = self.groups[channel_name(self.pair)]
             self.groups.finish(group.recv([buffer], 0, self.number))
-        self.box.give_back(self.number, 0)
+        self.announcements.give_back(key, self.number, 0)
         return address, _unpacked(form, buffer, self.device)
 
 

@@ -130,35 +130,6 @@ class MailChannels:
                         raise late([state.ends[rank].name for rank in ranks], waited, self._timeout)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RemoteBox:
-    """A mailbox whose ends are on different hosts, seen from one of them.
-
-    Attributes:
-        channels: this rank's.
-        box: the mailbox.
-        sender: the rank that writes to it.
-        num_slots: messages of it that may be on their way.
-    """
-
-    channels: MailChannels
-    box: int
-    sender: int
-    num_slots: int
-
-    def put(self, number: int, payload: bytes, readers: Sequence[int]) -> None:
-        """See ``MailChannels.put``."""
-        self.channels.put(self.box, number, payload, readers, self.num_slots)
-
-    def take(self, number: int, sender: int) -> bytes:
-        """See ``MailChannels.take``."""
-        return self.channels.take(self.box, number, sender)
-
-    def give_back(self, number: int, reader: int) -> None:
-        """A reader here no longer needs a message."""
-        self.channels.acknowledge(self.box, number, self.sender)
-
-
 @dataclass
 class _Arrived:
     """A message that has arrived, and how many readers have yet to take it."""
