@@ -1,9 +1,9 @@
 """Mail between stages that share no memory: announced at the board, sent from rank to rank.
 
 A channel leads from each rank to each of its readers: a group of these two for the
-tensors (``comm.transports.process_group``), and a mailbox for the metadata that is needed to
-receive them (``comm.p2p.shm_p2p``, or to other hosts ``comm.p2p.tcp_p2p``). So ranks wait for each
-other where they check for failures, and the metadata need no read from a device.
+tensors (``comm.transports.process_group``), and a mailbox of ``SharedMail`` for the metadata that
+is needed to receive them. So ranks wait for each other where they check for failures, and the
+metadata need no read from a device.
 
 Messages of a channel are received in the order in which they were sent, which the sender's program
 gives, and kept until they are read. A sender never waits for a reader to want a message,

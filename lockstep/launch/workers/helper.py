@@ -35,7 +35,7 @@ _PR_SET_NAME = 15
 
 
 class HelperContext(ABC):
-    """A helper's end of its link to rank 0: the first argument of every function that it is called.
+    """A helper's end of its link to rank 0: the first argument of what it runs.
 
     Args:
         rank: this helper's.
