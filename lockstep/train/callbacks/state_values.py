@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lockstep.data.trees import bits_of
+from lockstep.train.checkpointing.training_state import copied
 
 
 def values_of(model: nn.Module, *, with_parameters: bool = True) -> dict[str, torch.Tensor]:
@@ -36,10 +37,10 @@ def copied_values(
     with_parameters: bool = True,
 ) -> dict[str, torch.Tensor]:
     """Copies of these values: in the memory of earlier copies, if there are any."""
-    found = values_of(model, with_parameters=with_parameters)
-    if before is None:
-        return {name: value.clone() for name, value in found.items()}
-    return {name: before[name].copy_(value) for name, value in found.items()}
+    found: dict[str, torch.Tensor] = copied(
+        values_of(model, with_parameters=with_parameters), before
+    )
+    return found
 
 
 def changed_values(

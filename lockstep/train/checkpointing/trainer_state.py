@@ -184,12 +184,15 @@ class TrainerState:
         return {"epochs": self._first_epoch, "steps": steps, "fit": fit}
 
     def copied(self, before: TrainingState | None = None) -> TrainingState:
-        """A copy of the whole state.
+        """A copy of the whole state, with callbacks and schedule of host 0.
 
         Args:
             before: an earlier copy, whose memory is overwritten; None for new memory.
         """
-        state = self.whole().copied(before)
+        state = self._at(self._position())
+        own = callback_states(self.own_callbacks), state.schedule
+        callbacks, schedule = self.runner.job_context.from_chief(own)
+        state = replace(state, callbacks=callbacks, schedule=schedule).copied(before)
         state.flat()  # raises at once if it cannot be written
         self.runner.session.stores.release_pages()
         return state
@@ -198,13 +201,6 @@ class TrainerState:
         """A copy of the whole state, on all processes, which call it together; see above."""
         self.check_not_averaged("state_dict")
         return self.runner.call("state_dict", lambda: self.copied(before))
-
-    def whole(self) -> TrainingState:
-        """The state with callbacks and schedule, which are those of host 0."""
-        state = self._at(self._position())
-        own = callback_states(self.own_callbacks), state.schedule
-        callbacks, schedule = self.runner.job_context.from_chief(own)
-        return replace(state, callbacks=callbacks, schedule=schedule)
 
     def in_fit(self) -> TrainingState:
         """The state within a ``fit``, without callbacks; no copy."""

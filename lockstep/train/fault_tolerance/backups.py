@@ -120,7 +120,6 @@ class Backups:
         self._state = state
         self._streams = streams
         self._last: Backup | None = None
-        self._reusable: TrainingState | None = None  # the next backup is written to its memory
         self._is_waiting = False  # for the end of a step, to take the first
         self._budget = OverheadBudget()
         self.restarts = self.restarts_left = restarts
@@ -162,6 +161,8 @@ class Backups:
         if self._state is None:
             return
         began = time.monotonic()
+        # The backup is written to the memory of the one before.
+        before = None if self._last is None else self._last.state
         self._last = None
         self._is_waiting = False
         try:
@@ -170,12 +171,10 @@ class Backups:
             if self.is_required:
                 raise
             return  # the error of a fault will say what is lost
-        if not self._has_memory_for(now):
-            self._reusable = None
+        if not self._has_memory_for(now, before):
             return
         with torch.no_grad():
-            state = now.copied(self._reusable)
-        self._reusable = state
+            state = now.copied(before)
         self._state.runner.session.stores.release_pages()  # which hold memory of other ranks
         self._last = Backup(state=state, resume=resume)
         self.journal.clear()
@@ -183,8 +182,8 @@ class Backups:
             stream.mark()
         self._budget.note(began)
 
-    def _has_memory_for(self, state: TrainingState) -> bool:
-        needed = _num_bytes(state) - (0 if self._reusable is None else _num_bytes(self._reusable))
+    def _has_memory_for(self, state: TrainingState, before: TrainingState | None) -> bool:
+        needed = _num_bytes(state) - (0 if before is None else _num_bytes(before))
         free = free_memory() if needed > 0 else None
         part = 1 if self.is_required else _OPTIONAL_MEMORY_PART
         if free is None or needed <= free.num_bytes * part:
@@ -198,11 +197,11 @@ class Backups:
             )
         return False
 
-    def put_back(self) -> Backup | None:
-        """Restore the training from the backup; None if there is none."""
+    def put_back(self) -> int | None:
+        """Restore the training from the backup; returns its last step, None if there is none."""
         if self._state is not None and self._last is not None:
             self._state.set_all_but_callbacks(self._last.state)
-        return self._last
+        return self.last_step
 
     @property
     def last_step(self) -> int | None:

@@ -184,8 +184,7 @@ class RestartingDriver(FollowerDriver):
             self.take_slots([part for parts in progress.slots for part in parts])
 
     def put_back(self) -> int | None:
-        backup = self._backups.put_back()
-        return None if backup is None else backup.last_step
+        return self._backups.put_back()
 
     def resume_after(self, error: WorkerError) -> FitPosition | None:
         if not error.is_loss or self.failure is not None:
@@ -258,9 +257,10 @@ class RestartingDriver(FollowerDriver):
 
         This process has the whole training while callbacks are called, so it can be copied here.
         """
-        self._backups.drop()
         if self._backups.is_required and self._state.recorded is not None:
             self._backups.take(resume)
+        else:
+            self._backups.drop()
 
 
 def _after(step: int) -> str:
