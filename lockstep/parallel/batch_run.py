@@ -49,6 +49,8 @@ class StepBatch:
         step: the number of the step.
         observe: called with the outputs.
         turn: the number of the train_step function, if several train on each batch.
+        first_share: the number of its first share, if it is a part of a global batch.
+        batch_size: of that global batch; 0 if it is the whole.
     """
 
     source: Source
@@ -56,6 +58,8 @@ class StepBatch:
     step: int
     observe: Observe | None = None
     turn: int = 0
+    first_share: int = 0
+    batch_size: int = 0
 
 
 @dataclass(eq=False)
@@ -69,8 +73,8 @@ class Run:
         step: of training; None in evaluation and prediction.
         observe: called with the outputs.
         turn: see ``StepBatch``.
-        first_share: the number of its first share, if it is a part of a global batch.
-        batch_size: of that global batch; 0 if it is the whole.
+        first_share: likewise.
+        batch_size: likewise.
     """
 
     source: Source | None
@@ -86,10 +90,11 @@ class Run:
     _observed: list[ShareOutput] = field(default_factory=list, init=False)
 
     @classmethod
-    def of_step(cls, batch: StepBatch, num_shares: int, **part: int) -> "Run":
-        """A batch that is trained on; ``part`` has ``first_share`` and ``batch_size``."""
-        options: dict[str, Any] = {"step": batch.step, "observe": batch.observe, **part}
-        return cls(batch.source, batch.indices, num_shares, turn=batch.turn, **options)
+    def of_step(cls, batch: StepBatch, num_shares: int) -> "Run":
+        """A batch that is trained on."""
+        names = ("step", "observe", "turn", "first_share", "batch_size")
+        options: dict[str, Any] = {name: getattr(batch, name) for name in names}
+        return cls(batch.source, batch.indices, num_shares, **options)
 
     def __post_init__(self) -> None:
         self.num_samples = len(self.indices)

@@ -22,6 +22,7 @@ from lockstep.data.trees import Tree
 from lockstep.errors import NonFiniteError
 from lockstep.parallel.batch_run import Observe, Run, StepBatch, Take
 from lockstep.parallel.data_parallel.passes import Passes
+from lockstep.parallel.local_steps import LocalSteps
 from lockstep.parallel.loss.loss_rules import check_used, refuses, unequal_scale
 from lockstep.parallel.loss.share_losses import Sums
 from lockstep.parallel.loss.whole_batch import SharePart
@@ -67,25 +68,9 @@ class Worker(UpdateWorker):
         options: the rest for ``UpdateWorker``.
 
     Attributes:
-        has_local_steps: this rank trains on its part of the batch, without waiting for the others.
-        is_synchronous: ranks wait for each other after every step nevertheless, because callbacks
-            or metrics need them all.
-        has_diverged: the weights of the ranks differ.
-        is_restartable: if a rank dies, the epoch may continue: only sums of its steps' results are
-            kept.
-        first_share: see ``Run``.
-        batch_size: of the global batch, if ``train_step`` gets parts of it; else 0.
-        has_own_optimizer: this rank has its own parameters and slots.
         mirrors: host copies of values that only this rank has on its device.
     """
 
-    has_local_steps = False
-    is_synchronous = False
-    has_diverged = False
-    first_share = 0
-    batch_size = 0
-    is_restartable = False
-    has_own_optimizer = False
     mirrors: Mirrors = ((), ())
 
     def __init__(
@@ -108,6 +93,21 @@ class Worker(UpdateWorker):
 
     # --- training --------------------------------------------------------------------------------
 
+    def begin_training(self, *, is_synchronous: bool, is_restartable: bool) -> None:
+        """A ``fit`` begins.
+
+        Args:
+            is_synchronous: callbacks or metrics need all ranks after every step.
+            is_restartable: if a rank dies, the epoch may continue: only sums of its steps' results
+                are kept.
+        """
+        return
+
+    @property
+    def local_steps(self) -> LocalSteps | None:
+        """What is particular to local steps; None if ranks wait for each other in every step."""
+        return None
+
     def train_step(self, batch: StepBatch) -> StepResult:
         """Train on a global batch; every rank calls it with the same batch.
 
@@ -129,8 +129,7 @@ class Worker(UpdateWorker):
                 return self._train(self._begun(batch))
 
     def _begun(self, batch: StepBatch) -> TrainingStep:
-        part = {"first_share": self.first_share, "batch_size": self.batch_size}
-        return TrainingStep(Run.of_step(batch, self.plan.num_shares, **part), batch.step)
+        return TrainingStep(Run.of_step(batch, self.plan.num_shares), batch.step)
 
     def _train(self, now: TrainingStep) -> StepResult:
         self.passes.begin(now.batch)
@@ -239,38 +238,27 @@ class Worker(UpdateWorker):
 
     # --- data and state of this rank -------------------------------------------------------------
 
-    def reads(self, indices: torch.Tensor, step: int | None = None, turn: int = 0) -> list[Read]:
+    def reads(
+        self,
+        indices: torch.Tensor,
+        step: int | None = None,
+        turn: int = 0,
+        first_share: int = 0,
+    ) -> list[Read]:
         """The reads that this rank will make of a batch, in order.
 
         Args:
             indices: of the global batch.
             step: of training; None in evaluation and prediction.
             turn: see ``StepBatch``.
+            first_share: likewise.
         """
-        run = Run(
-            None,
-            indices,
-            self.plan.num_shares,
-            step=step,
-            turn=turn,
-            first_share=self.first_share,
-        )
+        num_shares = self.plan.num_shares
+        run = Run(None, indices, num_shares, step=step, turn=turn, first_share=first_share)
         return self.passes.reads(run)
 
     def synchronise(self, *, is_last: bool = False) -> None:
         """Make the weights of all ranks equal, after an epoch or, with ``is_last``, the task."""
-        return
-
-    def results_of_epoch(self, own: list[StepResult]) -> list[StepResult]:
-        """This rank's results of an epoch, so that the sum over ranks counts each sample once."""
-        return own
-
-    def resume_from(self, progress: Any) -> None:
-        """Begin the epoch at ``progress``, or at its start if None; for ranks with local steps."""
-        return
-
-    def hold_updates(self) -> None:
-        """On rank 0, after a process has died: let no update be interrupted by ending the rest."""
         return
 
     def epoch_logs(self) -> dict[str, float]:

@@ -20,6 +20,7 @@ from lockstep.parallel.build import build_worker, open_passes, what_it_has
 from lockstep.parallel.exchange.engine import Endpoint
 from lockstep.parallel.exchange.exchange_layout import exchange_spec, work_of_replica
 from lockstep.parallel.local_sgd.averaging import Averaging
+from lockstep.parallel.local_steps import LocalSteps
 from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.update import PieceSlots, Updater
 from lockstep.parallel.worker import Worker
@@ -28,7 +29,7 @@ from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.plan.makers.replicas import part_of_replica
 
 
-class LocalWorker(Worker):
+class LocalWorker(Worker, LocalSteps):
     """See the module, and ``build_local_worker``.
 
     Args:
@@ -38,7 +39,6 @@ class LocalWorker(Worker):
         options: see ``Worker``.
     """
 
-    has_local_steps = True
     has_own_optimizer = True
 
     def __init__(
@@ -49,7 +49,8 @@ class LocalWorker(Worker):
         self.updater = inner.updater
         self._inner = inner
         self.replica = self.rank // self.plan.ranks_per_replica
-        inner.first_share = self.plan.shares_of(self.replica)[0]
+        self._first_share = self.plan.shares_of(self.replica)[0]
+        self._is_synchronous = False
         if inner.board is not None and self.board is not None:  # its ranks stop together
             inner.board.wants_halt = self.board.wants_end
         self._averaging = averaging
@@ -57,6 +58,13 @@ class LocalWorker(Worker):
         self._weight = 0.0  # of the losses since the last average
         self._num_steps = 0  # since the last average
         self._is_over = False
+
+    def begin_training(self, *, is_synchronous: bool, is_restartable: bool) -> None:
+        self._is_synchronous = is_synchronous
+
+    @property
+    def local_steps(self) -> LocalSteps:
+        return self
 
     def train_step(self, batch: StepBatch) -> StepResult:
         """Train on this replica's part of the batch; the result is of that part.
@@ -74,7 +82,7 @@ class LocalWorker(Worker):
         self._num_steps += 1
         if self._num_steps == self._every:
             self.synchronise()
-        if self.is_synchronous:
+        if self._is_synchronous:
             self.barrier()
         return result
 
@@ -85,7 +93,8 @@ class LocalWorker(Worker):
         self._inner.passes.reading = self.passes.reading
         try:
             own = batch.indices[part.start : part.stop]
-            return self._inner.train_step(replace(batch, indices=own))
+            part_of_batch = replace(batch, indices=own, first_share=self._first_share)
+            return self._inner.train_step(part_of_batch)
         except NonFiniteError as error:
             add_note(
                 error,
@@ -113,12 +122,12 @@ class LocalWorker(Worker):
         self._is_over = any(last for _, last in weights)
 
     @property
-    def has_diverged(self) -> bool:  # type: ignore[override]  # a constant in Worker
+    def has_diverged(self) -> bool:
         return self._num_steps > 0
 
     @property
     def is_halted(self) -> bool:
-        if not self._num_steps or self.is_synchronous:
+        if not self._num_steps or self._is_synchronous:
             return super().is_halted
         if self._inner.board is not None:
             return self._inner.is_halted
@@ -149,11 +158,18 @@ class LocalWorker(Worker):
     def gather_slots(self) -> None:
         """Nothing to gather: slots are taken from the first replica."""
 
-    def reads(self, indices: torch.Tensor, step: int | None = None, turn: int = 0) -> list[Read]:
+    def reads(
+        self,
+        indices: torch.Tensor,
+        step: int | None = None,
+        turn: int = 0,
+        first_share: int = 0,
+    ) -> list[Read]:
         if step is None:
             return super().reads(indices)
         part = part_of_replica(self.plan, self.replica, len(indices))
-        return self._inner.reads(indices[part.start : part.stop], step, turn) if part else []
+        own = indices[part.start : part.stop]
+        return self._inner.reads(own, step, turn, self._first_share) if part else []
 
     def leaves_a_rank_idle(self, num_samples: int) -> bool:
         """Buffers are averaged."""

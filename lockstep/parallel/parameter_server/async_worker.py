@@ -11,7 +11,7 @@ new processes continue from there. Unfinished parts are computed again; a server
 are dropped. If it died within an update its second copy undoes that.
 
 If callbacks or metrics need all ranks after every step, ranks train synchronously
-(``is_synchronous``). A Plan whose staleness is 0 has an ordinary Worker.
+(``begin_training``). A Plan whose staleness is 0 has an ordinary Worker.
 """
 
 import math
@@ -32,6 +32,7 @@ from lockstep.data.iterable.read_ahead import Read
 from lockstep.errors import NonFiniteError
 from lockstep.launch.health.failure import add_note
 from lockstep.parallel.batch_run import Observe, StepBatch
+from lockstep.parallel.local_steps import LocalSteps
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.parameter_server.push_pull import OwnWeights, PulledWeights, Pusher
 from lockstep.parallel.parameter_server.server import ParameterServer
@@ -68,7 +69,7 @@ class ServerProgress:
     num_ended: int
 
 
-class AsyncWorker(Worker):
+class AsyncWorker(Worker, LocalSteps):
     """One rank, a worker or a server; see the module, and ``async_worker_build``.
 
     Args:
@@ -81,6 +82,8 @@ class AsyncWorker(Worker):
         mail: to their hosts; None without remote workers.
         options: see ``Worker``.
     """
+
+    has_own_optimizer = False
 
     def __init__(
         self,
@@ -133,6 +136,7 @@ class AsyncWorker(Worker):
             assert isinstance(inner.updater, Pusher)
             inner.updater.push_to = partial(self.exchange.write, _GROUP, self.rank)
             self._weights = self._own_weights(group, served)
+        self._is_synchronous = self._is_restartable = False
         self._opened: dict[int, StepBatch] = {}  # batches with parts that may be open
         self._first_step = 0  # since the last synchronisation
         self._num_ended = 0
@@ -168,13 +172,16 @@ class AsyncWorker(Worker):
             weights=lambda queue: FreshWeights(queue, self._groups[_GROUP], served, row_versions),
         )
 
+    def begin_training(self, *, is_synchronous: bool, is_restartable: bool) -> None:
+        self._is_synchronous, self._is_restartable = is_synchronous, is_restartable
+
     @property
-    def has_local_steps(self) -> bool:  # type: ignore[override]  # a constant in Worker
-        return not self.is_synchronous
+    def local_steps(self) -> LocalSteps | None:
+        return None if self._is_synchronous else self
 
     def train_step(self, batch: StepBatch) -> StepResult:
         """Compute open parts of this batch and of older ones; the result is of these parts."""
-        if self.is_synchronous:
+        if self._is_synchronous:
             return super().train_step(batch)
         assert self.board is not None
         self.board.step = batch.step
@@ -254,10 +261,15 @@ class AsyncWorker(Worker):
         start, stop = bounds[shares[0]][0], bounds[shares[-1]][1]
         inner = self._inner
         inner.passes.reading = self.passes.reading
-        inner.first_share, inner.batch_size = shares[0], len(indices)
         try:
             with self._weights.in_place():
-                own = replace(batch, indices=indices[start:stop], observe=observe)
+                own = replace(
+                    batch,
+                    indices=indices[start:stop],
+                    observe=observe,
+                    first_share=shares[0],
+                    batch_size=len(indices),
+                )
                 result = inner.train_step(own)
         except NonFiniteError as error:
             add_note(
@@ -318,7 +330,7 @@ class AsyncWorker(Worker):
 
     def results_of_epoch(self, own: list[StepResult]) -> list[StepResult]:
         """The first worker returns the sums of all: others may have died since their parts."""
-        if self.is_synchronous or not self._can_restart:
+        if not self._can_restart:
             return own
         nothing, whole = StepResult(total=0.0, weight=0.0, num_samples=0), _joined(own)
         if self.rank != 0 or not self._losses:
@@ -330,7 +342,7 @@ class AsyncWorker(Worker):
         return [whole, *[replace(nothing, is_skipped=True)] * int(num_skipped)]
 
     @property
-    def has_diverged(self) -> bool:  # type: ignore[override]  # as above
+    def has_diverged(self) -> bool:
         return self._is_under_way
 
     # --- when a process has died -----------------------------------------------------------------
@@ -340,7 +352,7 @@ class AsyncWorker(Worker):
         """True if shared memory has the whole progress of an epoch."""
         is_one_host = not self.plan.hosts
         takes_notes = self.updater is not None and self.updater.takes_notes
-        return is_one_host and self.is_restartable and takes_notes
+        return is_one_host and self._is_restartable and takes_notes
 
     def hold_updates(self) -> None:
         """On the first worker, before the others are ended: let servers finish their updates."""
@@ -394,15 +406,21 @@ class AsyncWorker(Worker):
         return self._queue.is_halted
 
     def epoch_logs(self) -> dict[str, float]:
-        return {"staleness": 0 if self.is_synchronous else self._longest_lead}
+        return {"staleness": 0 if self._is_synchronous else self._longest_lead}
 
-    def reads(self, indices: torch.Tensor, step: int | None = None, turn: int = 0) -> list[Read]:
+    def reads(
+        self,
+        indices: torch.Tensor,
+        step: int | None = None,
+        turn: int = 0,
+        first_share: int = 0,
+    ) -> list[Read]:
         """Empty in training: workers take parts as they become free."""
-        return super().reads(indices, step, turn) if step is None or self.is_synchronous else []
+        return super().reads(indices, step, turn) if step is None or self._is_synchronous else []
 
     def leaves_a_rank_idle(self, num_samples: int) -> bool:
         """Buffers are taken from the first worker, which is never idle in training."""
-        return self.is_synchronous and super().leaves_a_rank_idle(num_samples)
+        return self._is_synchronous and super().leaves_a_rank_idle(num_samples)
 
     def close(self) -> None:
         super().close()

@@ -58,8 +58,10 @@ def _parts_of(slots: dict[str, Slots]) -> dict[str, Tree]:
 
 def own_replica(replicas: Tree, worker: Worker) -> Tree:
     """A rank's part of ``replicas_of``; None if the division into replicas was another."""
-    plan = worker.plan
-    if not worker.has_own_optimizer or replicas is None or len(replicas) != plan.num_ranks:
+    plan, local = worker.plan, worker.local_steps
+    if local is None or not local.has_own_optimizer:
+        return None
+    if replicas is None or len(replicas) != plan.num_ranks:
         return None
     is_alike = sum("updater" not in one for one in replicas) == plan.ranks_per_replica
     return replicas[worker.rank] if is_alike else None

@@ -80,9 +80,9 @@ def results_of_ranks(
     worker: Worker, control: Control, results: list[StepResult]
 ) -> list[StepResult]:
     """The steps of an epoch; on rank 0, with local steps, those of all ranks."""
-    if not worker.has_local_steps:
+    if worker.local_steps is None:
         return results
-    gathered = control.gather(worker.results_of_epoch(results))
+    gathered = control.gather(worker.local_steps.results_of_epoch(results))
     return [result for own in gathered for result in own]
 
 

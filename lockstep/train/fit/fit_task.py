@@ -154,9 +154,11 @@ class FitTask(Task):
     def run(self, worker: Worker, control: Control, driver: TaskDriver) -> FitResult:
         """Train until the last epoch, or until a callback or Ctrl-C ends it."""
         rank_sync = RankSync(worker=worker, control=control, driver=driver)
-        worker.is_synchronous = self._meets_between_steps
         has_more = self.metrics or self.loss_parts or self.turns or self._skips_bad_records
-        worker.is_restartable = self.hooks.full_state and not has_more
+        worker.begin_training(
+            is_synchronous=self._meets_between_steps,
+            is_restartable=self.hooks.full_state and not has_more,
+        )
         recorder = PositionRecorder(
             rank_sync=rank_sync, hooks=self.hooks, metrics=self.metrics, source=self.source
         )
@@ -246,7 +248,7 @@ class FitTask(Task):
     def _reports(self, rank_sync: RankSync) -> Reports:
         """The steps of an epoch after which values are reported."""
         seconds = 0.0
-        if self.metrics and not rank_sync.worker.has_local_steps:  # they meet at an epoch's end
+        if self.metrics and rank_sync.worker.local_steps is None:  # they meet at an epoch's end
             seconds = rank_sync.control.broadcast(rank_sync.driver.seconds_between_metrics)
         return Reports(self.metrics, rank_sync.control, "timed", seconds)
 
@@ -269,7 +271,7 @@ class FitTask(Task):
         snapshots = self.snapshots or Snapshots()
         with tracer.step(step), snapshots.noting(worker, step) as noted:
             result = self._train_step(rank_sync, StepBatch(batch, indices, step, observe))
-        if not worker.has_local_steps:  # else at the epoch's end
+        if worker.local_steps is None:  # else at the epoch's end
             self.metrics.settle(rank_sync.control)
         if num_taken > len(indices):
             result = replace(result, num_bad=num_taken - len(indices))
@@ -345,7 +347,7 @@ class FitTask(Task):
         replica = own_replica(self.start.replicas, worker)
         if replica is not None:
             return results_so_far(replica["steps"], has_parts=True)
-        if worker.has_local_steps and control.rank != 0:
+        if worker.local_steps is not None and control.rank != 0:
             return []
         return results_so_far(self.start.so_far, has_parts=control.rank == 0)
 

@@ -34,12 +34,12 @@ class PositionRecorder:
 
     def begin_epoch(self, begun: FitPosition, num_steps: int) -> None:
         """Before the first step of an epoch: ranks with local steps resume from there."""
-        worker, driver = self.rank_sync.worker, self.rank_sync.driver
-        if not worker.has_local_steps:
+        local, driver = self.rank_sync.worker.local_steps, self.rank_sync.driver
+        if local is None:
             return
-        worker.resume_from(begun.served)
+        local.resume_from(begun.served)
         driver.begin_apart(begun)
-        if begun.served is None and self.hooks.state and not worker.has_own_optimizer:
+        if begun.served is None and self.hooks.state and not local.has_own_optimizer:
             self.rank_sync.show_slots()  # no backup can be taken within the epoch
             position = FitPosition(begun.epoch, True, begun.stops, num_steps=num_steps)
             self.rank_sync.act(partial(driver.back_up_at, position))
@@ -51,15 +51,17 @@ class PositionRecorder:
             position: without the ranks' own parts.
             results: of this rank's steps in the epoch so far.
         """
-        rank_sync, worker = self.rank_sync, self.rank_sync.worker
-        meets = self.hooks.full_state or not worker.has_local_steps
-        if worker.has_diverged or not meets or not self._is_wanted(position.batch - 1):
+        rank_sync, local = self.rank_sync, self.rank_sync.worker.local_steps
+        may_be_taken = local is None or (self.hooks.full_state and not local.has_diverged)
+        if not may_be_taken or not self._is_wanted(position.batch - 1):
             rank_sync.driver.record_position(None)
             return
         self.show_all()
         results = [result.settled() for result in results]
-        own = worker.results_of_epoch(results) if worker.has_own_optimizer else results
-        sums = epoch_sums(own, self.metrics, rank_sync.control, are_apart=worker.has_local_steps)
+        own = results
+        if local is not None and local.has_own_optimizer:
+            own = local.results_of_epoch(results)
+        sums = epoch_sums(own, self.metrics, rank_sync.control, are_apart=local is not None)
         self.record(replace(position, so_far=sums), results)
 
     def _is_wanted(self, index: int) -> bool:
@@ -70,7 +72,8 @@ class PositionRecorder:
     def record(self, position: FitPosition, results: Sequence[StepResult] = ()) -> None:
         """Record a position, with the ranks' own parts of the state."""
         worker, control = self.rank_sync.worker, self.rank_sync.control
-        if worker.has_own_optimizer and self.hooks.full_state:
+        local = worker.local_steps
+        if local is not None and local.has_own_optimizer and self.hooks.full_state:
             position = replace(position, replicas=replicas_of(worker, results, control))
         if worker.plan.compression is not None and self.hooks.full_state:
             position = replace(position, residuals=residuals_of_all(worker, control))

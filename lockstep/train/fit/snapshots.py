@@ -50,7 +50,9 @@ class Snapshots:
                     states=[state for state, *_ in ranks[: len(ranks) - worker.plan.num_servers]],
                     slots=[part for _, parts, *_ in ranks for part in parts],
                     is_divided=worker.local_names() is not None,
-                    weights=tuple(one[3] for one in ranks) if worker.has_local_steps else (),
+                    weights=tuple(one[3] for one in ranks)
+                    if worker.local_steps is not None
+                    else (),
                     num_samples=result.num_samples,
                     noted=[noted for *_, noted in ranks],
                 )

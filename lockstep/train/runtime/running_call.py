@@ -85,8 +85,9 @@ class RunningCall:
 
     def hold(self, error: BaseException) -> None:
         """After the loss of a process: prevent that ending the others cuts off an update."""
-        if isinstance(error, WorkerError) and error.is_loss:
-            self.worker.hold_updates()
+        local = self.worker.local_steps
+        if local is not None and isinstance(error, WorkerError) and error.is_loss:
+            local.hold_updates()
 
     def abandon(self, error: BaseException, driver: TaskDriver) -> None:
         """After a failure, when the helpers have ended: add to the error what is left."""
