@@ -263,13 +263,8 @@ class AsyncWorker(Worker, LocalSteps):
         inner.passes.reading = self.passes.reading
         try:
             with self._weights.in_place():
-                own = replace(
-                    batch,
-                    indices=indices[start:stop],
-                    observe=observe,
-                    first_share=shares[0],
-                    batch_size=len(indices),
-                )
+                own = replace(batch, indices=indices[start:stop], observe=observe)
+                own = replace(own, first_share=shares[0], batch_size=len(indices))
                 result = inner.train_step(own)
         except NonFiniteError as error:
             add_note(
