@@ -1,21 +1,20 @@
 """Several optimizers with separate parameters, which step one at a time."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey, Updater
 from lockstep.train.checkpointing.training_state import TrainingState
+from lockstep.train.optim.combined_updater import CombinedUpdater
 from lockstep.train.optim.optimizers import Optimizers
 from lockstep.train.optim.updaters import TorchUpdater
 
 _OWNER = "optimizer"  # of a parameter group, in a state: the optimizer's name
 
 
-class UpdaterSet(Updater):
+class UpdaterSet(CombinedUpdater):
     """Steps one of several optimizers: the one whose turn it is.
 
     Args:
@@ -24,12 +23,8 @@ class UpdaterSet(Updater):
     """
 
     def __init__(self, owner: object, updaters: Mapping[str, Any]) -> None:
-        self.owner = owner
+        super().__init__(owner, list(updaters.values()))
         self._names = list(updaters)
-        self._updaters = list(updaters.values())
-        self._of = {name: each for each in self._updaters for name in each.parameters}
-        self.is_known = all(updater.is_known for updater in self._updaters)
-        self.is_elementwise = all(updater.is_elementwise for updater in self._updaters)
 
     @classmethod
     def of_torch(
@@ -43,37 +38,8 @@ class UpdaterSet(Updater):
             updaters[key] = TorchUpdater(optimizer, named)
         return cls(optimizers, updaters)
 
-    def bind(self, pieces: Sequence[BoundPiece]) -> None:
-        for updater, own in self._divided(pieces, lambda piece: piece.name):
-            updater.bind(own)
-
-    def slot_keys(self) -> list[SlotKey]:
-        keys = [key for updater in self._updaters for key in updater.slot_keys()]
-        return keys if self.is_elementwise else []
-
-    def store_slots(self, store: Mapping[SlotKey, torch.Tensor]) -> None:
-        for updater, own in self._divided(list(store), lambda key: key.parameter):
-            updater.store_slots({key: store[key] for key in own})
-
     def step(self) -> None:
         self._updaters[self.turn].step()
-
-    def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
-        return [
-            part for updater in self._updaters for part in updater.slots(with_stored=with_stored)
-        ]
-
-    def take_slots(self, pieces: Sequence[PieceSlots]) -> None:
-        """See ``TorchUpdater.take_slots``."""
-        for updater, own in self._divided(pieces, lambda piece: piece.name):
-            updater.take_slots(own)
-
-    def publish_options(self) -> None:
-        """No schedule moves these options at every step."""
-        return
-
-    def stored(self) -> list[tuple[str, torch.Tensor]]:
-        return [each for updater in self._updaters for each in updater.stored()]
 
     def state(self) -> dict[str, Any]:
         optimizer: dict[str, Any] = {}
@@ -105,23 +71,3 @@ class UpdaterSet(Updater):
             slots |= {"": common} if common else {}
             own = {"": state.own[name]} if name in state.own else {}
             updater.load_state(replace(state, optimizer=slots, options=plain, own=own))
-
-    def recover(self) -> list[str]:
-        return [name for updater in self._updaters for name in updater.recover()]
-
-    def options(self) -> list[dict[str, Any]]:
-        return [options for updater in self._updaters for options in updater.options()]
-
-    def set_options(self, options: list[dict[str, Any]]) -> None:
-        rest = list(options)
-        for updater in self._updaters:
-            count = len(updater.options())
-            updater.set_options(rest[:count])
-            rest = rest[count:]
-
-    def _divided(
-        self, items: Sequence[Any], name_of: Callable[[Any], str]
-    ) -> Iterator[tuple[Any, list[Any]]]:
-        """Each updater with its items; those of untrained parameters are left out."""
-        for updater in self._updaters:
-            yield updater, [item for item in items if self._of.get(name_of(item)) is updater]

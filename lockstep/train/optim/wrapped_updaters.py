@@ -33,8 +33,9 @@ from torch import nn, optim
 from lockstep.comm.collectives.gradients import TensorSpec, cut_piece
 from lockstep.errors import OptionError
 from lockstep.options import is_number
-from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey, Updater
+from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey
 from lockstep.train.checkpointing.training_state import TrainingState, copy_onto
+from lockstep.train.optim.combined_updater import CombinedUpdater
 from lockstep.train.optim.updaters import TorchUpdater
 
 
@@ -46,8 +47,8 @@ class Companion:
     kept: torch.Tensor
 
 
-class WrappedUpdater(Updater):
-    """Delegates to the inner updater.
+class WrappedUpdater(CombinedUpdater):
+    """Hands on to the inner updater what it does not do itself.
 
     Args:
         inner: the updater that it wraps.
@@ -63,12 +64,10 @@ class WrappedUpdater(Updater):
         kept: dict[str, torch.Tensor],
         dtype: torch.dtype | None = None,
     ) -> None:
+        super().__init__(inner.owner, [inner])
         self.inner = inner
         self.kept = kept
         self.dtype = dtype
-        self.owner = inner.owner
-        self.is_known: bool = inner.is_known
-        self.is_elementwise = inner.is_elementwise
         self._companions: list[Companion] = []
 
     @property
@@ -85,7 +84,7 @@ class WrappedUpdater(Updater):
         self._companions = [
             Companion(bound, cut_piece(self._kept_of(bound.name), bound.piece)) for bound in pieces
         ]
-        self.inner.bind(pieces)
+        super().bind(pieces)
 
     def _kept_of(self, name: str) -> torch.Tensor:
         if name not in self.kept:
@@ -98,12 +97,12 @@ class WrappedUpdater(Updater):
             for name, parameter in self.parameters.items()
             if parameter.requires_grad
         ]
-        return [*self.inner.slot_keys(), *own]
+        return [*super().slot_keys(), *own]
 
     @torch.no_grad()
     def store_slots(self, store: Mapping[SlotKey, torch.Tensor]) -> None:
         own = {key: place for key, place in store.items() if key.slot == self.slot}
-        self.inner.store_slots({key: place for key, place in store.items() if key not in own})
+        super().store_slots({key: place for key, place in store.items() if key not in own})
         for key, place in own.items():
             before = self.kept.get(key.parameter)
             if before is not None and before is not place:
@@ -116,25 +115,11 @@ class WrappedUpdater(Updater):
     def share_options(self, tensor: torch.Tensor) -> None:
         self.inner.share_options(tensor)
 
-    def publish_options(self) -> None:
-        """See ``TorchUpdater.publish_options``."""
-        self.inner.publish_options()
-
-    def look_again(self) -> None:
-        self.inner.look_again()
-
     def step(self) -> None:
         self.inner.step()
 
-    def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
-        return self.inner.slots(with_stored=with_stored)
-
-    def take_slots(self, pieces: Sequence[PieceSlots]) -> None:
-        """See ``TorchUpdater.take_slots``."""
-        self.inner.take_slots(pieces)
-
     def stored(self) -> list[tuple[str, torch.Tensor]]:
-        return [*self.inner.stored(), *self.kept.items()]
+        return [*super().stored(), *self.kept.items()]
 
     def state(self) -> dict[str, Any]:
         return self.inner.state()
@@ -148,15 +133,6 @@ class WrappedUpdater(Updater):
         self.kept.clear()
         for name, value in tensors.items():
             self.kept[name] = copy_onto(before.get(name), value, self.parameters[name])
-
-    def recover(self) -> list[str]:
-        return self.inner.recover()
-
-    def options(self) -> list[dict[str, Any]]:
-        return self.inner.options()
-
-    def set_options(self, options: list[dict[str, Any]]) -> None:
-        self.inner.set_options(options)
 
 
 class OuterUpdater(WrappedUpdater):
