@@ -248,10 +248,8 @@ class Job:
         )
         neighbours = shared.neighbours
         if neighbours is not None:
-            neighbours = replace(neighbours, mirrored=mirrored)
-        if neighbours is not None and self._others is not None:
-            crossing = self._others.crossing(lookout.look_around)
-            neighbours = replace(neighbours, crossing=crossing)
+            crossing = None if self._others is None else self._others.crossing(lookout.look_around)
+            neighbours = replace(neighbours, mirrored=mirrored, crossing=crossing)
         endpoint = Endpoint(
             plan=self.plan(),
             spec=spec,

@@ -138,7 +138,7 @@ class ReplicaUpdate:
         """The layout of what replicas exchange: a row of gradients for each."""
         tensors = [*map(tensor_spec, self._names, self.trained)]
         # The script may change gradients before `step`: none is reduced early.
-        group = group_spec(self._plan, self._group, tensors, is_early=False)
+        group = group_spec(self._plan, self._group, tensors, {}, frozenset(), is_early=False)
         ranks = self._group.ranks
         return ExchangeSpec(num_ranks=len(ranks), share_ranks=ranks, groups=(group,))
 

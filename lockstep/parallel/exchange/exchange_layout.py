@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 
 from torch import nn
 
@@ -101,13 +100,7 @@ def _group_specs(work: Workload, trained: Sequence[TensorSpec]) -> tuple[GroupSp
     keeps_rows = updater is not None and (plan.num_servers > 0 or updater.hands_on)
     sparse = sparse_weights(work.model) if keeps_rows else frozenset()
     return tuple(
-        group_spec(
-            plan,
-            group,
-            [one for one in trained if one.name in group.names],
-            limits=limits,
-            sparse=sparse,
-        )
+        group_spec(plan, group, [one for one in trained if one.name in group.names], limits, sparse)
         for group in work.groups
     )
 
@@ -148,9 +141,9 @@ def group_spec(
     plan: Plan,
     group: ParameterGroup,
     tensors: Sequence[TensorSpec],
+    limits: Mapping[str, int],
+    sparse: frozenset[str],
     *,
-    limits: Mapping[str, int] = MappingProxyType({}),
-    sparse: frozenset[str] = frozenset(),
     is_early: bool = True,
 ) -> GroupSpec:
     """The layout of a group: rows for every few shares or each rank of a stage, if several.
