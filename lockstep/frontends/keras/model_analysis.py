@@ -9,7 +9,7 @@ from functools import partial
 
 from lockstep.data.map_style.sources import ArraySource, Source
 from lockstep.frontends.keras.layers.attributes import NO_SETTINGS, objects_with_settings
-from lockstep.frontends.keras.layers.dry_run import few_samples, fixed_batch_size, in_evaluation
+from lockstep.frontends.keras.layers.dry_run import few_samples, fixed_batch_size
 from lockstep.frontends.keras.layers.metrics import KerasMetrics
 from lockstep.frontends.keras.layers.model_fingerprint import (
     CompiledModelFingerprinter,
@@ -18,8 +18,8 @@ from lockstep.frontends.keras.layers.model_fingerprint import (
 from lockstep.frontends.keras.loss.add_loss import check_prediction, find_additions
 from lockstep.frontends.keras.loss.computed_loss import loss_of
 from lockstep.frontends.keras.loss.share_losses import Additions, KerasLoss
-from lockstep.frontends.keras.model import KerasModel
-from lockstep.parallel.data_parallel.forward import call_model
+from lockstep.frontends.keras.model import KerasModel, giving_losses
+from lockstep.parallel.data_parallel.forward import call_model, modes_of
 from lockstep.parallel.independence.sample_independence import check_sample_independence
 from lockstep.train.callbacks.change_detection import settings_of
 from lockstep.train.input.stream_broadcast import SharedStream, sample_of
@@ -140,7 +140,7 @@ class ModelAnalysis:
             return
         if isinstance(sample, ArraySource) and fixed_batch_size(module.model) is None:
             module.forget_direct_calls()
-            with in_evaluation(module):
+            with modes_of(module, training=False), giving_losses(module, True):
                 check_sample_independence(
                     module, partial(call_model, module), few_samples(module, sample)
                 )

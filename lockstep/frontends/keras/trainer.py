@@ -1,7 +1,7 @@
 """The Trainer of a Keras model: plans, processes and steps are those of any model."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -39,7 +39,7 @@ from lockstep.frontends.keras.layers.consistency import facts_of
 from lockstep.frontends.keras.layers.dry_run import (
     few_samples,
     frozen_as_keras,
-    metric_values_restored,
+    values_restored,
 )
 from lockstep.frontends.keras.layers.metrics import KerasMetrics
 from lockstep.frontends.keras.layers.model_fingerprint import (
@@ -390,7 +390,7 @@ class KerasTrainer(FrontEnd):
             with (
                 frozen_as_keras(self.model),
                 giving_losses(self.model, loss is not None),
-                metric_values_restored(self.model.model) if is_aside else nullcontext(),
+                values_restored(self.model.model.metrics_variables if is_aside else ()),
                 reducing(reduce),
             ):
                 yield fingerprint

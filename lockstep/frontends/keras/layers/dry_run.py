@@ -5,7 +5,7 @@ same state, with the same random numbers for the same samples. Afterwards it is 
 numbers do not belong to samples, or layers use statistics of the batch, each run draws its own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -105,19 +105,6 @@ def metrics_of_layers(model: Any) -> list[Any]:
 
 
 @contextmanager
-def in_evaluation(module: KerasModel) -> Iterator[None]:
-    """Within the block a model is in evaluation mode, and returns the losses that layers add."""
-    mode = module.training
-    module.eval()
-    try:
-        with giving_losses(module, True):
-            yield
-    finally:
-        module.train(mode)
-        module.model.train(mode)
-
-
-@contextmanager
 def frozen_as_keras(module: KerasModel) -> Iterator[None]:
     """Within the block no layer of a frozen model is trained, as in Keras."""
     trained = set(map(id, module.model.trainable_variables))
@@ -136,13 +123,13 @@ def frozen_as_keras(module: KerasModel) -> Iterator[None]:
 
 
 @contextmanager
-def metric_values_restored(model: Any) -> Iterator[None]:
-    """After the block metrics have their values from before: training uses them, too."""
-    counts = [(one, one.value.clone()) for one in model.metrics_variables]
+def values_restored(variables: Iterable[Any]) -> Iterator[None]:
+    """After the block variables have their values from before."""
+    before = [(one, one.value.clone()) for one in variables]
     try:
         yield
     finally:
-        for variable, value in counts:
+        for variable, value in before:
             variable.assign(value)
 
 

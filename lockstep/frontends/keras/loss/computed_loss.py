@@ -15,7 +15,7 @@ from lockstep.data.map_style.sources import Batch
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import LossError
 from lockstep.frontends.keras.layers.checks import has_custom_loss
-from lockstep.frontends.keras.layers.dry_run import metrics_of_layers
+from lockstep.frontends.keras.layers.dry_run import metrics_of_layers, values_restored
 from lockstep.frontends.keras.loss.reductions import masked_outputs
 from lockstep.frontends.keras.loss.share_losses import Additions, KerasLoss
 from lockstep.frontends.keras.model import KerasModel
@@ -141,11 +141,9 @@ def _as_called(
     own = vars(model)
     before = own.get("_compile_loss"), own["_losses_override"]
     metrics = [] if counts else metrics_of_layers(model)
-    counted = [(one, one.value.clone()) for metric in metrics for one in metric.variables]
     own.update(_compile_loss=compiled, _losses_override=[*added])
     try:
-        yield
+        with values_restored(one for metric in metrics for one in metric.variables):
+            yield
     finally:
         own.update(_compile_loss=before[0], _losses_override=before[1])
-        for variable, value in counted:
-            variable.assign(value)
