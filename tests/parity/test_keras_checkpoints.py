@@ -175,7 +175,7 @@ def fit(
 
 
 def state_of(model: Any) -> TrainingState:
-    state: TrainingState = model._lockstep.trainer.state.whole()
+    state: TrainingState = model._lockstep.trainer.state.take()
     return state
 
 
