@@ -213,7 +213,8 @@ def test_every_sample_counts_once_and_no_worker_is_too_far_ahead(
     assert staleness is None or max(leads) <= staleness
 
 
-# What host 0's worker asks, is granted and computes; and the bytes that it sends and receives.
+# What host 0's worker asks, is granted and computes; and the bytes that it sends and receives. Host 1's
+# worker is slow, so that it cannot take most of the work where host 0 is slow to start.
 WATCH = """
 from lockstep.parallel.parameter_server import remote_worker
 from lockstep.parallel.parameter_server import worker_messages
@@ -258,6 +259,7 @@ class Lookups(nn.Module):
         self.rows = nn.Embedding(20_000, 64, sparse=True)
         nn.init.zeros_(self.rows.weight)
     def forward(self, numbers):
+        time.sleep(0.1 * int(sys.argv[3]))
         return self.rows(numbers).sum(1)
 
 numbers, weights = torch.arange(1024) * 17, torch.rand(1024)
@@ -274,7 +276,7 @@ tell(told)
 
 
 def test_a_worker_asks_before_it_computes_and_only_touched_rows_travel(tmp_path: Path) -> None:
-    (first,), _ = told_by_all(tmp_path, WATCH, 2, [1, 1])
+    (first,), _ = told_by_all(tmp_path, WATCH, 2, [1, 1, "{host}"])
     ahead = first["ahead"]
     assert len(ahead) >= 4
     assert sum(ahead) > len(ahead) / 2
