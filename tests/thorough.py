@@ -57,11 +57,11 @@ def _values(case: Any) -> tuple[Any, ...]:
 
 
 def covering(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Tests of which every value of an argument meets two values of each other argument.
+    """Tests of the core, and as many others as it takes for every value of every argument.
 
     The whole product of strategies x models x options says little more, and takes a multiple of the
-    time: the fuzzer crosses them at random, and ``--exhaustive`` runs them all. Tests of the core
-    always run. The choice is the same every day: it depends on the tests' names only.
+    time: the fuzzer crosses them at random, and ``--exhaustive`` runs them all. The choice is the
+    same every day: it depends on the tests' names only.
     """
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -73,20 +73,13 @@ def covering(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 def _cover(items: list[pytest.Item]) -> list[pytest.Item]:
     """Of the cases of one test."""
     rows = {item: _arguments(item) for item in items}
-    numbers = {name: len({row[name] for row in rows.values()}) for name in rows[items[0]]}
-    names = [name for name, number in numbers.items() if 1 < number < len(items)]
-    partners: dict[tuple[str, Hashable, str], set[Hashable]] = {}
+    seen: set[tuple[str, Hashable]] = set()
     chosen = []
     for item in sorted(items, key=lambda item: (_is_thorough(item), crc32(item.nodeid.encode()))):
-        row = rows[item]
-        met = {
-            (one, row[one], other): row[other] for one in names for other in names if one != other
-        }
-        news = [key for key, value in met.items() if value not in partners.setdefault(key, set())]
-        if not (met and _is_thorough(item)) or any(len(partners[key]) < 2 for key in news):
+        values = set(rows[item].items())
+        if not (_is_thorough(item) and values) or values - seen:
             chosen.append(item)
-            for key in news:
-                partners[key].add(met[key])
+            seen |= values
     return chosen
 
 

@@ -81,7 +81,7 @@ CORE = [("torch", NUM_KILLS, 1), ("torch", NUM_KILLS, 2)]
 
 @pytest.mark.parametrize(
     ("library", "kills", "devices"),
-    core_of([*CORE, ("torch", 10, 2), ("keras", 5, 2)], CORE[1:]),
+    core_of([*CORE, ("keras", NUM_KILLS, 2)], CORE[1:]),
 )
 def test_a_script_is_killed_at_any_moment(
     library: str, kills: int, devices: int, tmp_path: Path

@@ -38,7 +38,7 @@ COPYING = str(Path(host_copies.__file__))
 
 @pytest.mark.parametrize(
     ("strategy", "fault"),
-    core_of(ROWS, [("replicas on 2 hosts", "host"), ("stages on 2 hosts", "stop")]),
+    core_of(ROWS, [("replicas on 2 hosts", "host")]),
 )
 def test_a_run_outlives_the_loss_of_each_host(strategy: str, fault: str) -> None:
     is_fresh = (strategy, fault) in FRESH
@@ -115,6 +115,7 @@ def test_between_two_checkpoints_the_memory_of_the_other_host_is_gone_on_from(
         run.end()
 
 
+@pytest.mark.thorough
 def test_of_a_copy_that_breaks_off_the_one_before_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,19 +121,21 @@ def trained(
 
 
 @pytest.mark.usefixtures("replays")
-@pytest.mark.parametrize("strategy", core_of(list(STRATEGIES), ["mirrored", "pipeline", "local"]))
+@pytest.mark.parametrize("strategy", core_of(list(STRATEGIES), ["mirrored", "pipeline"]))
 def test_helpers_are_killed(strategy: str) -> None:
     seen = Seen(2, 9)
     assert trained(strategy, seen, restarts=2) == trained(strategy, Seen())
     assert not any(is_alive(pid) for pid in seen.killed)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("replays")
 def test_what_callbacks_have_changed_is_changed_again() -> None:
     killed = trained("mirrored", Seen(3, 7), Meddler(), restarts=2)
     assert killed == trained("mirrored", Seen(), Meddler())
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("replays")
 def test_a_stream_is_not_read_again() -> None:
     num_read = []
@@ -324,7 +326,8 @@ class _Freezes(lockstep.Callback):
 
 
 @pytest.mark.parametrize(
-    ("hook", "kind"), [("end", "arrays"), ("begin", "arrays"), ("end", "stream")]
+    ("hook", "kind"),
+    core_of([("end", "arrays"), ("begin", "arrays"), ("end", "stream")], [("end", "arrays")]),
 )
 def test_a_helper_is_killed_where_a_callback_freezes_a_layer(hook: str, kind: str) -> None:
     def batches() -> Iterator[tuple[Tensor, Tensor]]:

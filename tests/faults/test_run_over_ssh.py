@@ -103,6 +103,7 @@ print(secret, shown, "LOCKSTEP_SECRET_FILE" in os.environ, os.environ["LOCKSTEP_
     assert len(set(found)) == 4
 
 
+@pytest.mark.thorough
 def test_a_given_rendezvous_and_devices_are_told(tmp_path: Path, ssh: list[str]) -> None:
     write(tmp_path / "script.py", PLACE)
     words = ["run", *ssh, "--rendezvous", "10.0.0.9:29400", "--devices", "2", "script.py"]
@@ -113,6 +114,7 @@ def test_a_given_rendezvous_and_devices_are_told(tmp_path: Path, ssh: list[str])
     ]
 
 
+@pytest.mark.thorough
 def test_interpreter_and_directory_can_be_others(tmp_path: Path, ssh: list[str]) -> None:
     write(tmp_path / "code" / "script.py", "import os, sys\nprint(os.getcwd(), sys.executable)")
     text = f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'
@@ -145,11 +147,13 @@ time.sleep(120)
     wait_until(lambda: not marked("first-failure"), 15)
 
 
+@pytest.mark.thorough
 def test_a_script_that_dies_of_a_signal_fails(tmp_path: Path, ssh: list[str]) -> None:
     write(tmp_path / "script.py", "import os\nos.kill(os.getpid(), 9)")
     assert call([*LOCKSTEP, "run", *ssh, "script.py"], tmp_path).returncode == 128 + 9
 
 
+@pytest.mark.thorough
 def test_hosts_that_cannot_be_reached_are_named(tmp_path: Path, ssh: list[str]) -> None:
     write(tmp_path / "script.py", "import time\ntime.sleep(60)")
     write(tmp_path / "hosts", "unreachable\nother\n")
@@ -233,6 +237,7 @@ def test_nothing_is_left_where_the_command_is_killed(
         wait_until(lambda: not script.others(), 15, lambda: f"left: {script.others()}")
 
 
+@pytest.mark.thorough
 def test_host_0_writes_to_the_terminal(tmp_path: Path, ssh: list[str]) -> None:
     source = """
 import os, sys
@@ -273,6 +278,7 @@ def test_orders_show_no_secret() -> None:
     assert b"s3cret" in spec.line()
 
 
+@pytest.mark.thorough
 def test_orders_that_do_not_come_start_nothing(tmp_path: Path) -> None:
     for text in ("", '{"script"'):
         done = subprocess.run(

@@ -204,6 +204,7 @@ def test_bad_records_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 # --- a run that can say no more -------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_script_that_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = JOB + "os.environ['LOCKSTEP_RECORD'] = 'run'\ntrain(make_trainer(), epochs=10**6)\n"
     folder = tmp_path / "run"

@@ -25,6 +25,7 @@ from tests.faults.jobs import fit, helpers_of, make_data, make_trainer, template
 from tests.faults.mishaps import AsAsked, fail
 from tests.faults.processes import children_of
 from tests.kept_teams import keep_teams
+from tests.thorough import core_of
 
 NUM_FITS = 50
 
@@ -60,7 +61,7 @@ def nothing_frozen() -> Iterator[None]:
     gc.freeze()
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("devices", core_of([1, 2, 3], [2]))
 @pytest.mark.parametrize("fails", [False, True])
 def test_settings_are_as_before(devices: int, fails: bool) -> None:
     torch.set_num_threads(2)

@@ -16,7 +16,7 @@ from tests.parity.test_own_loops import run_as_torchrun
 from tests.thorough import core_of
 
 SEEDS = {"fit": range(70), "bits": range(20), "keras": range(20)}
-CORE = {"fit": 25, "bits": 5, "keras": 5}
+CORE = {"fit": 12, "bits": 3, "keras": 3}
 # What was wrong once, made small.
 FOUND = (
     # An average of a parameter without elements, on one device.

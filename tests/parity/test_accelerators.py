@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.stand_ins.accelerator import standin
-from tests.thorough import CORE
+from tests.thorough import CORE, core_of
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = ROOT / "tests" / "stand_ins" / "accelerator"
+# Names of tests there that `make test` runs, too.
+QUICK = "second_fit or moved or gpt_tied"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,9 +40,11 @@ def run_with_it(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_what_is_tested_on_accelerators() -> None:
-    """The core: it takes a minute, and all twice as long."""
-    done = run_with_it("-m", "pytest", "tests/devices", "-p", "no:cacheprovider", "-m", CORE)
+@pytest.mark.parametrize("chosen", core_of([QUICK, f"not ({QUICK})"], [QUICK]))
+def test_what_is_tested_on_accelerators(chosen: str) -> None:
+    """The core of it: all takes twice as long."""
+    options = ["-p", "no:cacheprovider", "-m", CORE, "-k", chosen]
+    done = run_with_it("-m", "pytest", "tests/devices", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\d+ passed", done.stdout), done.stdout
     assert "skipped" not in done.stdout

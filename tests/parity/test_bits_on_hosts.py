@@ -35,12 +35,12 @@ CORE = [("cnn_batch_norm", "adam"), ("mlp", "momentum")]
 # Devices of each host, and what is trained on them in one start.
 LAYOUTS = {
     ("2 + 2", "core"): CORE,
-    ("2 + 2", "rest"): [job for job in JOBS if job not in CORE],
-    ("1 + 1 + 1 + 1", "in turn"): IN_TURN,
-    ("4 + 4", "in turn"): IN_TURN,
-    ("3 + 2", "in turn"): IN_TURN,
+    ("2 + 2", "rest"): [job for job in IN_TURN if job not in CORE],
+    ("1 + 1 + 1 + 1", "a third"): IN_TURN[::3],
+    ("4 + 4", "a third"): IN_TURN[1::3],
+    ("3 + 2", "a third"): IN_TURN[2::3],
 }
-RANKS = {2: IN_TURN, 4: JOBS, 8: IN_TURN}
+RANKS = {2: IN_TURN[::2], 4: JOBS, 8: IN_TURN[1::2]}
 
 Job = tuple[str, str]
 MakeHosts = Callable[[int], Hosts]

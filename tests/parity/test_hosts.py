@@ -49,7 +49,7 @@ class Layout:
 
     devices: tuple[int, ...]
     start: Launcher
-    models: Sequence[str] = FEW
+    models: Sequence[str]
     slow_models: Sequence[str] = ()
     engine: str | None = None
 
@@ -59,21 +59,31 @@ LAYOUTS = {
         devices=(1, 1), start=by_tf_config, models=ALL, slow_models=FEW
     ),
     "2 hosts x 2, TF_CONFIG": Layout(
-        devices=(2, 2), start=by_tf_config, models=(*FEW, "cnn_dropout", "lstm"), slow_models=FEW
+        devices=(2, 2),
+        start=by_tf_config,
+        models=("cnn_dropout", "lstm", "wide"),
+        slow_models=("wide", "gpt_tied"),
     ),
     "3 hosts x 1, TF_CONFIG": Layout(
-        devices=(1, 1, 1), start=by_tf_config, models=(*FEW, "resnet"), slow_models=("wide",)
+        devices=(1, 1, 1), start=by_tf_config, models=("mlp", "resnet"), slow_models=("wide",)
     ),
     "2 and 1 devices, lockstep run": Layout(
-        devices=(2, 1), start=by_lockstep_run, models=(*FEW, "two_inputs"), slow_models=("wide",)
+        devices=(2, 1),
+        start=by_lockstep_run,
+        models=("gpt_tied", "two_inputs"),
+        slow_models=("wide",),
     ),
-    "1 and 2 devices": Layout(devices=(1, 2), start=by_lockstep_run, slow_models=("wide",)),
-    "2 hosts x 2, gloo": Layout(devices=(2, 2), start=by_tf_config, models=FEW, engine="gloo"),
+    "1 and 2 devices": Layout(
+        devices=(1, 2), start=by_lockstep_run, models=("unused_branch", "cnn_batch_norm")
+    ),
+    "2 hosts x 2, gloo": Layout(
+        devices=(2, 2), start=by_tf_config, models=("gpt_tied", "unused_branch"), engine="gloo"
+    ),
     "1 and 2 devices, gloo": Layout(
-        devices=(1, 2), start=by_lockstep_run, models=("mlp", "cnn_batch_norm"), engine="gloo"
+        devices=(1, 2), start=by_lockstep_run, models=("cnn_batch_norm",), engine="gloo"
     ),
     "2 hosts x 2, torchrun": Layout(
-        devices=(2, 2), start=by_torchrun, models=(*FEW, "unet"), slow_models=("wide",)
+        devices=(2, 2), start=by_torchrun, models=("cnn_batch_norm", "unet"), slow_models=("wide",)
     ),
 }
 

@@ -89,7 +89,7 @@ def on_hosts(hosts: int | str, script: list[str]) -> AbstractContextManager[list
     ("hosts", "servers", "workers", "models"),
     [
         (2, 1, 1, ["mlp", "gpt_tied"]),
-        ("a server", 0, 0, ["mlp", "gpt_tied"]),
+        pytest.param("a server", 0, 0, ["mlp", "gpt_tied"], marks=pytest.mark.thorough),
         pytest.param(
             *("servers of two hosts", 0, 0, ["mlp", "cnn_batch_norm"]), marks=pytest.mark.thorough
         ),
@@ -126,7 +126,7 @@ def workers_of(hosts: int | str, workers: int) -> int:
             ("servers of two hosts", 0, 0, (1, 1, 1)),
             (3, 2, 2, (2, 2, 4)),
         ],
-        [(2, 1, 1, (1, 2)), ("a server", 0, 0, (1, 1, 1))],
+        [("a server", 0, 0, (1, 1, 1))],
     ),
 )
 def test_rows_of_embeddings_are_those_of_one_device(
@@ -169,6 +169,7 @@ tell(told)
 """
 
 
+@pytest.mark.thorough
 def test_only_rows_that_are_touched_travel(tmp_path: Path) -> None:
     """A host sends the rows of its half of a batch, and gets all that have changed."""
     (first,), _ = told_by_all(tmp_path, COUNT, 2, [1, 1])
@@ -198,7 +199,7 @@ tell(history.history["staleness"])
             *((2, 1, 1, 4), (2, 1, 2, 1), (3, 2, 1, 2), (2, 2, 2, None)),
             *(("a server", 0, 0, 2), ("a server", 0, 0, None)),
         ],
-        [(2, 1, 1, 4), ("a server", 0, 0, 2)],
+        [(2, 1, 1, 4)],
     ),
 )
 def test_every_sample_counts_once_and_no_worker_is_too_far_ahead(
@@ -213,8 +214,8 @@ def test_every_sample_counts_once_and_no_worker_is_too_far_ahead(
     assert staleness is None or max(leads) <= staleness
 
 
-# What host 0's worker asks, is granted and computes; and the bytes that it sends and receives. Host 1's
-# worker is slow, so that it cannot take most of the work where host 0 is slow to start.
+# What host 0's worker asks, is granted and computes; and the bytes that it sends and receives. The
+# worker of host 1 is slow, so that it does not take most of the work where host 0 is slow to start.
 WATCH = """
 from lockstep.parallel.parameter_server import remote_worker
 from lockstep.parallel.parameter_server import worker_messages
@@ -343,7 +344,7 @@ except lockstep.LockstepError as error:
             *(("a server", 2, 2, "Host 2 ("), ("a server", 2, 0, "Host 2 (")),
             *(("a server", 1, 2, "Host 1 ("), ("servers beside a worker", 3, 2, "Rank 3 ")),
         ],
-        [("a server", 2, 2, "Host 2 ("), ("servers beside a worker", 3, 2, "Rank 3 ")],
+        [("servers beside a worker", 3, 2, "Rank 3 ")],
     ),
 )
 def test_a_task_that_dies_is_named(
@@ -361,6 +362,7 @@ def test_a_task_that_dies_is_named(
             assert name in json.loads(out.splitlines()[-1])
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_workers_of_all_hosts(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(START + END)
@@ -395,6 +397,7 @@ tell(history.history)
 """
 
 
+@pytest.mark.thorough
 def test_hosts_end_alike_and_have_learned(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     (state, history), (other, _) = told_by_all(tmp_path, ALIKE, 2, [2, 1, folder])
@@ -416,6 +419,7 @@ for options, fit in (({"replicas": 2}, {}), ({"staleness": 4}, {"restarts": 1}))
 """
 
 
+@pytest.mark.thorough
 def test_what_is_for_one_host_is_refused_on_several(tmp_path: Path) -> None:
     for copies, restarts in told_by_all(tmp_path, REFUSED, 2, [1, 1]):
         assert "replicas=2" in copies

@@ -33,7 +33,7 @@ CELLS = [(job, strategy) for job in JOBS for strategy in STRATEGIES]
 
 @pytest.mark.parametrize(
     ("job", "strategy"),
-    core_of(CELLS, lambda _, strategy: strategy in ("mirrored-2", "pipeline-2")),
+    core_of(CELLS, lambda _, strategy: strategy == "mirrored-2"),
 )
 def test_training_equals_one_device(job: str, strategy: str) -> None:
     report = lockstep.verify(JOBS[job](), STRATEGIES[strategy], steps=5)
@@ -52,9 +52,7 @@ def trainer_of(job: lockstep.Job, strategy: lockstep.Strategy) -> lockstep.Train
 
 @pytest.mark.parametrize(
     "strategy",
-    core_of(
-        ["mirrored-2", "mirrored-3", "pipeline-2", "data-2-pipe-2"], ["mirrored-2", "data-2-pipe-2"]
-    ),
+    core_of(["mirrored-2", "mirrored-3", "pipeline-2", "data-2-pipe-2"], ["mirrored-2"]),
 )
 @pytest.mark.parametrize("name", ["RMSE", "CLIP", "two means", "by the number of samples"])
 def test_evaluation_is_the_loss_of_each_batch(name: str, strategy: str) -> None:
@@ -165,7 +163,9 @@ class Watching(lockstep.Callback):
         self.found.append(self.trainer.evaluate(self.data, batch_size=9)["loss"])
 
 
-@pytest.mark.parametrize("strategy", ["mirrored-2", "mirrored-3", "pipeline-2"])
+@pytest.mark.parametrize(
+    "strategy", core_of(["mirrored-2", "mirrored-3", "pipeline-2"], ["mirrored-2"])
+)
 def test_options_and_calls_one_after_the_other(strategy: str) -> None:
     """Streams, clipping, accumulation, metrics, validation, callbacks; calls in any order."""
     job = JOBS["RMSE"]()

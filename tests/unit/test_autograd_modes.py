@@ -76,8 +76,8 @@ def test_calls_within_are_as_those_without(mode: str, strategy: str) -> None:
     assert same([first, results(trainer)], plain_results(strategy))
 
 
-@pytest.mark.parametrize("strategy", ["single", "mirrored"])
-@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize("strategy", core_of(["single", "mirrored"], ["mirrored"]))
+@pytest.mark.parametrize("precision", core_of(["fp32", "fp64"], ["fp64"]))
 def test_a_trainer_may_be_made_within(precision: str, strategy: str) -> None:
     options = {"precision": precision, "optimizer": torch.optim.Adagrad, "average": lockstep.EMA()}
     expected = results(make_trainer(STRATEGIES[strategy](), **options))
@@ -92,6 +92,7 @@ def test_a_trainer_may_be_made_within(precision: str, strategy: str) -> None:
     trainer.fit((X, Y), verbose=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["single", "mirrored"])
 def test_a_model_made_by_a_function_may_be_made_within(strategy: str) -> None:
     with torch.inference_mode():

@@ -14,6 +14,7 @@ import lockstep
 from lockstep import errors
 from lockstep.callbacks import LearningRateFinder
 from lockstep.train.callbacks.callback import Logs
+from tests.thorough import core_of
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(64, 6, generator=GENERATOR)
@@ -60,7 +61,7 @@ def state_of(trainer: lockstep.Trainer) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("trained_before", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", core_of(STRATEGIES, ["mirrored"]))
 def test_nothing_is_left_of_a_sweep(strategy: str, trained_before: bool) -> None:
     """Training that follows has the same bits: weights, slots, order, random streams, rates."""
     outcomes = []

@@ -273,6 +273,7 @@ def mlflow_client(uri: str) -> Any:
     return mlflow.MlflowClient(tracking_uri=uri)
 
 
+@pytest.mark.thorough
 @quiet_mlflow
 def test_mlflow_has_the_values_and_the_plan(mlflow_uri: str) -> None:
     logger = MLflow("digits", run_name="first", tracking_uri=mlflow_uri, params={"width": 8})
@@ -366,6 +367,7 @@ def items_of(fields: Any) -> dict[str, Any]:
     return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in fields}
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("wandb_settings")
 def test_wandb_offline_has_the_values_and_the_plan(tmp_path: Path) -> None:
     logger = WandB("digits", name="first", mode="offline", folder=tmp_path, config={"width": 8})

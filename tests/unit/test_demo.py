@@ -9,6 +9,7 @@ from lockstep.cli import demo
 from lockstep.cli.main import main
 
 
+@pytest.mark.thorough
 def test_it_trains_in_turns_and_proves(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,7 +106,7 @@ def programs(page: Page) -> list[str]:
 
 
 def is_core(name: str, command: str) -> bool:
-    return "_loop" in command or (name == "own-loops" and "after_horovod" in command)
+    return "after_loop" in command or (name == "own-loops" and "after_horovod" in command)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from lockstep.checkpoint.reading import (
 from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.trees import flattened
 from lockstep.errors import CheckpointError
+from tests.thorough import core_of
 
 PACKAGE = Path(writer.__file__).parent
 
@@ -229,7 +230,7 @@ def fail() -> None:
     raise OSError(errno.EIO, "Input/output error")
 
 
-@pytest.mark.parametrize("is_killed", [True, False])
+@pytest.mark.parametrize("is_killed", core_of([True, False], [False]))
 def test_wherever_writing_ends_the_old_is_there_or_the_new(
     is_killed: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
