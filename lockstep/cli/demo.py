@@ -217,11 +217,11 @@ def _describe(strategy: lockstep.MirroredStrategy) -> str:
 
 
 def _progress(done: int, epochs: int, sides: Mapping[str, _Side]) -> str:
-    told = [
+    values = [
         f"{name}: loss {side.loss:.4f}, {format_count(round(side.speeds[-1]))} samples/s"
         for name, side in sides.items()
     ]
-    return f"Epoch {done:{len(str(epochs))}}/{epochs}  {'  '.join(told)}"
+    return f"Epoch {done:{len(str(epochs))}}/{epochs}  {'  '.join(values)}"
 
 
 def _comparison(sides: Mapping[str, _Side]) -> Table:

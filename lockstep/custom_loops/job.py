@@ -56,7 +56,7 @@ class Shared:
     Attributes:
         hosts: the number of replicas on each host.
         num_regions: the number of regions.
-        abroad: the other hosts, if there are any.
+        remote_hosts: the other hosts, if there are any.
         meeting: the meeting point of ranks of process groups, if any.
         region: of an exchange, as this replica has it; None if there is only one replica.
         stores: descriptors of further regions, if another replica has made them.
@@ -66,7 +66,7 @@ class Shared:
 
     hosts: tuple[int, ...]
     num_regions: int
-    abroad: RemoteHosts | None
+    remote_hosts: RemoteHosts | None
     meeting: Meeting | None
     region: SharedRegion | None = None
     stores: Sequence[int] = ()
@@ -189,7 +189,7 @@ class Job:
         shared = Shared(
             hosts=self.hosts,
             num_regions=len(regions),
-            abroad=None if connected is None else connected.remote_hosts,
+            remote_hosts=None if connected is None else connected.remote_hosts,
             meeting=None if meeting_point is None else meeting_point.meeting,
         )
         if self._team is not None:
@@ -217,8 +217,8 @@ class Job:
         body, descriptors = attachment.serve_call()
         shared: Shared = pickle.loads(body)
         count, neighbours = shared.num_regions, None
-        if shared.abroad is not None:
-            neighbours = shared.abroad.opened(attachment.rank, descriptors[count:])
+        if shared.remote_hosts is not None:
+            neighbours = shared.remote_hosts.opened(attachment.rank, descriptors[count:])
         region = open_region(descriptors[0])
         return replace(shared, region=region, stores=descriptors[1:count], neighbours=neighbours)
 
@@ -237,7 +237,7 @@ class Job:
             position: says which call all replicas must make, for messages.
             mirrored: see ``Neighbours``.
         """
-        lookout = LoopWatchdog(
+        watchdog = LoopWatchdog(
             rank=self.rank,
             ranks_here=self.ranks_here,
             timeout_seconds=self.timeout_seconds,
@@ -248,20 +248,21 @@ class Job:
         )
         neighbours = shared.neighbours
         if neighbours is not None:
-            crossing = None if self._others is None else self._others.crossing(lookout.look_around)
+            others = self._others
+            crossing = None if others is None else others.crossing(watchdog.look_around)
             neighbours = replace(neighbours, mirrored=mirrored, crossing=crossing)
         endpoint = Endpoint(
             plan=self.plan(),
             spec=spec,
             rank=self.rank,
             region=shared.region,
-            look_around=lookout.look_around,
+            look_around=watchdog.look_around,
             neighbours=neighbours,
             meeting=shared.meeting,
         )
         # What replicas tell each other needs no groups.
         exchange = endpoint.exchange(endpoint.process_groups() if spec.groups else None)
-        lookout.watch(exchange.board)
+        watchdog.watch(exchange.board)
         return exchange
 
     def bring(self, region: SharedRegion) -> None:
@@ -271,14 +272,14 @@ class Job:
 
     # --- what replicas tell each other -----------------------------------------------------------
 
-    def tell(self, obj: Any) -> list[Any]:
+    def all_gather(self, obj: Any) -> list[Any]:
         """Every replica's object by rank: numbers, text and tensors, in tuples, lists and dicts."""
         if self.num_replicas == 1:
             return [obj]
         self._exchange.barrier()  # all have read the rows of the last time
         self._exchange.begin_pass()
-        told = gather_bytes(self._exchange, {self.rank: encode(obj)}, self.num_replicas)
-        return [*map(decode, told)]
+        gathered = gather_bytes(self._exchange, {self.rank: encode(obj)}, self.num_replicas)
+        return [*map(decode, gathered)]
 
     def check_equal(self, facts: dict[str, str], obj: Any = None) -> list[Any]:
         """Check that every replica has the same facts; all raise the first difference.
@@ -289,9 +290,9 @@ class Job:
         Raises:
             OptionError: with the fact's name, and the values of two replicas.
         """
-        told = self.tell((facts, obj))
-        for name, first in told[0][0].items():
-            for rank, (other, _) in enumerate(told):
+        gathered = self.all_gather((facts, obj))
+        for name, first in gathered[0][0].items():
+            for rank, (other, _) in enumerate(gathered):
                 if other.get(name) != first:
                     raise OptionError(
                         f"Replicas must run the same loop; these differ in {name}.",
@@ -299,7 +300,7 @@ class Job:
                         f"{_shortened(str(other.get(name)))} on replica {rank}",
                         fix="Start the same script with the same arguments everywhere.",
                     )
-        return [each for _, each in told]
+        return [each for _, each in gathered]
 
     def barrier(self) -> None:
         """Wait for all replicas."""

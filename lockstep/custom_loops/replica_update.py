@@ -211,7 +211,7 @@ class ReplicaUpdate:
         self._check_parameters()
         if self._job.rank == 0:
             self._updater.publish_options()
-        told = self._worker.hand_in(
+        gathered = self._worker.hand_in(
             contribution.gradients,
             self.step,
             _JOINED if has_joined else contribution.factor,
@@ -220,10 +220,10 @@ class ReplicaUpdate:
             is_refused=contribution.is_given and not has_joined,
             is_guess=not contribution.is_given and not has_joined,
         )
-        is_mixed = told.is_refused and told.is_guess
-        is_over = all(factor == _JOINED for factor in told.totals)
-        if any(told.weights) and not is_mixed and not is_over:
-            self._update(told.totals, told.weights)
+        is_mixed = gathered.is_refused and gathered.is_guess
+        is_over = all(factor == _JOINED for factor in gathered.totals)
+        if any(gathered.weights) and not is_mixed and not is_over:
+            self._update(gathered.totals, gathered.weights)
         self._worker.exchange.end_step()  # no replica sends anything else before all have read it
         if is_mixed:
             raise OptionError(
@@ -267,15 +267,15 @@ class ReplicaUpdate:
         for name, before, after in zip(self._names, self._versions, now, strict=True):
             if before[0] != after[0]:
                 raise ModelError(
-                    "Parameters must stay where the CrossReplicaOptimizer has put them.",
+                    "Parameters must stay in the memory of the CrossReplicaOptimizer.",
                     received=f"{name!r} in other memory, at step {self.step}",
                     fix="Convert and load the model before it is wrapped, and write into "
                     "parameters with `copy_`.",
                 )
             if shares and self.step and before[1] != after[1]:
                 raise ModelError(
-                    "Replicas of a host share one copy of the parameters: what each of them "
-                    "changes is changed several times.",
+                    "Replicas of a host share one copy of the parameters, so a change by each of "
+                    "them is made several times.",
                     received=f"{name!r} changed between two steps, before step {self.step}",
                     fix='Call lockstep.init(engine="gloo"), which gives each replica parameters '
                     "of its own.",
@@ -299,12 +299,14 @@ class ReplicaUpdate:
         if self._is_alone:
             return
         if not updater.is_known:  # only the first replica steps it
-            told = self._job.tell(self._optimizer.state_dict() if self._job.rank == 0 else None)
+            gathered = self._job.all_gather(
+                self._optimizer.state_dict() if self._job.rank == 0 else None
+            )
             if self._job.rank:
-                self._optimizer.load_state_dict(told[0])
+                self._optimizer.load_state_dict(gathered[0])
             return
         self._worker.gather_slots()
-        parts = [part for told in self._job.tell(updater.slots()) for part in told]
+        parts = [part for gathered in self._job.all_gather(updater.slots()) for part in gathered]
         updater.take_slots(parts)
         self._job.barrier()
 

@@ -135,7 +135,7 @@ class Updater(ABC):
         """Continue with the ``slots`` of another process that had bound these pieces."""
         raise NotImplementedError
 
-    def look_again(self) -> None:
+    def reload_weights(self) -> None:
         """Take notice of weights that may have been set from outside."""
         return
 

@@ -20,8 +20,8 @@ from lockstep.units import listed
 def plan_for(runner: Runner, data: Any, batch_size: int | None) -> Plan:
     """The Plan by which ``fit`` would train on this data; see ``Trainer.plan_for``."""
     (batch_size,) = check_counts({"batch_size": batch_size})
-    wish = DataOptions(name="data", batch_size=batch_size, seed=runner.seed, dims=runner.dims)
-    feed = adapt_data(data, wish)
+    options = DataOptions(name="data", batch_size=batch_size, seed=runner.seed, dims=runner.dims)
+    feed = adapt_data(data, options)
     with ending_with(feed.close), torch.inference_mode(False):
         return runner.plan_for(feed)
 

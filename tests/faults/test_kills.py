@@ -79,8 +79,7 @@ def check_weights(
     """The error says of which step the weights and the optimizer are."""
     *_, note = error.__notes__
     whole = re.match(
-        r"The weights are whole, as (fit has found|step (\d+) has left) them, "
-        r"and so is the optimizer\.",
+        r"The weights and the optimizer are complete, as they were (before fit|after step (\d+))\.",
         note,
     )
     assert whole, note

@@ -237,7 +237,7 @@ def test_without_restarts_weights_are_put_back(
     before = digest_of(trainer)
     with pytest.raises(WorkerError) as caught:
         trainer.fit((X, Y % 3), epochs=2, batch_size=BATCH, verbose=0)
-    assert any("whole, as fit has found them" in note for note in caught.value.__notes__)
+    assert any("complete, as they were before fit" in note for note in caught.value.__notes__)
     assert digest_of(trainer) == before
 
 

@@ -355,7 +355,7 @@ def test_a_larger_size_that_fails_ends_the_search(act: Callable[[Tensor], None],
             largest=60,
             limit_bytes=None,
             try_size=trials.try_size,
-            tell=told.append,
+            report=told.append,
         ).run()
     assert isinstance(found, Measured)
     assert found.batch_size == 16

@@ -55,7 +55,7 @@ def search(
         largest=largest,
         limit_bytes=limit_bytes,
         try_size=try_size,
-        tell=told.append,
+        report=told.append,
     )
     return doubling.run(), tried, doubling, told
 

@@ -91,11 +91,11 @@ def test_work_of_others_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     looks = iter(["cpu  100 0 0 700 100 0 0 0 9 9\n", "cpu  200 10 20 1000 250 5 5 10 99 99\n"])
 
-    def look_again(seconds: float) -> None:
+    def reload_weights(seconds: float) -> None:
         (tmp_path / "stat").write_text(next(looks))
 
-    look_again(0)
-    monkeypatch.setattr(time, "sleep", look_again)
+    reload_weights(0)
+    monkeypatch.setattr(time, "sleep", reload_weights)
     assert examination.busy_cores() == pytest.approx(4 * 150 / 600)
 
 

@@ -96,7 +96,7 @@ def test_what_draws_is_not_read_aside(name: str) -> None:
     reading.begin_epoch(0)
     for _ in range(5):
         assert reading.read() is not None
-        assert not reading.can_read_aside
+        assert not reading.can_prefetch
 
 
 def test_what_draws_nothing_is_read_aside_after_some_batches() -> None:
@@ -105,13 +105,13 @@ def test_what_draws_nothing_is_read_aside_after_some_batches() -> None:
     can = []
     for _ in range(5):
         reading.read()
-        can.append(reading.can_read_aside)
+        can.append(reading.can_prefetch)
     assert can == [False, False, True, True, True]
-    assert reading.read_aside() is None
+    assert reading.prefetch() is None
     assert reading.read() is None
     reading.begin_epoch(1)
     reading.read()
-    assert reading.can_read_aside  # it is known by now
+    assert reading.can_prefetch  # it is known by now
 
 
 def test_the_order_that_a_sampler_draws_with_the_first_batch_does_not_count() -> None:
@@ -120,7 +120,7 @@ def test_the_order_that_a_sampler_draws_with_the_first_batch_does_not_count() ->
     reading.begin_epoch(0)
     for _ in range(3):
         reading.read()
-    assert reading.can_read_aside
+    assert reading.can_prefetch
 
 
 def test_a_later_draw_ends_reading_aside() -> None:
@@ -135,7 +135,7 @@ def test_a_later_draw_ends_reading_aside() -> None:
     can = []
     for _ in range(6):
         reading.read()
-        can.append(reading.can_read_aside)
+        can.append(reading.can_prefetch)
     assert can == [False, False, True, False, False, False]
 
 
@@ -166,7 +166,7 @@ def test_an_epoch_is_not_read_beyond_its_steps() -> None:
     data = ((torch.ones(2, 1), torch.full((2,), float(number))) for number in numbers)
     reading = reading_of(data, steps=3)
     epoch_of(reading, 0)
-    assert not reading.can_read_aside
+    assert not reading.can_prefetch
     assert next(numbers) == 3
 
 

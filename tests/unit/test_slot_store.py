@@ -161,7 +161,7 @@ def test_after_a_failure_the_optimizer_is_as_old_as_the_weights() -> None:
     with pytest.raises(NonFiniteLossError) as caught:
         fit(trainer)
     *_, note = caught.value.__notes__
-    assert note == "The weights are whole, as step 5 has left them, and so is the optimizer."
+    assert note == "The weights and the optimizer are complete, as they were after step 5."
     reference = make_trainer(OPTIMIZERS["fused"])
 
     class Stop(lockstep.Callback):

@@ -92,21 +92,23 @@ class MultiHostBoard(StatusBoard):
             take([payload[_HALT.size :] for payload in received])
         self.barrier_here()
 
-    def tell(self, numbers: Sequence[float] | torch.Tensor) -> list[list[float]]:
+    def all_gather(self, numbers: Sequence[float] | torch.Tensor) -> list[list[float]]:
         count = len(numbers)
         row = struct.Struct(f"<{count}d")
 
         def give() -> bytes:
-            return b"".join(row.pack(*self._lines[rank].told[:count]) for rank in self.ranks_here)
+            return b"".join(
+                row.pack(*self._lines[rank].numbers[:count]) for rank in self.ranks_here
+            )
 
         def take(payloads: list[bytes]) -> None:
             for ranks, payload in zip(self._hosts, payloads, strict=True):
                 for rank, values in zip(ranks, row.iter_unpack(payload), strict=True):
-                    self._lines[rank].told[:count] = values
+                    self._lines[rank].numbers[:count] = values
 
         self._note(numbers)
         self.meet(give, take)
-        return self._told(count)
+        return self._gathered(count)
 
     def announce(self, has_message: bool) -> bool:
         if self.rank == 0 and self.crossing is not None:

@@ -57,7 +57,7 @@ class _Line(ctypes.Structure):
         ("phase", ctypes.c_uint64),  # its index in PHASES
         ("awaited", ctypes.c_uint64),  # the rank that it sleeps for, from 1; 0 for none
         ("waited", ctypes.c_double),  # seconds that it has slept
-        ("told", ctypes.c_double * _MAX_NUMBERS),
+        ("numbers", ctypes.c_double * _MAX_NUMBERS),
         # Of rank 0: 2 n + 1 if there is a message that goes with announcement n, from 1, else 2 n.
         ("news", ctypes.c_uint64 * _NUM_ANNOUNCEMENTS),
     )
@@ -95,8 +95,8 @@ class StatusBoard:
             for index in range(num_ranks)
         ]
         self._own = self._lines[rank]
-        told = rank * LINE_BYTES + _Line.told.offset
-        self._own_numbers = region.tensor(told, torch.float64, (_MAX_NUMBERS,), (1,))
+        start = rank * LINE_BYTES + _Line.numbers.offset
+        self._own_numbers = region.tensor(start, torch.float64, (_MAX_NUMBERS,), (1,))
         self._leading_rank = 0
         self._num_announced = 0
         self._is_there: Callable[[_Line], bool] | None = None
@@ -196,24 +196,24 @@ class StatusBoard:
         for rank in self.ranks_here:
             self._wait(rank, lambda line: line.barriers >= entered)
 
-    def tell(self, numbers: Sequence[float] | torch.Tensor) -> list[list[float]]:
+    def all_gather(self, numbers: Sequence[float] | torch.Tensor) -> list[list[float]]:
         """Gather every rank's numbers, by rank; all have as many.
 
         Another barrier must come before the next time.
         """
         self._note(numbers)
         self.barrier()
-        return self._told(len(numbers))
+        return self._gathered(len(numbers))
 
     def _note(self, numbers: Sequence[float] | torch.Tensor) -> None:
         """Write them into this rank's line; a tensor is copied without Python numbers."""
         if isinstance(numbers, torch.Tensor):
             self._own_numbers[: len(numbers)] = numbers
         else:
-            self._own.told[: len(numbers)] = numbers
+            self._own.numbers[: len(numbers)] = numbers
 
-    def _told(self, count: int) -> list[list[float]]:
-        return [list(line.told[:count]) for line in self._lines]
+    def _gathered(self, count: int) -> list[list[float]]:
+        return [list(line.numbers[:count]) for line in self._lines]
 
     def announce(self, has_message: bool) -> bool:
         """Rank 0 tells all others whether a message follows; they call ``announced`` as often."""

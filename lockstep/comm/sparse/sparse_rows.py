@@ -65,8 +65,10 @@ def exchange_rows(
     counts = {
         peer: torch.empty(len(tensors), dtype=torch.int64) for peer, tensors in receives.items()
     }
-    told = {peer: torch.tensor([len(one.numbers) for one in rows]) for peer, rows in sends.items()}
-    transport.transfer(_listed(told), _listed(counts))
+    own_counts = {
+        peer: torch.tensor([len(one.numbers) for one in rows]) for peer, rows in sends.items()
+    }
+    transport.transfer(_listed(own_counts), _listed(counts))
     coming = {
         peer: [
             SparseRows.empty(count, tensor)

@@ -73,11 +73,11 @@ class ReplayableReading(Reading):
         return self._keep(super().read())
 
     @property
-    def can_read_aside(self) -> bool:
-        return not self._waiting and super().can_read_aside
+    def can_prefetch(self) -> bool:
+        return not self._waiting and super().can_prefetch
 
-    def read_aside(self) -> ArraySource | None:
-        found = super().read_aside()
+    def prefetch(self) -> ArraySource | None:
+        found = super().prefetch()
         return None if found is None else self._keep(found)  # at a pass's end, ``read`` continues
 
     def _keep(self, batch: ArraySource | None) -> ArraySource | None:

@@ -5,9 +5,9 @@ augmentation. The model draws from the same ones. Neither may disturb the other,
 devices. So reading has random states of its own, functions of the seed and the epoch, which are set
 before each read and reset after it.
 
-That works only while nothing else computes. ``read_aside`` does not touch the random streams, so
+That works only while nothing else computes. ``prefetch`` does not touch the random streams, so
 that the next batch can be read while a model trains on this one. It is for streams that draw
-nothing: ``can_read_aside`` is True after the first batches have drawn nothing, without the first of
+nothing: ``can_prefetch`` is True after the first batches have drawn nothing, without the first of
 a pass, for which a sampler makes its order. A stream whose later batches draw, though the first do
 not, is not recognised.
 
@@ -126,12 +126,12 @@ class Reading:
         return found
 
     @property
-    def can_read_aside(self) -> bool:
+    def can_prefetch(self) -> bool:
         """Whether there may be a next batch, and the reads so far have drawn nothing."""
         is_quiet = self._num_quiet >= _QUIET_READS and not self._draws
         return is_quiet and self._iterator is not None and self._index != self._steps
 
-    def read_aside(self) -> ArraySource | None:
+    def prefetch(self) -> ArraySource | None:
         """The next batch of the pass; None at its end, where ``read`` continues.
 
         For a stream that draws nothing, while others draw.

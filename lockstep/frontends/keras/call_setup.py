@@ -103,7 +103,7 @@ class CallSetup:
 
     def leave_mode(self) -> None:
         """Leave the model in evaluation mode, as Keras does, unless a ``fit`` is under way."""
-        self._model.train(self.job_context.is_aside)
+        self._model.train(self.job_context.is_rank_zero_only)
 
     def num_samples(self, x: Any) -> int:
         """The number of samples in a batch of the user's."""

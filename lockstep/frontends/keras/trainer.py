@@ -385,12 +385,12 @@ class KerasTrainer(FrontEnd):
         if self._job_context.hosts is not None:
             self._job_context.check_equal(facts_of(self.model.model))
         fingerprint = self._analysis.fingerprint()
-        is_aside = self._job_context.is_aside
+        is_rank_zero_only = self._job_context.is_rank_zero_only
         try:
             with (
                 frozen_as_keras(self.model),
                 giving_losses(self.model, loss is not None),
-                values_restored(self.model.model.metrics_variables if is_aside else ()),
+                values_restored(self.model.model.metrics_variables if is_rank_zero_only else ()),
                 reducing(reduce),
             ):
                 yield fingerprint

@@ -161,7 +161,7 @@ class Link:
 def _until_all_come(waited_seconds: float) -> None:
     if waited_seconds > 2 * SILENCE_SECONDS:
         raise HostError(
-            "All hosts must come to the same measurements.",
-            received=f"nothing from one of them for {waited_seconds:.0f} s",
-            fix="See what the command says on the other hosts.",
+            "All hosts must begin the same measurements.",
+            received=f"no message from one of them for {waited_seconds:.0f} s",
+            fix="Read the command's output on the other hosts.",
         )

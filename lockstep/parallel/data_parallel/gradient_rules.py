@@ -147,8 +147,8 @@ class GradientJudge:
         found = self._fetched(torch.stack(norms).sum(dtype=torch.float64)[None])
         if self.board is None:
             return math.isfinite(found.numpy()[0])
-        told = self.board.tell(found)
-        are_finite = math.isfinite(sum(number for (number,) in told))
+        gathered = self.board.all_gather(found)
+        are_finite = math.isfinite(sum(number for (number,) in gathered))
         if not are_finite:
             self.board.barrier()  # before ranks write other values
         return are_finite
@@ -186,13 +186,13 @@ class GradientJudge:
             if found and not math.isfinite(math.fsum(found)):
                 bad = max(bad, float(self._places[piece.name]))
             squares += [norm * norm for norm in found]
-        told = [[*self._terms(squares), bad]]
+        gathered = [[*self._terms(squares), bad]]
         if self.board is not None:
-            told = self.board.tell(told[0])
-        bad = max(row[-1] for row in told)
+            gathered = self.board.all_gather(gathered[0])
+        bad = max(row[-1] for row in gathered)
         if bad != _NOTHING_BAD:  # NaN, or infinite
-            return sum(row[0] for row in told), bad
-        return math.sqrt(math.fsum(term for row in told for term in row[:-1])), bad
+            return sum(row[0] for row in gathered), bad
+        return math.sqrt(math.fsum(term for row in gathered for term in row[:-1])), bad
 
     def _terms(self, squares: Sequence[float]) -> list[float]:
         total = sum(squares)

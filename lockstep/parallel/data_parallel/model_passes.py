@@ -249,8 +249,8 @@ class ModelPasses(Passes):
             )
             self.restore_buffers()
         board = self._exchange.board
-        told = [[place]] if board is None else board.tell([place])
-        return Diagnosis(self._model).text(max(number for (number,) in told))
+        gathered = [[place]] if board is None else board.all_gather([place])
+        return Diagnosis(self._model).text(max(number for (number,) in gathered))
 
     def losses_alone(self, batch: Batch) -> list[ShareLoss | JointLoss]:
         batch = moved(batch, self.device)

@@ -85,10 +85,10 @@ class SideEffects:
         if not (self._is_due and self._names):
             return
         changed = [name for name, mark in self._marks.items() if mark != self._first[name]]
-        if not any(_told(board, float(len(changed)))):
+        if not any(_gathered(board, float(len(changed)))):
             return
         for name in self._names:
-            marks = {*_told(board, self._marks.get(name, _UNUSED))} - {_UNUSED}
+            marks = {*_gathered(board, self._marks.get(name, _UNUSED))} - {_UNUSED}
             if len(marks) > 1 or _DIFFERENT in marks:
                 raise _depends_on_samples(name)
 
@@ -141,13 +141,13 @@ def _look(parameter: torch.Tensor) -> object:
     return *seen, _mark(parameter[tuple(size // 2 for size in parameter.shape)])
 
 
-def _told(board: StatusBoard | None, number: float) -> list[float]:
+def _gathered(board: StatusBoard | None, number: float) -> list[float]:
     """Every rank's number."""
     if board is None:
         return [number]
-    told = [row[0] for row in board.tell([number])]
+    gathered = [row[0] for row in board.all_gather([number])]
     board.barrier()  # all have read them
-    return told
+    return gathered
 
 
 def _changes_parameter(name: str, how: str = "") -> ModelError:

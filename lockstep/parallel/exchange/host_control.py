@@ -55,8 +55,12 @@ class HostControl(LeaderControl):
 
     def gather(self, obj: Any) -> list[Any]:
         own = super().gather(obj)
-        told = self._control_group.gather(encode(own), self._look_around)
-        return [*own, *(each for payload in told[1:] for each in decode(payload))] if told else []
+        gathered = self._control_group.gather(encode(own), self._look_around)
+        return (
+            [*own, *(each for payload in gathered[1:] for each in decode(payload))]
+            if gathered
+            else []
+        )
 
     def share(self, region: SharedRegion | None) -> SharedRegion:
         leads = self._control_group.host == 0

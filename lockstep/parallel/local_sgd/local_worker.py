@@ -112,7 +112,7 @@ class LocalWorker(Worker, LocalSteps):
         if self._is_over:
             return
         assert self.board is not None
-        weights = self.board.tell([self._weight, is_last])
+        weights = self.board.all_gather([self._weight, is_last])
         total = math.fsum(weight for weight, _ in weights[:: self.plan.ranks_per_replica])
         if total:
             self._averaging.average(self._weight / total)

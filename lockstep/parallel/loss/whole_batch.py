@@ -143,7 +143,7 @@ class WholeBatch:
         if not self._has_rows(column):
             return column[0].clone()
         if column[0].unique(dim=0).shape[0] > 1:
-            raise _unlike("the same rows from every share: nobody knows whether they are samples")
+            raise _unlike("the same rows from every share, which may be samples or not")
         return self._rows(column)
 
     def _rows(self, column: Sequence[torch.Tensor]) -> torch.Tensor:

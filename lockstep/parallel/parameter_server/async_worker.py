@@ -309,7 +309,7 @@ class AsyncWorker(Worker, LocalSteps):
             self._server.end()
         assert self.board is not None
         own = is_last, self._queue.longest_lead(), self._queue.losses()[-1]
-        values = self.board.tell([float(number) for number in own])
+        values = self.board.all_gather([float(number) for number in own])
         self._is_over = any(last for last, *_ in values)
         _, self._longest_lead, num_updates = map(int, values[-1])  # of a server
         self._opened.clear()

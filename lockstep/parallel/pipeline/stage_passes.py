@@ -196,8 +196,8 @@ class StagePasses(Passes):
         """Name the first of all ranks' weights that is not finite."""
         diagnosis = Diagnosis(self._model)
         place, board = diagnosis.of_weights(self._trainable), self._exchange.board
-        told = [[place]] if board is None else board.tell([place])
-        return diagnosis.text(max(number for (number,) in told))
+        gathered = [[place]] if board is None else board.all_gather([place])
+        return diagnosis.text(max(number for (number,) in gathered))
 
     # --- evaluation and prediction ---------------------------------------------------------------
 

@@ -97,7 +97,7 @@ def _define(namespace: str, name: str, schema: str, tags: Any) -> CustomOpDef:
 
 
 def _undefined(*args: Any) -> Any:
-    raise AssertionError("the operator's function has not come")
+    raise AssertionError("the operator's function was not received")
 
 
 def _fill_custom(operator: CustomOpDef, state: Any) -> None:

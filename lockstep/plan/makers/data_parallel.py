@@ -46,7 +46,7 @@ class Maker(ABC):
         return None
 
     @property
-    def trains_apart(self) -> bool:
+    def is_local_sgd(self) -> bool:
         """Whether replicas have parameters of their own."""
         return False
 
@@ -81,8 +81,8 @@ class Wrapping(Maker):
         return self.maker.outer
 
     @property
-    def trains_apart(self) -> bool:
-        return self.maker.trains_apart
+    def is_local_sgd(self) -> bool:
+        return self.maker.is_local_sgd
 
     @property
     def outlives_servers(self) -> bool:
@@ -346,5 +346,5 @@ class LocalSteps(Wrapping):
         return self.update.outer
 
     @property
-    def trains_apart(self) -> bool:
+    def is_local_sgd(self) -> bool:
         return True

@@ -241,7 +241,7 @@ def _search(
             largest=most,
             limit_bytes=limit_bytes,
             try_size=trials.try_size,
-            tell=display.show,
+            report=display.show,
         )
         found = search.run()
     if isinstance(found, Failed):

@@ -81,7 +81,7 @@ class Doubling:
         largest: the last size to try.
         limit_bytes: free memory; None if unknown.
         try_size: trains a few steps with batches of a size.
-        tell: called with each trial.
+        report: called with each trial.
     """
 
     objective: Objective
@@ -90,7 +90,7 @@ class Doubling:
     largest: int
     limit_bytes: int | None
     try_size: Callable[[int], Trial]
-    tell: Callable[[Trial], None]
+    report: Callable[[Trial], None]
     _fits: list[Measured] = field(default_factory=list, init=False)
     _obstacle: int | None = field(default=None, init=False)  # the smallest size that did not work
 
@@ -163,7 +163,7 @@ class Doubling:
 
     def _try(self, size: int) -> Trial:
         trial = self._foreseen(size) or self._within_limit(self.try_size(size))
-        self.tell(trial)
+        self.report(trial)
         if isinstance(trial, Measured):
             self._fits.append(trial)
         elif self._obstacle is None or size < self._obstacle:

@@ -179,8 +179,8 @@ class Trials:
 def _failed_trial(batch_size: int, error: WorkerError) -> TooLarge | Failed:
     """The result of a trial that has raised an exception, or whose process has ended."""
     cause = error if error.raised is None else error.raised
-    told = str(cause) if cause is error else summary_of(cause)
-    reason = told.partition("\n")[0]
+    message = str(cause) if cause is error else summary_of(cause)
+    reason = message.partition("\n")[0]
     if is_shortage(cause):
         return TooLarge(batch_size=batch_size, reason=reason)
     return Failed(batch_size=batch_size, reason=reason, error=as_raised(error))

@@ -77,7 +77,7 @@ class ChangeWatch:
         self._model = model
         self._sees_weights = sees_weights
         self._readopt = readopt
-        self._lookout: ModelSnapshotter | None = None
+        self._snapshotter: ModelSnapshotter | None = None
 
     def over(
         self, act: Callable[[], None], *, in_epoch: bool, plan: Plan | None
@@ -93,17 +93,17 @@ class ChangeWatch:
             OptionError: more than values has changed within an epoch.
         """
         model = self._model
-        lookout = self._lookout or ModelSnapshotter(model)
-        before = lookout.look()
+        snapshotter = self._snapshotter or ModelSnapshotter(model)
+        before = snapshotter.look()
         # Changes that other ranks do not see: buffers, and parameters in other domains. Writes to
         # ``buffer.data`` show only in the values.
-        is_told = plan is not None and plan.num_ranks > 1
+        are_sent = plan is not None and plan.num_ranks > 1
         is_elsewhere = self._sees_weights or (plan is not None and len(plan.domains) > 1)
-        known = copied_values(model, with_parameters=is_elsewhere) if is_told else {}
+        known = copied_values(model, with_parameters=is_elsewhere) if are_sent else {}
         act()
         # Between epochs the modules may change.
-        self._lookout = lookout if in_epoch else None
-        after = lookout.look() if in_epoch else ModelSnapshotter(model).look()
+        self._snapshotter = snapshotter if in_epoch else None
+        after = snapshotter.look() if in_epoch else ModelSnapshotter(model).look()
         if in_epoch and after.structure != before.structure:
             raise OptionError(
                 "Within an epoch a callback may change only values.",
@@ -112,7 +112,7 @@ class ChangeWatch:
             )
         if after.places != before.places:
             self._readopt()
-        if not is_told:
+        if not are_sent:
             return {}
         unseen = changed_values(known, model, with_parameters=is_elsewhere)
         return changed_buffers(model, before, after) | unseen

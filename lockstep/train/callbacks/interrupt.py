@@ -73,20 +73,20 @@ def held_interrupts() -> Iterator[Interrupt]:
 
 
 @contextmanager
-def telling_of_interrupts(count: Callable[[], int], keeper: Any = None) -> Iterator[None]:
+def telling_of_interrupts(count: Callable[[], int], writer: Any = None) -> Iterator[None]:
     """Within the block, a training, a note on KeyboardInterrupt says what it leaves.
 
     Args:
         count: the steps made so far.
-        keeper: writes checkpoints; None if none are written.
+        writer: writes checkpoints; None if none are written.
     """
     before = count()
     try:
         yield
     except KeyboardInterrupt as error:
         notes = getattr(error, "__notes__", ())
-        if keeper is not None and keeper.has_last:
-            folder = keeper.checkpoint.directory
+        if writer is not None and writer.has_last:
+            folder = writer.checkpoint.directory
             left = f"a checkpoint is in {folder}: the same script goes on from there"
         elif notes:
             left = f"{notes[-1][:1].lower()}{notes[-1][1:].rstrip('.')}"

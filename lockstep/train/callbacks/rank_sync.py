@@ -89,7 +89,7 @@ class RankSync:
             directive = _END if decided is None else decided
         directive = self._tell(directive)
         set_values(model, directive.values)
-        updater.look_again()
+        updater.reload_weights()
         if not directive:
             return False
         is_over = directive.halt or (directive.stop and stops_at_once)
@@ -139,12 +139,12 @@ class RankSync:
         is_sent = self.worker.board is None or self.is_wanted(bool(directive))
         return self.control.broadcast(directive) if is_sent else _NOTHING
 
-    def is_wanted(self, wish: bool) -> bool:
-        """The value of rank 0's wish, on every rank."""
+    def is_wanted(self, is_due: bool) -> bool:
+        """The value of rank 0, on every rank."""
         board = self.worker.board
         if board is None:
-            return bool(self.control.broadcast(wish))
-        return board.announce(wish) if self.control.rank == 0 else board.announced()
+            return bool(self.control.broadcast(is_due))
+        return board.announce(is_due) if self.control.rank == 0 else board.announced()
 
     def show_slots(self) -> None:
         """Put the optimizer's slots into it, for callbacks to see."""

@@ -143,7 +143,7 @@ class CheckpointWriter:
 
     Attributes:
         checkpoint: the one given.
-        tell: shows a line to the user.
+        show_line: shows a line to the user.
         memory: the one given.
         record: of the ``fit``; set before training.
         state: of the training; likewise.
@@ -166,11 +166,11 @@ class CheckpointWriter:
         termination: Termination,
         memory: MemoryCheckpoints,
         epochs: int,
-        tell: Callable[[str], None],
+        show_line: Callable[[str], None],
     ) -> None:
         self.checkpoint = checkpoint
         self._epochs = epochs
-        self.tell = tell
+        self.show_line = show_line
         self._termination = termination
         self.memory = memory
         self._is_last = self._is_open = False

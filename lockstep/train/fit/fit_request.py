@@ -41,13 +41,13 @@ class FitData:
 
     Attributes:
         loss: None if the step computes it.
-        wish: the options for the data.
+        options: the options for the data.
         feed: the training data.
         validation: the data evaluated after every epoch, or None.
     """
 
     loss: LossAdapter | None
-    wish: DataOptions
+    options: DataOptions
     feed: DataPipeline
     validation: DataPipeline | None
 

@@ -325,8 +325,8 @@ class FitTask(Task):
         """The filter of bad records, if they are skipped and there may be some."""
         if not isinstance(source, CheckedSource):
             return None
-        tell = rank_sync.driver.note_bad_records
-        return BadRecordFilter(source, rank_sync.worker, rank_sync.control, tell)
+        report = rank_sync.driver.note_bad_records
+        return BadRecordFilter(source, rank_sync.worker, rank_sync.control, report)
 
     def _start_of(self, epoch: int) -> FitPosition:
         """Where to begin an epoch."""

@@ -159,7 +159,7 @@ class Fit:
         has_validation = asked.validation_data is not None or bool(asked.validation_split)
         loss = self._front_end.loss_of_fit(has_validation=has_validation)
         self._front_end.check_trainable()
-        wish = DataOptions(
+        options = DataOptions(
             name="data",
             batch_size=size,
             shuffle=asked.shuffle,
@@ -171,16 +171,16 @@ class Fit:
             is_summed=asked.checkpoint is not None,
             dims=self._runner.dims,
         )
-        feed = adapt_data(asked.data, wish)
+        feed = adapt_data(asked.data, options)
         with closing_on_error(feed):
             if asked.on_bad_record == "skip":  # before hosts compare samples, which may be bad
                 feed = skipping(feed, self._runner.maker(), self._job_context.hosts)
             feed, split = split_off(feed, asked.validation_split, asked.validation_data)
             feed = self._job_context.agreed_feed(feed)
-            validation = split or adapt_validation_data(asked.validation_data, wish, feed)
+            validation = split or adapt_validation_data(asked.validation_data, options, feed)
             if validation and asked.on_bad_record == "skip":
                 validation = skipping(validation, self._runner.maker(), self._job_context.hosts)
-        return FitData(loss=loss, wish=wish, feed=feed, validation=validation)
+        return FitData(loss=loss, options=options, feed=feed, validation=validation)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -198,10 +198,10 @@ class Fit:
     def _facts(self, fit: FitData) -> Facts:
         loss, validation = fit.loss, fit.validation
         return {
-            "epochs": fit.wish.epochs,
+            "epochs": fit.options.epochs,
             "batch_size": fit.feed.batch_size,
-            "steps_per_epoch": fit.wish.steps_per_epoch,
-            "shuffle": fit.wish.shuffle,
+            "steps_per_epoch": fit.options.steps_per_epoch,
+            "shuffle": fit.options.shuffle,
             "seed": self._runner.seed,
             "data": fingerprint(fit.feed.source),
             "validation_data": None if validation is None else fingerprint(validation.source),
@@ -269,14 +269,14 @@ class Fit:
         start = self._state.start_of(fit.feed)
         num_steps = None
         if fit.feed.num_steps is not None:
-            num_epochs = fit.wish.epochs - start.epoch
+            num_epochs = fit.options.epochs - start.epoch
             num_steps = max(num_epochs * fit.feed.num_steps - start.batch, 0)
         self._front_end.schedule.begin(names, num_steps)
 
     # --- training --------------------------------------------------------------------------------
 
     def _fit_task(self, fit: FitData) -> FitTask:
-        callbacks, wish = self._state.own_callbacks, fit.wish
+        callbacks, options = self._state.own_callbacks, fit.options
         is_kept = self._checkpoints.writer is not None
         takes_state = is_kept or bool(acting(callbacks, "takes_state"))
         metrics, has_own_step = self._front_end.metrics, self._update_config.train_step is not None
@@ -288,13 +288,13 @@ class Fit:
             source=fit.feed.source,
             order=BatchOrder(
                 batch_size=fit.feed.batch_size,
-                shuffle=wish.shuffle is not False,
+                shuffle=options.shuffle is not False,
                 seed=self._runner.seed,
                 first_epoch=self._runner.epochs_trained,
-                steps_per_epoch=wish.steps_per_epoch,
+                steps_per_epoch=options.steps_per_epoch,
             ),
             validation=validation,
-            epochs=wish.epochs,
+            epochs=options.epochs,
             first_step=self._runner.steps_trained,
             metrics=Metrics(None) if has_own_step else metrics,
             hooks=FitHooks(
@@ -332,7 +332,7 @@ class Fit:
         display = None
         if self._shows:
             rates = partial(rates_of, self._front_end.optimizer)
-            display = ProgressDisplay(fit.wish.epochs, fit.feed.num_steps, rates=rates)
+            display = ProgressDisplay(fit.options.epochs, fit.feed.num_steps, rates=rates)
         self._front_end.stop_training = False
 
         def make_driver(interrupt: Interrupt) -> FitDriver:

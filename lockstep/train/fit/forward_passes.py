@@ -34,7 +34,7 @@ def evaluate(
     check_targets(sample_of(feed.source), loss, metrics)
     # Within a fit, the user's metrics are busy with the training data.
     metrics = metrics.for_validation
-    metrics = copy.deepcopy(metrics) if runner.job_context.is_aside else metrics
+    metrics = copy.deepcopy(metrics) if runner.job_context.is_rank_zero_only else metrics
     task = EvaluateTask(
         data=DataPass(source=feed.source, batch_size=feed.batch_size),
         metrics=metrics,
@@ -65,7 +65,7 @@ def _adapted(
     runner: Runner, data: Any, name: str, batch_size: int | None, *, with_targets: bool = True
 ) -> DataPipeline:
     (batch_size,) = check_counts({"batch_size": batch_size})
-    wish = DataOptions(
+    options = DataOptions(
         name=name,
         batch_size=batch_size,
         seed=runner.seed,
@@ -73,7 +73,7 @@ def _adapted(
         is_read_here=runner.is_chief,
         dims=runner.dims,
     )
-    return runner.job_context.agreed_feed(adapt_data(data, wish))
+    return runner.job_context.agreed_feed(adapt_data(data, options))
 
 
 def _predict(runner: Runner, feed: DataPipeline) -> Tree:

@@ -66,8 +66,8 @@ class PositionRecorder:
 
     def _is_wanted(self, index: int) -> bool:
         """True, on all ranks, if rank 0 takes the state after a step."""
-        wish = self.rank_sync.act(partial(self.rank_sync.driver.wants_state, index))
-        return self.rank_sync.is_wanted(bool(wish))
+        is_due = self.rank_sync.act(partial(self.rank_sync.driver.wants_state, index))
+        return self.rank_sync.is_wanted(bool(is_due))
 
     def record(self, position: FitPosition, results: Sequence[StepResult] = ()) -> None:
         """Record a position, with the ranks' own parts of the state."""

@@ -46,7 +46,7 @@ def skipping(feed: DataPipeline, maker: Maker, hosts: object) -> DataPipeline:
     reasons = {
         "data that can only be iterated": isinstance(feed.source, SharedStream),
         "several hosts, or processes of a launcher": hosts is not None,
-        "replicas that train apart": maker.trains_apart,
+        "replicas that train apart": maker.is_local_sgd,
         "parameter servers": isinstance(maker, Served),
     }
     for received in (reason for reason, is_so in reasons.items() if is_so):
@@ -69,13 +69,13 @@ class BadRecordFilter:
         checked: the data.
         worker: this rank's.
         control: its line to the others.
-        tell: on rank 0, gets the bad records of a batch, each with the reason.
+        report: on rank 0, gets the bad records of a batch, each with the reason.
     """
 
     checked: CheckedSource
     worker: Worker
     control: Control
-    tell: Callable[[Mapping[int, str]], None]
+    report: Callable[[Mapping[int, str]], None]
 
     def filtered(
         self, source: Source, indices: torch.Tensor, step: int | None = None, num_turns: int = 1
@@ -96,7 +96,7 @@ class BadRecordFilter:
             bad = self._of_all(bad)
             if not bad:
                 return _Ready(source, ready), indices
-            self.tell(bad)
+            self.report(bad)
             indices = indices[~torch.isin(indices, torch.tensor(list(bad)))]
         self.worker.barrier()  # a step would have had one
         return source, indices
@@ -119,7 +119,7 @@ class BadRecordFilter:
     def _of_all(self, bad: dict[int, str]) -> dict[int, str]:
         """The bad records that any rank has found."""
         board = self.worker.board
-        if board is None or not any(count for (count,) in board.tell([len(bad)])):
+        if board is None or not any(count for (count,) in board.all_gather([len(bad)])):
             return bad
         found = [pair for own in self.control.gather(list(bad.items())) for pair in own]
         return dict(self.control.broadcast(sorted(found)))

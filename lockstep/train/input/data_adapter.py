@@ -120,41 +120,43 @@ def closing_on_error(*feeds: DataPipeline | None) -> Iterator[None]:
         raise
 
 
-def adapt_data(data: Any, wish: DataOptions) -> DataPipeline:
+def adapt_data(data: Any, options: DataOptions) -> DataPipeline:
     """Check and adapt the data that a user passes.
 
     Raises:
         OptionError: an option does not fit such data.
         DataError: this is not data, or only a part, or its first batch cannot be read.
     """
-    check_whole(data, wish.name)
-    size = wish.default_batch_size if wish.batch_size is None else wish.batch_size
-    stream = as_stream(data, name=wish.name, batch_size=size, with_targets=wish.with_targets)
+    check_whole(data, options.name)
+    size = options.default_batch_size if options.batch_size is None else options.batch_size
+    stream = as_stream(data, name=options.name, batch_size=size, with_targets=options.with_targets)
     if stream is not None:
-        if wish.dims:
-            stream = replace(stream, begin=wish.dims.stream(stream))
-        return _adapt_stream(stream, wish)
-    data = wish.dims.data(data, with_targets=wish.with_targets)
-    source = (as_source if wish.with_targets else as_input_source)(data, name=wish.name)
-    if wish.with_targets:
-        filled(source, wish.name)
+        if options.dims:
+            stream = replace(stream, begin=options.dims.stream(stream))
+        return _adapt_stream(stream, options)
+    data = options.dims.data(data, with_targets=options.with_targets)
+    source = (as_source if options.with_targets else as_input_source)(data, name=options.name)
+    if options.with_targets:
+        filled(source, options.name)
     num_steps = -(-len(source) // size)
     return DataPipeline(
         source=source,
         batch_size=size,
-        num_steps=wish.steps_per_epoch or num_steps,
-        steps_per_epoch=wish.steps_per_epoch,
+        num_steps=options.steps_per_epoch or num_steps,
+        steps_per_epoch=options.steps_per_epoch,
     )
 
 
-def adapt_validation_data(data: Any, wish: DataOptions, feed: DataPipeline) -> DataPipeline | None:
+def adapt_validation_data(
+    data: Any, options: DataOptions, feed: DataPipeline
+) -> DataPipeline | None:
     """The data evaluated after every epoch; in batches of the same size, if it has none."""
     if data is None:
         return None
     return adapt_data(
         data,
         replace(
-            wish,
+            options,
             name="validation_data",
             batch_size=None,
             default_batch_size=feed.batch_size,
@@ -198,19 +200,19 @@ def split_off(
     return tuple(replace(feed, source=end).resized(feed.batch_size) for end in ends)  # type: ignore[return-value]
 
 
-def _adapt_stream(stream: Stream, wish: DataOptions) -> DataPipeline:
-    _check(stream, wish)
-    if not wish.is_read_here:
+def _adapt_stream(stream: Stream, options: DataOptions) -> DataPipeline:
+    _check(stream, options)
+    if not options.is_read_here:
         return read_elsewhere()
     reading = Reading(
         stream,
-        seed=wish.seed,
-        purpose=wish.purpose,
-        first_epoch=wish.first_epoch,
-        steps=wish.steps_per_epoch,
-        is_summed=wish.is_summed,
+        seed=options.seed,
+        purpose=options.purpose,
+        first_epoch=options.first_epoch,
+        steps=options.steps_per_epoch,
+        is_summed=options.is_summed,
     )
-    return replace(read_here(reading), num_steps=wish.steps_per_epoch or stream.num_batches)
+    return replace(read_here(reading), num_steps=options.steps_per_epoch or stream.num_batches)
 
 
 def read_here(reading: Reading) -> DataPipeline:
@@ -226,36 +228,36 @@ def read_elsewhere() -> DataPipeline:
     return DataPipeline(source=SharedStream(None), batch_size=0, num_steps=None)
 
 
-def _check(stream: Stream, wish: DataOptions) -> None:
+def _check(stream: Stream, options: DataOptions) -> None:
     problems = Problems()
-    if wish.batch_size is not None and stream.has_batches:
+    if options.batch_size is not None and stream.has_batches:
         problems.add(
-            f"`{wish.name}` gives global batches of its own.",
-            received=f"{stream.kind} and batch_size={wish.batch_size}",
+            f"`{options.name}` gives global batches of its own.",
+            received=f"{stream.kind} and batch_size={options.batch_size}",
             fix="Leave batch_size out, and set the size where the batches are made.",
         )
-    if wish.shuffle is not None:
+    if options.shuffle is not None:
         problems.add(
-            f"`{wish.name}` has an order of its own.",
-            received=f"{stream.kind} and shuffle={wish.shuffle}",
+            f"`{options.name}` has an order of its own.",
+            received=f"{stream.kind} and shuffle={options.shuffle}",
             fix="Leave shuffle out, and shuffle where the samples come from.",
         )
-    if wish.epochs > 1 and wish.steps_per_epoch is None and not stream.restarts:
+    if options.epochs > 1 and options.steps_per_epoch is None and not stream.restarts:
         problems.add(
-            f"`{wish.name}` can be gone through once only, and is needed in every epoch.",
-            received=f"{stream.kind} and epochs={wish.epochs}",
+            f"`{options.name}` can be gone through once only, and is needed in every epoch.",
+            received=f"{stream.kind} and epochs={options.epochs}",
             fix="Pass a function that makes it anew (a generator function), or, to train, "
             "steps_per_epoch: then every epoch takes as many batches.",
         )
-    if wish.is_summed and not stream.restarts:
+    if options.is_summed and not stream.restarts:
         problems.add(
-            f"To resume from a checkpoint, `{wish.name}` is read again up to its position.",
+            f"To resume from a checkpoint, `{options.name}` is read again up to its position.",
             received=f"{stream.kind}, which can be gone through once only",
             fix="Pass a function that makes it anew (a generator function).",
         )
-    if stream.is_endless and wish.steps_per_epoch is None:
+    if stream.is_endless and options.steps_per_epoch is None:
         problems.add(
-            f"`{wish.name}` never ends.",
+            f"`{options.name}` never ends.",
             received=f"{stream.kind} that repeats for ever",
             fix="Say how many batches an epoch has: steps_per_epoch in fit, or .take(n) of it.",
         )

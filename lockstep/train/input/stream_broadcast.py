@@ -215,9 +215,9 @@ class SharedStream:
                 batch = self._awaited(self._read(reading.read, slot), control, gives_up, fails)
             if batch is None:
                 break
-            slot.tell(control)
-            aside = reading.can_read_aside
-            ahead = self._read(reading.read_aside, next_slot) if aside else None
+            slot.broadcast(control)
+            aside = reading.can_prefetch
+            ahead = self._read(reading.prefetch, next_slot) if aside else None
             self._num_used += 1
             if isinstance(reading, ReplayableReading):
                 reading.use()
@@ -355,7 +355,7 @@ class _StreamSlot:
             view.copy_(tensor)
         return laid
 
-    def tell(self, control: Control) -> None:
+    def broadcast(self, control: Control) -> None:
         """Send all ranks the batch in the slot."""
         is_new, self._is_known = not self._is_known, True
         control.broadcast(_BatchHeader(slot=self._number, is_new=is_new, tree=self._tree))
@@ -402,7 +402,7 @@ class _CopiedBatches:
         copied = Batch(inputs=inputs, targets=targets, sample_weight=weight, num_samples=len(batch))
         return Staging(self._device).stage(copied)
 
-    def tell(self, control: Control) -> None:
+    def broadcast(self, control: Control) -> None:
         """Nothing to do: there are no other ranks."""
 
 

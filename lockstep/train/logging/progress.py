@@ -39,7 +39,7 @@ class OutputConsole(Console):
     def __init__(self, *, quiet: bool = False) -> None:
         super().__init__(file=cast(TextIO, _Output()), quiet=quiet)
 
-    def tell(self, line: str) -> None:
+    def show_line(self, line: str) -> None:
         """Write a line as it is."""
         self.print(line, highlight=False, markup=False, soft_wrap=True)
 

@@ -50,9 +50,9 @@ class CombinedUpdater(Updater):
         for updater in self._updaters:
             updater.publish_options()
 
-    def look_again(self) -> None:
+    def reload_weights(self) -> None:
         for updater in self._updaters:
-            updater.look_again()
+            updater.reload_weights()
 
     def stored(self) -> list[tuple[str, torch.Tensor]]:
         return [each for updater in self._updaters for each in updater.stored()]

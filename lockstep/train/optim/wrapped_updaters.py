@@ -178,19 +178,19 @@ class MasterUpdater(WrappedUpdater):
 
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
         super().bind(pieces)
-        self.look_again()
+        self.reload_weights()
         self._companions = [
             replace(one, kept=one.kept.detach().requires_grad_()) for one in self._companions
         ]
         self.inner.bind([replace(one.bound, tensor=one.kept) for one in self._companions])
 
     @torch.no_grad()
-    def look_again(self) -> None:
+    def reload_weights(self) -> None:
         for one in self._companions:
             weight = one.bound.tensor.detach()
             is_set = one.kept.to(weight.dtype) != weight
             one.kept.copy_(torch.where(is_set, weight.float(), one.kept))
-        super().look_again()
+        super().reload_weights()
 
     def slot_keys(self) -> list[SlotKey]:
         return [replace(key, dtype=self.dtype) for key in super().slot_keys()]

@@ -97,9 +97,9 @@ class FitCheckpoints:
             if checkpoint is None:
                 yield None
                 return
-            tell = OutputConsole(quiet=not (shows and is_chief)).tell
+            show_line = OutputConsole(quiet=not (shows and is_chief)).show_line
             with held_termination() as termination:
-                self.writer = CheckpointWriter(checkpoint, termination, memory, epochs, tell)
+                self.writer = CheckpointWriter(checkpoint, termination, memory, epochs, show_line)
                 self.writer.state = self.state
                 with resumed_from_newest(self.writer, hosts, restarts, is_chief=is_chief):
                     yield self.writer
@@ -152,7 +152,7 @@ class FitCheckpoints:
         if not found.is_written:  # host 0 was restarted with an empty folder, for example
             writer.write_found(found)
         line = _resume_message(found, str(writer.checkpoint.directory), taken)
-        writer.tell(line)
+        writer.show_line(line)
         if self._runner.is_chief:
             LOGGER.info("%s", line)
         if found.record.is_finished:

@@ -17,18 +17,18 @@ _HEAD_START_SECONDS = 5.0
 
 # Notes for users who continue after an error of ranks with local steps.
 STATE_OF_FIRST = (
-    "The weights and the optimizer are those of the first replica. What the others have learned "
-    "since the last average, if anything, is lost."
+    "The weights and the optimizer are those of the first replica. Steps of the other replicas "
+    "since the last average are lost."
 )
 
 STATE_OF_SERVERS = (
-    "The weights are what the servers had made of them: of batches that were under way, some may "
-    "be in a part of them only. The optimizer begins anew."
+    "The weights have the servers' last updates. Those of unfinished batches may be in some of "
+    "the weights only. The optimizer's slots are initialized again."
 )
 
 STATE_AS_SERVERS_HAD_IT = (
-    "The weights and the optimizer are what the servers had made of them: of batches that were "
-    "under way, some may be in a part of the weights only."
+    "The weights and the optimizer have the servers' last updates. Those of unfinished batches "
+    "may be in some of the weights only."
 )
 
 
@@ -95,9 +95,9 @@ def what_is_left(last: int, *, is_put_back: bool = False) -> str:
         last: the step's number; -1 for none.
         is_put_back: the weights are the last copy, made after that step.
     """
-    found = f"as step {last} has left them" if last >= 0 else "as fit has found them"
-    later = " They were put back: what came later was lost in part." if is_put_back else ""
-    return f"The weights are whole, {found}, and so is the optimizer.{later}"
+    when = f"after step {last}" if last >= 0 else "before fit"
+    copy = " They are the last copy, since a later update was lost in part." if is_put_back else ""
+    return f"The weights and the optimizer are complete, as they were {when}.{copy}"
 
 
 def what_is_lost(last: int | None, lost: list[str], *, has_older: bool) -> str:
@@ -110,15 +110,15 @@ def what_is_lost(last: int | None, lost: list[str], *, has_older: bool) -> str:
     """
     if last is None:
         return (
-            "The weights were being updated: some slices are one step ahead of the others. "
-            "Load weights that were saved before you go on."
+            "An update of the weights was interrupted: some slices are one step ahead of the "
+            "others. Load saved weights before you continue."
         )
     if last < 0:
         return what_is_left(last)
-    whole = f"The weights are whole, as step {last} has left them"
     if has_older:
         return (
-            f"{whole}. Of the optimizer's slots those that are updated elsewhere are older: "
-            "load a state that was saved, or make a new optimizer."
+            f"The weights are complete, as they were after step {last}. The optimizer's slots that "
+            "other processes update are older: load a saved state, or make a new optimizer."
         )
-    return f"{whole}, and so is the optimizer, but for the slots of {', '.join(lost)}: lost."
+    names = ", ".join(lost)
+    return f"{what_is_left(last)} But the slots of {names} are lost."

@@ -80,7 +80,7 @@ class JobContext:
     @property
     def hosts(self) -> Hosts | None:
         """The hosts that make the same call; None if this process makes it alone."""
-        return None if self.is_aside else self._hosts
+        return None if self.is_rank_zero_only else self._hosts
 
     @property
     def cluster(self) -> Cluster | None:
@@ -98,7 +98,7 @@ class JobContext:
         return 1 if self._hosts is None else self._hosts.control_group.num_hosts
 
     @property
-    def is_aside(self) -> bool:
+    def is_rank_zero_only(self) -> bool:
         """True if this call is within another one, and the other ranks do not make it."""
         return self._is_at_work or (self._depth > 1 and self._hosts is not None)
 
@@ -199,8 +199,8 @@ class JobContext:
         """The chief's result, on every host."""
         if self.hosts is None:
             return result
-        told: _T = self.hosts.from_chief(result)
-        return told
+        received: _T = self.hosts.from_chief(result)
+        return received
 
     def from_all(self, obj: Any) -> list[Any]:
         """Every host's object by host, on every host."""

@@ -280,7 +280,7 @@ class Runner:
         kernels = deterministic_kernels() if self.deterministic else nullcontext()
         running = self.front_end.running(loss)
         with running as fingerprint, sparse_buffers_aside(self.model), kernels:
-            if self.job_context.is_aside:
+            if self.job_context.is_rank_zero_only:
                 session = nested_session(task, self.last_plan)
                 planned = self._plan_for_one(batch_size)
             else:

@@ -112,7 +112,7 @@ class TaskRequest:
         has_options: there is a store of options.
         spec: the layout of the exchange.
         payload: the serialized object with the assignment.
-        abroad: the other hosts, if there are any.
+        remote_hosts: the other hosts, if there are any.
         meeting: the meeting point of ranks of process groups, if any.
         keeps: the call may be made again (``train.runtime.call_cache``).
         devices: of all ranks.
@@ -125,7 +125,7 @@ class TaskRequest:
     has_options: bool
     spec: ExchangeSpec
     payload: bytes
-    abroad: RemoteHosts | None
+    remote_hosts: RemoteHosts | None
     meeting: Meeting | None
     keeps: bool
     devices: tuple[str, ...]
@@ -139,7 +139,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     region = open_region(descriptors[0])
     rest = descriptors[1:]
     stored, rest = rest[: len(call.stores)], rest[len(call.stores) :]
-    num_channels = 0 if call.abroad is None else len(call.abroad.channels)
+    num_channels = 0 if call.remote_hosts is None else len(call.remote_hosts.channels)
     channels, packed = rest[:num_channels], rest[num_channels:]
     device = rank_device(call.devices, rank)
     accelerators.use(device)
@@ -161,9 +161,9 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     assignment: Assignment = unpacked(call.payload, packed, tensors)
     register_copies(assignment.model)
     neighbours = None
-    if call.abroad is not None:
+    if call.remote_hosts is not None:
         mirrored = opened[-1] if call.has_options else ()
-        neighbours = call.abroad.opened(rank, channels, mirrored)
+        neighbours = call.remote_hosts.opened(rank, channels, mirrored)
     with assignment.settings.applied(), compute_settings(assignment.plan):
         worker = make_worker(
             assignment,
@@ -175,7 +175,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
             meeting=call.meeting,
         )
         worker.mirrors = mirrors
-        has_hosts = call.abroad is not None
+        has_hosts = call.remote_hosts is not None
         control = FollowerControl(context, rank, assignment.plan.num_ranks, has_hosts=has_hosts)
         part = CachedCall(assignment=assignment, worker=worker, control=control)
         _take_part(part)

@@ -319,7 +319,7 @@ class Session:
             has_options=has_options(assignment),
             spec=part.spec,
             payload=serialized.payload,
-            abroad=None if connected is None else connected.remote_hosts,
+            remote_hosts=None if connected is None else connected.remote_hosts,
             meeting=None if part.meeting_point is None else part.meeting_point.meeting,
             keeps=keeps,
             devices=assignment.plan.devices,

@@ -89,7 +89,7 @@ class ShareSteps(StepCalls):
         board = self._worker.board
         if board is None:
             return kind, number
-        calls = {(int(one), int(other)) for one, other in board.tell([kind, number])}
+        calls = {(int(one), int(other)) for one, other in board.all_gather([kind, number])}
         board.barrier()  # all have read it
         calls.discard((_IDLE, 0))
         if {_END, _END_WITH_RESULTS} == {one for one, _ in calls}:

@@ -87,7 +87,7 @@ class KerasCheckpoints(FitCheckpoints):
         maker = self._runner.maker()
         if not (restarts or maker.outlives_servers):
             return Backups()
-        if maker.trains_apart:
+        if maker.is_local_sgd:
             raise OptionError(
                 "Every replica has an optimizer of its own, and copies for restarts have only one.",
                 received="Restarts under LocalSGDStrategy",
