@@ -77,7 +77,7 @@ def test_an_exception_of_one_rank(name: str) -> None:
     assert "jobs.py" in message
     assert len(message) < 1_000_000
     assert state.startswith(f"Rank {rank} was at step 2 (forward), ")
-    assert weights.startswith("The weights are")
+    assert weights.startswith("The weights ")
     by_layer = "Lockstep: in the model (Net); inputs ("
     if kind is KeyboardInterrupt:
         by_layer = "Lockstep: stopped by Ctrl-C; the weights are"
@@ -194,7 +194,7 @@ def test_nothing_that_tidies_up_hides_an_error(
     notes = " ".join(caught.value.__notes__)
     assert "LookupError: while tidying up" in notes
     assert notes.count("could not clean up") == 1
-    assert "The weights are" in notes
+    assert "The weights " in notes
 
 
 def test_each_failure_of_what_ends_a_call_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
