@@ -163,7 +163,7 @@ def test_validation_meets_after_workers_have_computed_unequal_numbers_of_parts()
         slow,
         loss=lambda outputs, weights: (outputs * weights).sum().sqrt(),
         optimizer=partial(torch.optim.SGD, lr=1e-3),
-        strategy=lockstep.ParameterServerStrategy(1, 2, 4, timeout_seconds=20),
+        strategy=lockstep.ParameterServerStrategy(1, 2, 4, timeout_seconds=60),
         precision="fp64",
     )
     slow.bias.data.fill_(9.0)
