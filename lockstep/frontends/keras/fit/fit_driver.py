@@ -233,7 +233,7 @@ class KerasFitDriver(FitDriver, EvaluationDriver):
         each = [KerasCallbacks(self._model, callbacks)]
         FitDriver.__init__(self, trainer, checkpoints, each, interrupt)
         self._user_parts: list[Any] = []
-        self._reported_logs: Logs = {}  # the last of the epoch
+        self._reported_logs: Logs = {}  # of the current step, if it reports
         self.logs: Logs = {}
         self._begin_means()
 
@@ -251,7 +251,7 @@ class KerasFitDriver(FitDriver, EvaluationDriver):
     def _begin_means(self) -> None:
         """Forget the losses so far in the epoch."""
         self._means = LossMeans([metric.name for metric in _loss_metrics(self._model)])
-        self._reported_logs = {}
+        self._loss, self._reported_logs = LossMeans(), {}
 
     def resume_after(self, error: WorkerError) -> FitPosition | None:
         resume = super().resume_after(error)
@@ -271,7 +271,16 @@ class KerasFitDriver(FitDriver, EvaluationDriver):
         self._reported_logs = self.results(self._means.logs)
 
     def _step_logs(self, result: StepResult) -> Logs:
-        return self._logs_of_step[0] if self._logs_of_step else self._reported_logs
+        """All values if the step reports; else the loss so far in the epoch."""
+        if self._logs_of_step:
+            logs: Logs = self._logs_of_step[0]
+            return logs
+        if self._reported_logs:
+            reported, self._reported_logs = self._reported_logs, {}
+            self._loss = self._means.of_total
+            return reported
+        self._loss.add([(result.num_samples, [result.loss if result.weight else 0.0])])
+        return self._loss.logs
 
     def _notice(self, text: str) -> None:
         print_msg(text)

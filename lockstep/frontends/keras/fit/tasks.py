@@ -166,6 +166,13 @@ class LossMeans:
         means = (total / self._num_samples for total in self._totals)
         return dict(zip(self._names, means, strict=True))
 
+    @property
+    def of_total(self) -> "LossMeans":
+        """The mean of the total so far, to which further batches can be added."""
+        means = LossMeans()
+        means._totals, means._num_samples = self._totals[:1], self._num_samples
+        return means
+
 
 def epoch_place(
     num_batches: int, steps: int | None, epoch: int, initial_epoch: int = 0
