@@ -48,9 +48,7 @@ from lockstep.train.runtime.runner import Runner
 from lockstep.train.saved_state import StateMethods
 from lockstep.train.scope import current_strategy
 from lockstep.train.torch_front_end import TorchFrontEnd
-from lockstep.train.validation.checks import (
-    check_arguments,
-)
+from lockstep.train.validation.checks import check_arguments
 
 
 @public_methods

@@ -81,7 +81,7 @@ def test_an_exception_of_one_rank(name: str) -> None:
     assert weights.startswith("The weights ")
     by_layer = "Lockstep: in the model (Net); inputs ("
     if kind is KeyboardInterrupt:
-        by_layer = "Lockstep: stopped by Ctrl-C; the weights are"
+        by_layer = "Lockstep: stopped by Ctrl-C; the weights "
     assert [note.startswith(by_layer) for note in last] == [True] * (
         kind not in (WorkerError, SystemExit)
     )
