@@ -245,6 +245,7 @@ class ReplicaUpdate:
             self._worker.apply(self.step, counted.pop() / weight)
         else:
             self._worker.apply(self.step, 1.0, [factor / weight for factor in factors])
+        self._worker.drop_gradients()
 
     def _position(self) -> str:
         return f"step {self.step} of a CrossReplicaOptimizer"
@@ -313,6 +314,7 @@ class ReplicaUpdate:
     def take_state(self, state: dict[str, Any]) -> None:
         """Load a whole state into the user's optimizer; every replica calls it with the same."""
         updater = self._updater
+        self._job.barrier()  # another replica may still read the state that is there
         self._optimizer.load_state_dict(copy.deepcopy(state))
         kept = set(updater.slot_keys())
         updater.store_slots({key: place for key, place in self._slots.items() if key in kept})

@@ -4,12 +4,13 @@ A ``parallel.worker`` adds the passes that compute them. Custom loops and custom
 gradients themselves, and hand them in here.
 """
 
+import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
 
-from lockstep.comm.collectives.gradients import Gradients
+from lockstep.comm.collectives.gradients import Gradients, cut_piece
 from lockstep.comm.exchange import Exchange, ShareTotals
 from lockstep.parallel.data_parallel.gradient_rules import GradientJudge, GradientRules
 from lockstep.parallel.owned_group import OwnedGroup
@@ -120,6 +121,11 @@ class UpdateWorker:
         self._sum_gradients(factor)
         self._step(step)
 
+    def drop_gradients(self) -> None:
+        """Remove the summed gradients; those of a single rank lie in the user's parameters."""
+        for bound in itertools.chain.from_iterable(self._pieces):
+            bound.tensor.grad = None
+
     @property
     def trained_names(self) -> list[str]:
         """Names of the parameters that this rank trains, in the order that ``update`` expects."""
@@ -169,6 +175,20 @@ class UpdateWorker:
             if group.spec.ranks[0] == self.rank
             for index, name in enumerate(group.names)
         }
+
+    @torch.no_grad()
+    def copy_slots(self) -> None:
+        """Copy the slots of its pieces to its own pages of a copy-on-write store.
+
+        It must be called before any step: until then another rank's changes are visible.
+        """
+        pieces = [
+            (group.names[one.parameter], one) for group in self._groups for one in group.pieces
+        ]
+        for name, tensor in [] if self.updater is None else self.updater.stored():
+            for piece in [piece for parameter, piece in pieces if parameter == name]:
+                own = cut_piece(tensor.detach(), piece)
+                own.copy_(own.clone())
 
     def gather_slots(self) -> None:
         """All-gather the stored slots between domains; collective."""

@@ -68,7 +68,7 @@ FEW = ("cnn_batch_norm", "gpt_tied", "wide")
     ("name", "devices"),
     core_of(
         [*((one.name, 2) for one in cases()), *((name, 4) for name in FEW), ("cnn_batch_norm", 8)],
-        [("cnn_batch_norm", 2)],
+        [("cnn_batch_norm", 2), ("wide", 2)],
     ),
 )
 def test_the_bits_are_those_of_shared_memory(name: str, devices: int) -> None:

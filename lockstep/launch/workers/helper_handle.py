@@ -38,9 +38,11 @@ class HelperHandle:
         except EOFError:
             self.is_closed = True
         if not self.is_ready and self.inbox and self.inbox[0].kind == READY:
+            has_started = self.pid == 0
             self.pid = int(self.inbox.popleft().payload)
             self.is_ready = True
-            self.backend.note_ready()
+            if has_started:
+                self.backend.note_ready()
 
     def is_dead(self) -> bool:
         """True if it will send nothing more; the inbox then holds all that it has sent."""

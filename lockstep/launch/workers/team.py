@@ -112,6 +112,8 @@ class Team:
         """True if every idle helper answers; a stopped one does not."""
         if not self.is_alive:
             return False
+        if any(helper.pid and is_stopped(helper.pid) for helper in self._helpers):
+            return False
         if not all(helper.is_ready for helper in self._helpers):
             return True  # they still start: the first call waits for them
         with suppress(WorkerError):

@@ -2,7 +2,7 @@
 
 Both need the whole gradient: one that is not finite must not reach the weights, and clipping needs
 the norm. Each rank has the pieces that it updates, so ranks exchange their norms
-(``StatusBoard.tell``) and all reach the same decision.
+(``StatusBoard.all_gather``) and all reach the same decision.
 
 The norm does not depend on the number of ranks: it is computed from fixed blocks
 (``plan.layout.block_sizes``), and a rank's sum of their squares is exact.

@@ -175,6 +175,8 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
             meeting=call.meeting,
         )
         worker.mirrors = mirrors
+        if any(access == "copied on write" for _, _, access in call.stores):
+            worker.copy_slots()
         has_hosts = call.remote_hosts is not None
         control = FollowerControl(context, rank, assignment.plan.num_ranks, has_hosts=has_hosts)
         part = CachedCall(assignment=assignment, worker=worker, control=control)
@@ -238,7 +240,7 @@ def open_store(
             for spec in specs
         ]
     is_first = rank == ranks[0]
-    region = open_region(descriptor)
+    region = open_region(descriptor, private=not is_first and access == "copied on write")
     if is_first:
         region.reserve(0, region.num_bytes)
     store = TensorStore(specs, region)

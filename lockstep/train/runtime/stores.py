@@ -18,8 +18,8 @@ from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.train.runtime.assignment import Assignment
 
 # How ranks other than the store's first, which has the store itself, access it: they map it, too;
-# or copy it; or copy it to their device.
-Access = Literal["shared", "copied", "on its device"]
+# or copy it; or map it and get their own pages when they write; or copy it to their device.
+Access = Literal["shared", "copied", "copied on write", "on its device"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +74,10 @@ class Stores:
             assignment, self._adopt(assignment, leader), "shared" if shares else "copied"
         )
         if assignment.updater is not None and not is_apart:
-            # A rank writes only to the slots of its pieces, whatever moves the gradients.
-            stores += _mapped(assignment, self._adopt_slots(assignment, leader), "shared")
+            # Ranks that share no memory may update the same piece, each for itself. A rank writes
+            # only to the slots of its pieces, so it has no pages of the others.
+            slots = self._adopt_slots(assignment, leader)
+            stores += _mapped(assignment, slots, "shared" if shares else "copied on write")
         stores += self._adopt_residuals(assignment)
         stores += options_store(assignment)
         if is_apart and assignment.plan.pipeline is not None:
