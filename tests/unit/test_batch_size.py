@@ -71,7 +71,9 @@ def make_trainer(act: Callable[[Tensor], None] = lambda x: None, **options: Any)
 
 
 def trials_of(trainer: Any) -> Trials:
-    return Trials(trainer, as_source((X, Y)), others=0, limit_bytes=None, timeout_seconds=60)
+    return Trials(
+        trainer, as_source((X, Y)), loss=None, others=0, limit_bytes=None, timeout_seconds=60
+    )
 
 
 def forbid_trials(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,6 +229,7 @@ def _search(
     trials = Trials(
         training.trainer,
         training.source,
+        loss=training.loss,
         others=0 if training.validation is None else array_bytes(training.validation),
         limit_bytes=limit_bytes,
         timeout_seconds=training.trainer.timeout_seconds,

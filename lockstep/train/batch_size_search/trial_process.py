@@ -79,6 +79,7 @@ class Trials:
     Args:
         trainer: the training, which is copied.
         source: its data.
+        loss: the user's, to name it if it cannot be sent.
         others: bytes of arrays that a training shares with its helpers beside the source's.
         limit_bytes: free memory; None if unknown.
         timeout_seconds: longest wait for one trial.
@@ -92,6 +93,7 @@ class Trials:
         trainer: TrainerProtocol,
         source: Source,
         *,
+        loss: object,
         others: int,
         limit_bytes: int | None,
         timeout_seconds: float,
@@ -104,7 +106,7 @@ class Trials:
         blank = blank_names(model)
         named = [(name, one) for name, one in model.named_parameters() if name in blank]
         names = ("model", "optimizer", "metrics", "strategy")
-        parts = {f"the {name}": getattr(trainer, name) for name in names}
+        parts = {f"the {name}": getattr(trainer, name) for name in names} | {"the loss": loss}
         self._serialized = pack_named(trainer, parts, [one for _, one in named])
         self._body = pickle.dumps(
             (

@@ -1,14 +1,13 @@
 """The arguments of a ``fit``, and the data adapted from them."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from lockstep.data.records.bad_records import OnBadRecord
 from lockstep.parallel.loss.share_losses import LossAdapter
 from lockstep.train.batch_size_search.batch_size import BatchSizeSearch
 from lockstep.train.checkpointing.checkpoints import Checkpoint
-from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.input.data_adapter import DataOptions, DataPipeline, close_all
 from lockstep.train.optim.rate_rules import RateRule
 
@@ -31,8 +30,6 @@ class FitRequest:
     on_bad_record: OnBadRecord
     record: str | os.PathLike[str] | None
     on_snapshot: Any
-    memory: MemoryCheckpoints = field(default_factory=MemoryCheckpoints)
-    """The checkpoints in this process's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,9 +62,13 @@ class FitCheckpoints:
         self, asked: str | os.PathLike[str] | None, checkpoint: Checkpoint | None
     ) -> Iterator[None]:
         """Within the block, a ``fit``, its record is kept: see ``_record_in``."""
+        around = self.record  # of the fit whose callback makes this one
         self.record = self._record_in(asked, None if checkpoint is None else checkpoint.directory)
-        with self.record.kept(self._runner.strategy):
-            yield
+        try:
+            with self.record.kept(self._runner.strategy):
+                yield
+        finally:
+            self.record = around
 
     @contextmanager
     def checkpointed(

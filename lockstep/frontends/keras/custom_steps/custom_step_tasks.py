@@ -63,6 +63,9 @@ class CustomStepFitTask(KerasFitTask):
         num_samples = len(batch.indices)
         return StepResult(total=0.0, weight=float(num_samples), num_samples=num_samples)
 
+    def _report(self, rank_sync: RankSync, results: Sequence[StepResult]) -> None:
+        """Do nothing: the step itself returns its logs."""
+
     def _losses(self, rank_sync: RankSync, results: Sequence[StepResult]) -> Logs:
         return {}
 

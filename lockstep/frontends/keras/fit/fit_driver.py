@@ -1,6 +1,6 @@
 """Rank 0's part between steps of a Keras model: Keras's callbacks, with global values."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from keras.src.callbacks.progbar_logger import ProgbarLogger
 from keras.src.utils.io_utils import print_msg
 from keras.src.utils.python_utils import pythonify_logs
 
+from lockstep.data.map_style.sources import Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import OptionError, WorkerError
 from lockstep.frontends.keras.fit.checkpoints import OptionCallback
@@ -33,6 +34,7 @@ from lockstep.train.callbacks.fit_driver import FitDriver
 from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.fit.fit_hooks import ReportTimes
+from lockstep.train.input.stream_broadcast import GlobalBatch
 from lockstep.train.resume.fit_checkpoints import FitCheckpoints
 from lockstep.train.trainer_protocol import TrainerProtocol
 
@@ -240,6 +242,12 @@ class KerasFitDriver(FitDriver, EvaluationDriver):
     def _settings_watch(self) -> SettingsWatch:
         find = partial(objects_with_settings, self._model) if self._has_user_callbacks else dict
         return SettingsWatch(find, NO_SETTINGS)
+
+    def watched(self, source: Source) -> Source:
+        return source  # as in Keras, nobody is warned that training waits for its data
+
+    def awaited(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
+        return batches
 
     def begin_epoch(self, epoch: int) -> None:
         self._model.reset_metrics()
