@@ -28,8 +28,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
     "momentum": partial(torch.optim.SGD, lr=3e-2, momentum=0.9),
 }
 NAMES = [one.name for one in cases()]
-# An optimizer steps pieces, whatever model they are of: not every pair needs every layout.
-JOBS = [(name, optimizer) for name in NAMES for optimizer in OPTIMIZERS]
+# An optimizer steps pieces, whatever model they are of: not every pair is needed.
 IN_TURN = list(zip(NAMES, itertools.cycle(OPTIMIZERS), strict=False))
 CORE = [("cnn_batch_norm", "adam"), ("mlp", "momentum")]
 # Devices of each host, and what is trained on them in one start.
@@ -40,7 +39,7 @@ LAYOUTS = {
     ("4 + 4", "a third"): IN_TURN[1::3],
     ("3 + 2", "a third"): IN_TURN[2::3],
 }
-RANKS = {2: IN_TURN[::2], 4: JOBS, 8: IN_TURN[1::2]}
+RANKS = {2: IN_TURN[::2], 4: [*CORE, *IN_TURN[2:]], 8: IN_TURN[1::2]}
 
 Job = tuple[str, str]
 MakeHosts = Callable[[int], Hosts]
