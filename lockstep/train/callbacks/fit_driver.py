@@ -130,15 +130,14 @@ class FitDriver(RestartingDriver):
         if self._schedule is not None:
             self._schedule.end_step(is_update=result.weight > 0 and not result.is_skipped)
             self._publish_options()
-        logs = self._step_logs(result)
-        self._journal.once(partial(self._show_step, index, result, logs))
+        self._journal.once(partial(self._show_step, index, result))
         super().end_step(index, result)
 
-    def _show_step(self, index: int, result: StepResult, logs: Logs) -> None:
+    def _show_step(self, index: int, result: StepResult) -> None:
         if self._display is not None:
             self._display.end_step(index, result.total, result.weight, result.num_samples)
         for callback in self._step_enders:
-            callback.on_train_batch_end(index, logs)
+            callback.on_train_batch_end(index, self._step_logs(result))
 
     def _step_logs(self, result: StepResult) -> Logs:
         """The logs of a step for callbacks."""

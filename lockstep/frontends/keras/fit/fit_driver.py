@@ -278,7 +278,14 @@ class KerasFitDriver(FitDriver, EvaluationDriver):
         self._means.add(batches)
         self._reported_logs = self.results(self._means.logs)
 
+    def end_step(self, index: int, result: StepResult) -> None:
+        self._step_values = self._values_after(result)  # of a step that is repeated, too
+        super().end_step(index, result)
+
     def _step_logs(self, result: StepResult) -> Logs:
+        return self._step_values
+
+    def _values_after(self, result: StepResult) -> Logs:
         """All values if the step reports; else the loss so far in the epoch."""
         if self._logs_of_step:
             logs: Logs = self._logs_of_step[0]
