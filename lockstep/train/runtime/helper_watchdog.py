@@ -110,7 +110,7 @@ def what_is_lost(last: int | None, lost: list[str], *, has_older: bool) -> str:
     """
     if last is None:
         return (
-            "An update of the weights was interrupted: some slices are one step ahead of the "
+            "The weights were being updated: some slices are one step ahead of the "
             "others. Load saved weights before you continue."
         )
     if last < 0:
