@@ -119,7 +119,7 @@ class Trainer(StateMethods):
         ModelError: the model cannot be trained as it is.
     """
 
-    model: nn.Module = of_part("_runner")
+    model: nn.Module = of_part("_front_end")
     strategy: Any = of_part("_runner")
     precision: str = of_part("_runner")
     seed: int = of_part("_runner")
@@ -190,7 +190,6 @@ class Trainer(StateMethods):
             update_config=update_config,
         )
         self._runner = Runner(
-            made,
             self._front_end,
             meta_model=meta_model,
             job_context=JobContext(strategy),

@@ -1,6 +1,7 @@
 """``batch_size="auto"``, with real trials of small models in processes of their own."""
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -18,6 +19,7 @@ from lockstep import errors
 from lockstep.cluster.memory_limits import FreeMemory, Kills
 from lockstep.data.map_style.sources import as_source
 from lockstep.launch.health.failure import describe_exit
+from lockstep.launch.workers import pool
 from lockstep.train.batch_size_search import batch_size as batch_sizes
 from lockstep.train.batch_size_search.batch_size_cache import BatchSizeCache, file_path
 from lockstep.train.batch_size_search.search_algorithm import Doubling, Measured, TooLarge, Trial
@@ -105,10 +107,12 @@ def forget_trials(monkeypatch: pytest.MonkeyPatch, found: int) -> list[int]:
 
 @pytest.mark.parametrize("devices", core_of([1, 2], [1]))
 def test_a_size_is_found_said_and_trained_with(
-    devices: int, capsys: pytest.CaptureFixture[str]
+    devices: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pool, "_servers", {})
     trainer = make_trainer(strategy=lockstep.MirroredStrategy(devices))
     history = trainer.fit((X, Y), batch_size="auto")
+    assert (sys.executable, None) not in pool._servers  # the trials' own has ended
     assert trainer.batch_size in (8, 16, 32, 60)
     assert len(history.history["loss"]) == 1
     said = capsys.readouterr().out.splitlines()

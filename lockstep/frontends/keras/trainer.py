@@ -42,9 +42,7 @@ from lockstep.frontends.keras.layers.dry_run import (
     values_restored,
 )
 from lockstep.frontends.keras.layers.metrics import KerasMetrics
-from lockstep.frontends.keras.layers.model_fingerprint import (
-    ModelFingerprint,
-)
+from lockstep.frontends.keras.layers.model_fingerprint import ModelFingerprint
 from lockstep.frontends.keras.layers.pickling import reduce
 from lockstep.frontends.keras.model import KerasModel, giving_losses
 from lockstep.frontends.keras.model_analysis import ModelAnalysis
@@ -93,10 +91,11 @@ class KerasTrainer(FrontEnd):
         checkpoints: of its training.
     """
 
+    model: KerasModel
+
     def __init__(self, module: KerasModel, strategy: StrategyLike, job_context: JobContext) -> None:
         self.model = module
         self.runner = Runner(
-            module,
             self,
             meta_model=module,
             job_context=job_context,

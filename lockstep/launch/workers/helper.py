@@ -124,9 +124,7 @@ class _ForkedHelper(HelperContext):
         except BaseException as error:  # also SystemExit: a model that exits has failed
             answer = Message(FAIL, pack_failure(error))
         for stream in (sys.stdout, sys.stderr):
-            with suppress(
-                AttributeError, OSError, ValueError
-            ):  # there may be none, or a broken pipe
+            with suppress(AttributeError, OSError, ValueError):  # none is there, or a broken pipe
                 stream.flush()
         self._send(answer)
 

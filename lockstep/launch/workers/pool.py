@@ -5,6 +5,8 @@ and imports modules once (``fork_server``). Every trainer has its own team, whic
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from lockstep.launch.workers.fork_server import FORKS, ForkServerBackend
@@ -52,3 +54,17 @@ def warm_server(threads: int | None, preload: tuple[str, ...]) -> ForkServerBack
             _servers[key] = server
     server.load(preload)
     return server
+
+
+@contextmanager
+def own_server(threads: int | None) -> Iterator[None]:
+    """Around teams that are soon over: a server that starts for them ends with the block."""
+    key = (sys.executable, threads)
+    before = _servers.get(key)
+    try:
+        yield
+    finally:
+        server = _servers.get(key)
+        if server is not None and server is not before:
+            del _servers[key]
+            server.close()

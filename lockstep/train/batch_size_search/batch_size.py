@@ -19,6 +19,7 @@ from lockstep.cluster.memory_limits import free_memory
 from lockstep.data.map_style.samples import array_bytes
 from lockstep.data.map_style.sources import Source
 from lockstep.errors import DeviceError, OptionError, Problems
+from lockstep.launch.workers.pool import own_server
 from lockstep.options import check_choice, check_count, is_count
 from lockstep.train.batch_size_search.batch_size_cache import (
     BatchSizeCache,
@@ -234,7 +235,7 @@ def _search(
         limit_bytes=limit_bytes,
         timeout_seconds=training.trainer.timeout_seconds,
     )
-    with closing(trials):
+    with own_server(None), closing(trials):
         search = Doubling(
             objective=options.objective,
             smallest=first,

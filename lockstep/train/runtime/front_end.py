@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import optim
+from torch import nn, optim
 
 from lockstep.parallel.loss.share_losses import LossAdapter
 from lockstep.plan.makers.data_parallel import Maker
@@ -19,6 +19,7 @@ class FrontEnd(ABC):
     """A library's part of a training: the optimizer, and what its models need around a task.
 
     Attributes:
+        model: what is trained.
         optimizer: updates the model; None if it is not trained.
         schedule: of the learning rate; None without one.
         stop_training: True to end training after the step under way.
@@ -26,6 +27,7 @@ class FrontEnd(ABC):
         proves: ranks can check before training that they compute the same.
     """
 
+    model: nn.Module
     optimizer: Any
     schedule: Any = None
     stop_training: bool

@@ -110,8 +110,8 @@ def what_is_lost(last: int | None, lost: list[str], *, has_older: bool) -> str:
     """
     if last is None:
         return (
-            "The weights were being updated: some slices are one step ahead of the "
-            "others. Load saved weights before you continue."
+            "The weights were being updated: some slices are one step ahead of the others. "
+            "Load saved weights before you continue."
         )
     if last < 0:
         return what_is_left(last)

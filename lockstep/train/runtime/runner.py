@@ -63,8 +63,7 @@ class Runner:
     """Runs tasks of a model.
 
     Args:
-        model: the model; it is trained in place.
-        front_end: the library's part.
+        front_end: the library's part; its model is trained in place.
         meta_model: the model, or one of its shape on the meta device.
         job_context: the processes that make calls together.
         strategy: where and how to train; None is one device.
@@ -85,7 +84,6 @@ class Runner:
 
     def __init__(
         self,
-        model: nn.Module,
         front_end: FrontEnd,
         *,
         meta_model: nn.Module,
@@ -97,7 +95,6 @@ class Runner:
         dims: BatchDims = SAMPLES_FIRST,
         deterministic: bool = False,
     ) -> None:
-        self.model = model
         self.front_end = front_end
         self.strategy = strategy
         self.precision = precision
@@ -128,6 +125,11 @@ class Runner:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._begin_session(JobContext(self.strategy))
+
+    @property
+    def model(self) -> nn.Module:
+        """The front end's."""
+        return self.front_end.model
 
     @property
     def timeout_seconds(self) -> float:

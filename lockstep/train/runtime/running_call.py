@@ -20,9 +20,7 @@ from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.train.callbacks.driver import TaskDriver
 from lockstep.train.fault_tolerance.rank_states import RankState, fault_summary, states_of
 from lockstep.train.multihost.host_channels import HostChannels, bring_groups
-from lockstep.train.runtime.assignment import (
-    Assignment,
-)
+from lockstep.train.runtime.assignment import Assignment
 from lockstep.train.runtime.helper_watchdog import (
     STATE_AS_SERVERS_HAD_IT,
     STATE_OF_FIRST,

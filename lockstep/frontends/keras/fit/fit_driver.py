@@ -309,8 +309,12 @@ class KerasFitDriver(FitDriver, EvaluationDriver):
 
     def _logs_with_callbacks(self, epoch: int, logs: Logs) -> Logs:
         """The logs of an epoch, to which callbacks may add some."""
+        self._record.end_epoch(epoch, logs)
         self._listed.on_epoch_end(epoch, logs)
         return logs
+
+    def _show_epoch(self, epoch: int, logs: Logs) -> None:
+        """Do nothing: callbacks were called, since the history has what they add."""
 
     def fingerprint(self) -> object:
         if not self._has_user_callbacks:
