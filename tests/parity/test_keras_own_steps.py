@@ -177,7 +177,8 @@ def test_stages_run_no_steps_of_a_model() -> None:
     with lockstep.PipelineStrategy(2).scope():
         model = made("average")
     said = (
-        "(?s)In a pipeline.*each device has a part of it.*Averaged, with a step.*MirroredStrategy"
+        "(?s)In a pipeline.*each device has a part of it.*"
+        "Averaged with train_step and test_step.*MirroredStrategy"
     )
     for method in (model.fit, model.evaluate):
         with pytest.raises(errors.ModelError, match=said):

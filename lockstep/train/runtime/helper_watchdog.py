@@ -22,13 +22,13 @@ STATE_OF_FIRST = (
 )
 
 STATE_OF_SERVERS = (
-    "The weights have the servers' last updates. Those of unfinished batches may be in some of "
-    "the weights only. The optimizer's slots are initialized again."
+    "The weights have the servers' last updates. Updates of unfinished batches may be in some "
+    "of the weights only. The optimizer's slots are initialized again."
 )
 
 STATE_AS_SERVERS_HAD_IT = (
-    "The weights and the optimizer have the servers' last updates. Those of unfinished batches "
-    "may be in some of the weights only."
+    "The weights and the optimizer have the servers' last updates. Updates of unfinished "
+    "batches may be in some of the weights only."
 )
 
 
@@ -96,7 +96,7 @@ def what_is_left(last: int, *, is_put_back: bool = False) -> str:
         is_put_back: the weights are the last copy, made after that step.
     """
     when = f"after step {last}" if last >= 0 else "before fit"
-    copy = " They are the last copy, since a later update was lost in part." if is_put_back else ""
+    copy = " They come from the last copy: a later update was partly lost." if is_put_back else ""
     return f"The weights and the optimizer are complete, as they were {when}.{copy}"
 
 

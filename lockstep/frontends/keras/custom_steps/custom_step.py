@@ -14,6 +14,7 @@ from keras.src.trainers.data_adapters import data_adapter_utils
 
 from lockstep.data.map_style.sources import Batch
 from lockstep.errors import ModelError, OptionError
+from lockstep.frontends.keras.layers.checks import custom_steps
 from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.plan.spec import Plan
 from lockstep.units import first_few
@@ -124,10 +125,11 @@ def check_plan(plan: Plan) -> None:
 
 def stages_refused(model: Any) -> ModelError:
     """The error of a pipeline for a model with custom steps."""
+    own = " and ".join(custom_steps(model))
     return ModelError(
         "In a pipeline a model must train by Keras's own steps: a train_step, test_step or "
         "compute_metrics calls all of the model, and each device has a part of it.",
-        received=f"{type(model).__name__}, with a step of its own, or with nothing to train",
+        received=f"{type(model).__name__} with {own or 'no trainable variables'}",
         fix="Use MirroredStrategy or another strategy whose devices have the whole model; or put "
         "the computation into `call` and `compute_loss`, and leave the step to Keras.",
     )

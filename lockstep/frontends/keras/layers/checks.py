@@ -73,9 +73,13 @@ def has_custom_steps(model: Any) -> bool:
 
     True for a model without trainable variables, which lacks the last.
     """
+    return bool(custom_steps(model)) or not model.trainable_variables
+
+
+def custom_steps(model: Any) -> list[str]:
+    """Names of the methods of a step that the model overrides."""
     kind = type(model)
-    has_own = any(getattr(kind, name) is not getattr(keras.Model, name) for name in _STEPS)
-    return has_own or not model.trainable_variables
+    return [name for name in _STEPS if getattr(kind, name) is not getattr(keras.Model, name)]
 
 
 def check_turnable(model: Any) -> None:
