@@ -11,6 +11,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeVar
@@ -205,16 +206,16 @@ def _share_memory() -> None:
 
 def _start_helpers() -> tuple[float, float]:
     """Seconds until the first helper is ready, and until another one is."""
-    from lockstep.launch.workers.fork_server import ForkServerBackend
+    from lockstep.launch.workers.fork_server import ForkedHelper, ForkServer
     from lockstep.launch.workers.team import Team
     from lockstep.train.runtime.session import PRELOAD
 
-    server = ForkServerBackend(1, PRELOAD)
+    server = ForkServer(1, PRELOAD)
     try:
         times = []
         for _ in range(2):
             began = time.perf_counter()
-            team = Team(1, lambda: server)
+            team = Team(1, partial(ForkedHelper, server))
             try:
                 team.wait_until_ready()
                 times.append(time.perf_counter() - began)

@@ -15,7 +15,7 @@ import pytest
 
 from lockstep.errors import WorkerError
 from lockstep.launch.workers import fork_server as template_module
-from lockstep.launch.workers.fork_server import ForkServerBackend
+from lockstep.launch.workers.fork_server import ForkedHelper, ForkServer
 from lockstep.launch.workers.link import Link, Message
 from lockstep.launch.workers.pool import take_team, warm_server
 from lockstep.launch.workers.team import Team
@@ -153,14 +153,14 @@ def test_interpreters_that_do_not_start(
     gc.collect()  # what other tests have left behind
     before = num_descriptors()
     with pytest.raises(WorkerError, match=expected):
-        start_and_end(partial(ForkServerBackend, None, ()), timeout_seconds)
+        start_and_end(partial(ForkServer, None, ()), timeout_seconds)
     assert num_descriptors() == before
 
 
-def start_and_end(
-    make_template: Callable[[], ForkServerBackend], timeout_seconds: float = 60.0
-) -> None:
-    team = Team(2, make_template, start_timeout_seconds=timeout_seconds)
+def start_and_end(make_template: Callable[[], ForkServer], timeout_seconds: float = 60.0) -> None:
+    team = Team(
+        2, lambda rank: ForkedHelper(make_template(), rank), start_timeout_seconds=timeout_seconds
+    )
     try:
         team.wait_until_ready()
     finally:
@@ -169,13 +169,13 @@ def start_and_end(
 
 def test_an_import_that_fails_shows_its_traceback() -> None:
     with pytest.raises(WorkerError, match="No module named 'no_such_module'"):
-        start_and_end(partial(ForkServerBackend, None, ("no_such_module",)))
+        start_and_end(partial(ForkServer, None, ("no_such_module",)))
 
 
 def test_a_template_that_is_stopped_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_module, "_END_TIMEOUT_SECONDS", 1.0)
-    template = ForkServerBackend(None, ())
-    team = Team(1, lambda: template)
+    template = ForkServer(None, ())
+    team = Team(1, partial(ForkedHelper, template))
     pids = team.pids()
     template._process.send_signal(signal.SIGSTOP)
     team.close()
@@ -241,7 +241,7 @@ def test_without_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS: each helper is an interpreter of its own."""
     monkeypatch.setattr(template_module, "FORKS", False)
     before = num_descriptors()
-    team = Team(2, partial(ForkServerBackend, 1, ()))
+    team = Team(2, lambda rank: ForkedHelper(ForkServer(1, ()), rank))
     pids = team.pids()
     assert len(set(pids)) == 2
     for body in (b"one", b"two"):
@@ -270,12 +270,12 @@ def test_a_template_imports_once_for_all_later_helpers(
         "with open(__file__ + '.log', 'a') as log:\n    log.write('x')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    template = ForkServerBackend(None, ())
+    template = ForkServer(None, ())
     try:
         start_and_end(lambda: template)
         template.load(["imported_once", "no_such_module"])
         template.load(["imported_once"])
-        team = Team(2, lambda: template)
+        team = Team(2, partial(ForkedHelper, template))
         call(team, calls.tell_modules, b"imported_once")
         assert [payload for payload, _ in team.gather(60)] == [b"True"] * 2
         team.finish(60)

@@ -28,7 +28,7 @@ RETIRED = {
     "Look": "ModelFingerprint",
     "Lookout": "ModelSnapshotter, CompiledModelFingerprinter or LoopWatchdog",
     "News": "CallUpdate or BatchHeader",
-    "Origin": "WorkerBackend",
+    "Origin": "HelperHandle",
     "Pace": "OverheadBudget",
     "Part": "WorkItem",
     "Peer": "PeerProcess or RemotePeer",

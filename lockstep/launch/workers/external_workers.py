@@ -21,7 +21,7 @@ After a failure both ends close the connection, and meet again for the next call
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -29,19 +29,14 @@ from lockstep.channel.polling import LookAround
 from lockstep.cluster.place import Place
 from lockstep.errors import WorkerError, problem
 from lockstep.launch.forks import give_up_in_forks
-from lockstep.launch.health.diagnostics import (
-    DiagnosticsFile,
-    make_event,
-    notify,
-    stacks_on_request,
-)
+from lockstep.launch.health.diagnostics import make_event, notify, stacks_on_request
 from lockstep.launch.health.failure import failure_error, noting_on, pack_failure, unpack_failure
 from lockstep.launch.rendezvous.local_rendezvous import meet_followers, meet_leader
 from lockstep.launch.workers.helper import FAIL, RETURN, HelperContext
+from lockstep.launch.workers.helper_handle import HelperHandle
 from lockstep.launch.workers.link import Link, Message, give_up
 from lockstep.launch.workers.process_state import PeerProcess, StoppedProcessTimer
 from lockstep.launch.workers.team import Team
-from lockstep.launch.workers.worker_backend import WorkerBackend
 
 # The leader's first message: the follower's rank, with descriptors of its diagnostics file and of
 # the event that requests its stacks.
@@ -76,74 +71,66 @@ def attach_team(
     followers = meet_followers(
         place, secret, num_followers=num_helpers, timeout_seconds=timeout_seconds
     )
-    backends = [_FollowerBackend(place, number, one) for number, one in enumerate(followers, 1)]
+
+    def found(rank: int) -> _Follower:
+        number = rank - first_rank + 1
+        return _Follower(rank, place, number, followers[number - 1])
+
     try:
         return Team(
-            num_helpers,
-            iter(backends).__next__,
-            first_rank=first_rank,
-            start_timeout_seconds=timeout_seconds,
+            num_helpers, found, first_rank=first_rank, start_timeout_seconds=timeout_seconds
         )
     except BaseException:
-        for backend in backends:
-            backend.end([backend.number])
+        for follower in followers:
+            follower.close()
         raise
 
 
-class _FollowerBackend(WorkerBackend):
-    """The backend of one follower, whose process is the launcher's.
+class _Follower(HelperHandle):
+    """A follower as its leader sees it. Its output goes to its launcher.
 
-    Attributes:
+    Args:
+        rank: its rank.
+        place: the leader's.
         number: its process's, among those of its host.
+        peer: its process.
     """
 
-    def __init__(self, place: Place, number: int, peer: PeerProcess) -> None:
-        self.number = number
+    def __init__(self, rank: int, place: Place, number: int, peer: PeerProcess) -> None:
+        super().__init__(rank, Link(peer.sock))
         self._place = place
+        self._number = number
         self._peer = peer
         self._stack_event = make_event()
-
-    def start_helper(self, rank: int, diagnostics: DiagnosticsFile) -> tuple[int, Link]:
-        link = Link(self._peer.sock)
-        descriptors = (diagnostics.descriptor, self._stack_event)
+        descriptors = (self.diagnostics.descriptor, self._stack_event)
         with suppress(OSError):  # it has ended: the first call raises that
-            link.send(Message(WELCOME, str(rank).encode(), descriptors))
-        return self.number, link
+            self.link.send(Message(WELCOME, str(rank).encode(), descriptors))
 
-    def note_ready(self) -> None:
-        pass  # the process already ran
-
-    def has_ended(self, number: int) -> bool:
+    def has_ended(self) -> bool:
         return self._peer.has_ended()
 
-    def describe_end(self, number: int) -> str:
+    def describe_end(self) -> str:
         if self._peer.is_ending():
             return "its process has ended; its output or its launcher says why"
         return "its process runs, but has left the call"
 
-    def describe_absence(self, number: int, rank: int, reason: str, output: str) -> str:
+    def describe_absence(self, reason: str) -> str:
         return problem(
-            f"Rank {rank} did not take part in this call.",
-            received=f"{reason} (process {self._peer.pid}, number {number} of its host)",
+            f"Rank {self.rank} did not take part in this call.",
+            received=f"{reason} (process {self._peer.pid}, number {self._number} of its host)",
             fix=f"Every process that {self._place.launcher} has started must run the same script, "
             "and call fit, evaluate and predict as often as process 0.",
         )
 
-    def read_new(self) -> str:
-        return ""  # their output goes to their launcher
-
-    def ask_for_stacks(self, number: int) -> None:
+    def ask_for_stacks(self) -> None:
         notify(self._stack_event)
 
-    def end(self, numbers: Sequence[int]) -> None:
+    def end(self) -> None:
         """Disconnect from the process: its call ends, and its script continues."""
         self._peer.close()
         if self._stack_event >= 0:
             os.close(self._stack_event)
             self._stack_event = -1
-
-    def close(self) -> None:
-        pass  # its process is the launcher's
 
 
 # --- a follower's side ---------------------------------------------------------------------------

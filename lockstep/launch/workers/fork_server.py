@@ -30,7 +30,7 @@ from importlib import import_module
 from types import FrameType
 
 from lockstep.channel.polling import is_readable
-from lockstep.cluster.memory_limits import Kills, memory_kills
+from lockstep.cluster.memory_limits import memory_kills
 from lockstep.launch.forks import give_up_in_forks
 from lockstep.launch.health.diagnostics import DiagnosticsFile
 from lockstep.launch.health.failure import describe_exit
@@ -41,9 +41,9 @@ from lockstep.launch.workers.helper import (
     name_process,
     serve_calls,
 )
+from lockstep.launch.workers.helper_handle import HelperHandle
 from lockstep.launch.workers.interpreter import environment, start_interpreter
 from lockstep.launch.workers.link import Link, Message
-from lockstep.launch.workers.worker_backend import WorkerBackend
 
 FORK, SIGNAL, LOAD = b"F", b"S", b"L"
 
@@ -61,7 +61,7 @@ _READ_ON_LOADING = (
 _REPORT = struct.Struct("<qi")  # a helper's number, its exit status
 
 
-class ForkServerBackend(WorkerBackend):
+class ForkServer:
     """The script's end of a fork server's process.
 
     Takes no lock: the garbage collector may call a Trainer's finalizer during any of these
@@ -88,7 +88,6 @@ class ForkServerBackend(WorkerBackend):
         self.diagnostics = DiagnosticsFile()
         self._numbers = itertools.count(1)
         self._statuses: dict[int, int] = {}
-        self._kills: dict[int, Kills | None] = {}  # the kernel's count when a helper started
         self._link, theirs = Link.pair()
         self._reports, reports = _report_pipe()
         code = (
@@ -133,44 +132,21 @@ class ForkServerBackend(WorkerBackend):
             self.is_ready = False  # it handles nothing else until then
             self._send(Message(LOAD, pickle.dumps(new)))
 
-    def start_helper(self, rank: int, diagnostics: DiagnosticsFile) -> tuple[int, Link]:
+    def fork(self, rank: int, theirs: Link, diagnostics: DiagnosticsFile) -> int:
+        """Start a helper; returns its number here.
+
+        Args:
+            rank: the helper's.
+            theirs: its end of its link.
+            diagnostics: the file that it writes its stacks to.
+        """
         number = next(self._numbers)
-        self._kills[number] = memory_kills()
-        ours, theirs = Link.pair()
         # If the script was started without a stream, its number may be another file by now.
         streams = ((1, sys.__stdout__), (2, sys.__stderr__))
         stdio = [number for number, stream in streams if stream is not None and _is_open(number)]
         payload = pickle.dumps((number, rank, stdio, environment(self.threads)))
         self._send(Message(FORK, payload, (theirs.fileno(), diagnostics.descriptor, *stdio)))
-        theirs.close()
-        return number, ours
-
-    def note_ready(self) -> None:
-        self.is_ready = True
-
-    def has_ended(self, number: int) -> bool:
-        return self.status(number) is not None
-
-    def describe_end(self, number: int) -> str:
-        deadline = time.monotonic() + _DEATH_TIMEOUT_SECONDS
-        while time.monotonic() < deadline:
-            status = self.status(number)
-            if status is not None:
-                return describe_exit(status, self._kills.get(number), memory_kills())
-            time.sleep(0.005)
-        return "its link is closed"
-
-    def describe_absence(self, number: int, rank: int, reason: str, output: str) -> str:
-        return (
-            f"Rank {rank}'s process could not start: {reason}. Its interpreter is "
-            f"{sys.executable}. Its standard error:\n{self.read_new() + output or '(empty)'}"
-        )
-
-    def read_new(self) -> str:
-        return self.diagnostics.read_new()  # usually warnings of imports
-
-    def ask_for_stacks(self, number: int) -> None:
-        self.signal([number], STACKS_SIGNAL)
+        return number
 
     def status(self, number: int) -> int | None:
         """A helper's exit status, negative for a signal; None while it runs."""
@@ -179,25 +155,13 @@ class ForkServerBackend(WorkerBackend):
             return self._process.poll()  # helpers end with their server
         return self._statuses[number]
 
-    def signal(self, numbers: Sequence[int], number_of_signal: int) -> None:
-        """Send a signal to the helpers that run."""
+    def signal(self, number: int, number_of_signal: int) -> None:
+        """Send a signal to a helper, if it runs."""
         if self.forks:
             # By the server: only a parent knows that a process id is still its child's.
-            self._send(Message(SIGNAL, pickle.dumps((list(numbers), number_of_signal))))
+            self._send(Message(SIGNAL, pickle.dumps((number, number_of_signal))))
         else:
             self._process.send_signal(number_of_signal)
-
-    def end(self, numbers: Sequence[int]) -> None:
-        """Kill helpers, and return when they have ended."""
-        self.signal(numbers, signal.SIGKILL)
-        if self.forks and not self.is_ready:
-            return  # it still imports, and kills them after that
-        deadline = time.monotonic() + _END_TIMEOUT_SECONDS
-        while any(self.status(number) is None for number in numbers):
-            if time.monotonic() > deadline:  # the server is stopped: end it and all its helpers
-                self.close()
-                return
-            time.sleep(0.001)
 
     def close(self) -> None:
         """End the server, and all its helpers with it."""
@@ -219,6 +183,65 @@ class ForkServerBackend(WorkerBackend):
         with suppress(BlockingIOError):
             for report in _REPORT.iter_unpack(os.read(self._reports, 256 * _REPORT.size)):
                 self._statuses[report[0]] = report[1]
+
+
+class ForkedHelper(HelperHandle):
+    """A helper that a fork server starts."""
+
+    def __init__(self, server: ForkServer, rank: int) -> None:
+        ours, theirs = Link.pair()
+        super().__init__(rank, ours)
+        self._server = server
+        self._kills = memory_kills()  # the kernel's count when it starts
+        self._number = server.fork(rank, theirs, self.diagnostics)
+        theirs.close()
+
+    def has_ended(self) -> bool:
+        return self._status is not None
+
+    def describe_end(self) -> str:
+        deadline = time.monotonic() + _DEATH_TIMEOUT_SECONDS
+        while time.monotonic() < deadline:
+            if (status := self._status) is not None:
+                return describe_exit(status, self._kills, memory_kills())
+            time.sleep(0.005)
+        return "its link is closed"
+
+    def describe_absence(self, reason: str) -> str:
+        output = self.read_output() + self.diagnostics.read_new()
+        return (
+            f"Rank {self.rank}'s process could not start: {reason}. Its interpreter is "
+            f"{sys.executable}. Its standard error:\n{output or '(empty)'}"
+        )
+
+    def read_output(self) -> str:
+        return self._server.diagnostics.read_new()  # usually warnings of imports
+
+    def ask_for_stacks(self) -> None:
+        self._server.signal(self._number, STACKS_SIGNAL)
+
+    def note_start(self) -> None:
+        self._server.is_ready = True
+
+    def give_up(self) -> None:
+        self._server.close()  # it must not be used again
+
+    def end(self) -> None:
+        self._server.signal(self._number, signal.SIGKILL)
+
+    def await_end(self) -> None:
+        if self._server.forks and not self._server.is_ready:
+            return  # it still imports, and kills the helper after that
+        deadline = time.monotonic() + _END_TIMEOUT_SECONDS
+        while self._status is None:
+            if time.monotonic() > deadline:  # the server is stopped: end it and all its helpers
+                self._server.close()
+                return
+            time.sleep(0.001)
+
+    @property
+    def _status(self) -> int | None:
+        return self._server.status(self._number)
 
 
 def _report_pipe() -> tuple[int, int]:
@@ -326,10 +349,9 @@ class _ServerLoop:
         if message.kind == LOAD:
             _load(message)
             return
-        numbers, number_of_signal = pickle.loads(message.payload)
-        for number in numbers:
-            if number in self._children:
-                os.kill(self._children[number], number_of_signal)
+        number, number_of_signal = pickle.loads(message.payload)
+        if number in self._children:
+            os.kill(self._children[number], number_of_signal)
 
     def _fork(self, message: Message) -> None:
         number = pickle.loads(message.payload)[0]

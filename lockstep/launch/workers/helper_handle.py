@@ -1,33 +1,81 @@
-"""A helper process as rank 0 sees it: its link, its messages, and how it ended."""
+"""A helper process as rank 0 sees it: its link, its messages, and how it ended.
+
+Starting a helper, ending it, and asking it for its stacks depend on the owner of its process:
+Lockstep, which forks it (``fork_server``), or a launcher, which started it to run the user's script
+(``external_workers``).
+"""
 
 import os
+from abc import ABC, abstractmethod
 from collections import deque
 
-from lockstep.errors import WorkerError
 from lockstep.launch.health.diagnostics import DiagnosticsFile
 from lockstep.launch.workers.helper import FAIL, READY, RETURN
-from lockstep.launch.workers.link import Message
+from lockstep.launch.workers.link import Link, Message
 from lockstep.launch.workers.process_state import StoppedProcessTimer
-from lockstep.launch.workers.worker_backend import WorkerBackend
 
 
-class HelperHandle:
+class HelperHandle(ABC):
     """One helper process as rank 0 sees it.
+
+    Args:
+        rank: the helper's.
+        link: to the helper, which sends READY.
 
     Attributes:
         is_ready: the helper has said that it can take a call.
+        diagnostics: the file that the helper writes its stacks to.
     """
 
-    def __init__(self, rank: int, backend: WorkerBackend) -> None:
+    def __init__(self, rank: int, link: Link) -> None:
         self.rank = rank
-        self.backend = backend
+        self.link = link
         self.inbox: deque[Message] = deque()
         self.pid = 0
         self.is_ready = False
+        self.is_closed = False
         self.stopped_timer = StoppedProcessTimer()
         self.diagnostics = DiagnosticsFile()
-        self.number, self.link = backend.start_helper(rank, self.diagnostics)
-        self.is_closed = False
+
+    @abstractmethod
+    def has_ended(self) -> bool:
+        """True if its process has ended. Does not wait."""
+
+    @abstractmethod
+    def describe_end(self) -> str:
+        """How it has ended, if its link is closed; waits a moment for its exit status."""
+
+    @abstractmethod
+    def describe_absence(self, reason: str) -> str:
+        """The message if it does not become ready for a call.
+
+        Args:
+            reason: how it ended, or that the time is up.
+        """
+
+    @abstractmethod
+    def ask_for_stacks(self) -> None:
+        """Request its stacks, which it writes to its diagnostics file if it can."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Begin to end it; ``await_end`` and ``close`` follow."""
+
+    def await_end(self) -> None:
+        """Return when its process has ended, if Lockstep ends it."""
+        return
+
+    def note_start(self) -> None:
+        """It has become ready for the first time."""
+        return
+
+    def give_up(self) -> None:
+        """It did not become ready in time, so whatever starts it hangs."""
+        return
+
+    def read_output(self) -> str:
+        """New output of what starts it, for the user."""
+        return ""
 
     def pump(self) -> None:
         """Move what it has sent to the inbox."""
@@ -42,13 +90,13 @@ class HelperHandle:
             self.pid = int(self.inbox.popleft().payload)
             self.is_ready = True
             if has_started:
-                self.backend.note_ready()
+                self.note_start()
 
     def is_dead(self) -> bool:
         """True if it will send nothing more; the inbox then holds all that it has sent."""
         if self.is_closed:
             return True
-        if not self.backend.has_ended(self.number):
+        if not self.has_ended():
             return False
         self.pump()
         return True
@@ -81,20 +129,12 @@ class HelperHandle:
         self.inbox.clear()
 
 
-def start_error(helper: HelperHandle, reason: str) -> WorkerError:
-    """The error for a helper that did not become ready."""
-    output = helper.diagnostics.read_new()
-    message = helper.backend.describe_absence(helper.number, helper.rank, reason, output)
-    return WorkerError(message)
-
-
 def end_helpers(helpers: list[HelperHandle]) -> None:
     """End their processes now, and close their handles."""
-    by_backend: dict[WorkerBackend, list[int]] = {}
     for helper in helpers:
-        by_backend.setdefault(helper.backend, []).append(helper.number)
-    for backend, numbers in by_backend.items():
-        backend.end(numbers)
+        helper.end()
+    for helper in helpers:
+        helper.await_end()
     close_helpers(helpers)
 
 

@@ -7,13 +7,12 @@ and imports modules once (``fork_server``). Every trainer has its own team, whic
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
-from lockstep.launch.workers.fork_server import FORKS, ForkServerBackend
+from lockstep.launch.workers.fork_server import FORKS, ForkedHelper, ForkServer
 from lockstep.launch.workers.team import Team
 
 # By interpreter and threads; processes are state of the process, not of a task.
-_servers: dict[tuple[str, int | None], ForkServerBackend] = {}
+_servers: dict[tuple[str, int | None], ForkServer] = {}
 
 
 def take_team(
@@ -31,7 +30,11 @@ def take_team(
         preload: modules that helpers have imported before they start.
         first_rank: the first helper's; the others have the next.
     """
-    return Team(num_helpers, partial(warm_server, threads, preload), first_rank=first_rank)
+
+    def start(rank: int) -> ForkedHelper:
+        return ForkedHelper(warm_server(threads, preload), rank)
+
+    return Team(num_helpers, start, first_rank=first_rank)
 
 
 def expect_team(threads: int | None, preload: tuple[str, ...] = ()) -> None:
@@ -40,7 +43,7 @@ def expect_team(threads: int | None, preload: tuple[str, ...] = ()) -> None:
         warm_server(threads, preload)
 
 
-def warm_server(threads: int | None, preload: tuple[str, ...]) -> ForkServerBackend:
+def warm_server(threads: int | None, preload: tuple[str, ...]) -> ForkServer:
     """The server for helpers of this kind, started now if there is none.
 
     A server of another environment is dropped, and ends with the last of its helpers. A server that
@@ -49,7 +52,7 @@ def warm_server(threads: int | None, preload: tuple[str, ...]) -> ForkServerBack
     key = (sys.executable, threads)
     server = _servers.get(key)
     if server is None or not (server.is_alive and server.is_current):
-        server = ForkServerBackend(threads, preload)
+        server = ForkServer(threads, preload)
         if server.forks:
             _servers[key] = server
     server.load(preload)

@@ -2,8 +2,7 @@
 
 Only rank 0 watches for deaths: it wakes a helper that waits, or kills it with all others, and the
 kernel kills every helper when the script ends. A failure ends the whole team; the next team is
-fresh. The backend (``worker_backend``) starts and ends helpers: Lockstep must not kill the
-processes of a launcher (``external_workers``).
+fresh. Lockstep kills its own helpers only, not processes of a launcher (``helper_handle``).
 """
 
 import os
@@ -34,15 +33,9 @@ from lockstep.launch.workers.helper import (
     RETURN,
     reference_of,
 )
-from lockstep.launch.workers.helper_handle import (
-    HelperHandle,
-    close_helpers,
-    end_helpers,
-    start_error,
-)
+from lockstep.launch.workers.helper_handle import HelperHandle, close_helpers, end_helpers
 from lockstep.launch.workers.link import Message, give_up
 from lockstep.launch.workers.process_state import is_stopped
-from lockstep.launch.workers.worker_backend import WorkerBackend
 from lockstep.pickling import search_path
 
 START_TIMEOUT_SECONDS = 120.0
@@ -59,7 +52,7 @@ class Team:
 
     Args:
         num_helpers: processes to start.
-        make_backend: makes or finds a helper's backend, such as a fork server.
+        start: starts or finds the helper with a rank.
         first_rank: of the helpers; this process is rank 0 of its host.
         start_timeout_seconds: longest wait for the helpers to start.
 
@@ -70,7 +63,7 @@ class Team:
     def __init__(
         self,
         num_helpers: int,
-        make_backend: Callable[[], WorkerBackend],
+        start: Callable[[int], HelperHandle],
         *,
         first_rank: int = 1,
         start_timeout_seconds: float = START_TIMEOUT_SECONDS,
@@ -84,7 +77,7 @@ class Team:
         weakref.finalize(self, end_helpers, self._helpers)
         try:
             for rank in range(first_rank, first_rank + num_helpers):
-                self._helpers.append(HelperHandle(rank, make_backend()))
+                self._helpers.append(start(rank))
         except BaseException:
             self.close()
             raise
@@ -155,12 +148,12 @@ class Team:
                 if helper.has_failed():
                     self._raise_failure(helper)
                 if not helper.is_ready and helper.is_dead():
-                    raise start_error(helper, helper.backend.describe_end(helper.number))
+                    raise WorkerError(helper.describe_absence(helper.describe_end()))
             if watch.tick() > self._start_timeout:
                 raise self._too_late(watch.seconds)
             self._wait()
-        for backend in {helper.backend for helper in self._helpers}:
-            show(backend.read_new())
+        for helper in self._helpers:
+            show(helper.read_output())
 
     def call(
         self,
@@ -263,11 +256,7 @@ class Team:
         """Between calls: the ranks whose helpers have ended, and how each of them ended."""
         for helper in self._helpers:
             helper.pump()
-        return {
-            helper.rank: helper.backend.describe_end(helper.number)
-            for helper in self._helpers
-            if helper.is_dead()
-        }
+        return {helper.rank: helper.describe_end() for helper in self._helpers if helper.is_dead()}
 
     def send_failure(self, error: BaseException) -> None:
         """Send every helper the reason why the call ends, if it can be sent without waiting."""
@@ -317,9 +306,9 @@ class Team:
 
     def _too_late(self, waited_seconds: float) -> WorkerError:
         late = next(helper for helper in self._helpers if not helper.is_ready)
-        error = start_error(late, f"it is not ready after {waited_seconds:.0f} s")
-        late.backend.close()  # a fork server that hangs must not be used again
-        return error
+        message = late.describe_absence(f"it is not ready after {waited_seconds:.0f} s")
+        late.give_up()
+        return WorkerError(message)
 
     # --- failures --------------------------------------------------------------------------------
 
@@ -330,7 +319,7 @@ class Team:
             if message.kind == FAIL:
                 failure = unpack_failure(message.payload)
                 raise failure_error(f"rank {helper.rank}", failure, where, helper.rank)
-        reason = helper.backend.describe_end(helper.number)
+        reason = helper.describe_end()
         last_output = helper.diagnostics.read_new()
         output = (
             f"\n--- last output of rank {helper.rank} ---\n{last_output}" if last_output else ""
@@ -362,7 +351,7 @@ class Team:
         """The Python stacks of every helper's threads."""
         for helper in self._helpers:
             helper.diagnostics.read_new()
-            helper.backend.ask_for_stacks(helper.number)
+            helper.ask_for_stacks()
         watch = Stopwatch()
         seen, has_answered = 0, False
         while watch.tick() < _STACKS_TIMEOUT_SECONDS:
