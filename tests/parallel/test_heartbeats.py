@@ -46,7 +46,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
 def test_hosts_that_run_are_heard(pair: Pair) -> None:
     ours, theirs = pair
     look_for(ours, 2.5)
-    pids = [ours._monitor.pid, theirs._monitor.pid]
+    pids = [*ours._monitor.pids(), *theirs._monitor.pids()]
     for each in pair:
         each.close()
     assert not any(map(is_alive, pids))
@@ -54,11 +54,11 @@ def test_hosts_that_run_are_heard(pair: Pair) -> None:
 
 def test_a_host_that_is_stopped_is_not_heard(pair: Pair) -> None:
     ours, theirs = pair
-    os.kill(theirs._monitor.pid, signal.SIGSTOP)
+    os.kill(theirs._monitor.pids()[0], signal.SIGSTOP)
     with pytest.raises(HostError, match=r"Host 1 is stopped.*no heartbeat for 2 s") as found:
         look_for(ours, SECONDS)
     assert found.value.is_loss
-    os.kill(theirs._monitor.pid, signal.SIGCONT)
+    os.kill(theirs._monitor.pids()[0], signal.SIGCONT)
 
 
 def test_who_does_not_wait_misses_nothing(pair: Pair) -> None:
@@ -73,9 +73,17 @@ def test_the_end_of_a_monitor_says_nothing(pair: Pair) -> None:
     look_for(ours, 2.5)
 
 
+def test_a_monitor_that_was_killed_says_nothing(pair: Pair) -> None:
+    ours, theirs = pair
+    os.kill(theirs._monitor.pids()[0], signal.SIGKILL)
+    look_for(theirs, 0.3)
+    assert not theirs._channels
+    look_for(ours, 2.5)
+
+
 def test_a_beat_that_is_none_is_an_error(pair: Pair) -> None:
     ours, theirs = pair
-    os.kill(theirs._monitor.pid, signal.SIGSTOP)
+    os.kill(theirs._monitor.pids()[0], signal.SIGSTOP)
     (channel,) = theirs._channels.values()
     channel.socket.send(bytes(100))
     with pytest.raises(HostError, match="Host 1") as found:

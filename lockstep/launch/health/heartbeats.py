@@ -1,6 +1,6 @@
 """Heartbeats: distinguish a stopped host from one that computes for long.
 
-A small process, the monitor, runs beside the process that leads a host. Every second it sends a
+A helper process, the monitor, runs beside the process that leads a host. Every second it sends a
 beat to host 0 (the monitor of host 0: to all others), unless the kernel says that the leading
 process is stopped (SIGSTOP, Ctrl-Z, a debugger). If the whole host is stopped (a frozen cgroup, a
 paused container or virtual machine), so is the monitor.
@@ -16,10 +16,8 @@ cases the strategy's ``timeout_seconds`` limits a wait.
 
 import os
 import socket
-import subprocess
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from lockstep.channel.keys import Keys
@@ -27,17 +25,13 @@ from lockstep.channel.polling import Stopwatch
 from lockstep.channel.records import TamperedError
 from lockstep.channel.sealed_channel import Channel, lost
 from lockstep.errors import HostError
-from lockstep.launch.forks import give_up_in_forks
-from lockstep.launch.health.diagnostics import DiagnosticsFile, show
 from lockstep.launch.workers import process_state
-from lockstep.launch.workers.helper import die_with, leave_signals_to_script, name_process
-from lockstep.launch.workers.interpreter import start_interpreter
+from lockstep.launch.workers.helper import HelperContext, name_process
+from lockstep.launch.workers.pool import take_team
 
 _BEAT = b"."
 _PERIOD_SECONDS = 1.0
 _MOST_BYTES = 1 << 12
-_KEY_BYTES = 32
-_END_TIMEOUT_SECONDS = 5.0
 
 
 class Heartbeats:
@@ -53,14 +47,15 @@ class Heartbeats:
     def __init__(self, channels: Mapping[int, Channel]) -> None:
         self._channels = dict(channels)
         self._silences: dict[int, Stopwatch] = {}  # of the hosts that have beaten
-        self._diagnostics = DiagnosticsFile()
+        self._monitor = take_team(1, threads=1, first_rank=0)
         try:
-            self._monitor = _start_monitor([*channels.values()], self._diagnostics)
+            self._monitor.start_call(beat, str(os.getpid()).encode())
+            for channel in channels.values():
+                self._monitor.broadcast(channel.keys.sending, (channel.fileno(),))
+            self._monitor.broadcast(b"")
         except BaseException:
-            self._close_channels()
+            self.close()
             raise
-        self._finalizer = weakref.finalize(self, _end, self._monitor)
-        give_up_in_forks(self, "abandon")
 
     def check(self, name_of: Callable[[int], str]) -> None:
         """Read beats. Call it repeatedly while this process waits; it does not wait itself.
@@ -71,6 +66,8 @@ class Heartbeats:
         Raises:
             HostError: one is stopped.
         """
+        if not self._monitor.is_alive:
+            self.close()  # the others would take its silence for that of a stopped host
         for host, channel in [*self._channels.items()]:
             try:
                 has_beaten = _has_received_beat(channel)
@@ -90,19 +87,7 @@ class Heartbeats:
 
     def close(self) -> None:
         """End the monitor, and with it the beats of this host."""
-        if self._finalizer.alive:
-            self._finalizer()
-            show(self._diagnostics.read_new())  # its error, if it ended by itself
-            self._close_channels()
-
-    def abandon(self) -> None:
-        """In a fork of the script, whose parent owns the monitor: close this end's files."""
-        if self._finalizer.detach():
-            self._monitor.returncode = 0  # Popen then neither waits for it nor warns
-            self._close_channels()
-
-    def _close_channels(self) -> None:
-        self._diagnostics.close()
+        self._monitor.close()
         while self._channels:
             self._channels.popitem()[1].close()
 
@@ -125,44 +110,25 @@ def _stopped_error(name: str) -> HostError:
     )
 
 
-def _end(monitor: "subprocess.Popen[bytes]") -> None:
-    monitor.kill()
-    with suppress(subprocess.TimeoutExpired):
-        monitor.wait(_END_TIMEOUT_SECONDS)
-
-
 # --- the monitor ----------------------------------------------------------------------------------
 
 
-def _start_monitor(
-    channels: Sequence[Channel], diagnostics: DiagnosticsFile
-) -> "subprocess.Popen[bytes]":
-    """Start it. The keys go through a pipe, because all users can read a command line."""
-    reader, writer = os.pipe()
-    sockets = [channel.fileno() for channel in channels]
-    try:
-        os.write(writer, b"".join(channel.keys.sending for channel in channels))
-        call = f"beat({os.getpid()}, {reader}, {sockets})"
-        code = f"from lockstep.launch.health.heartbeats import beat\n{call}"
-        return start_interpreter(code, (reader, *sockets), diagnostics, threads=None)
-    finally:
-        os.close(reader)
-        os.close(writer)
+def beat(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> None:
+    """Send beats until all connections are closed.
 
-
-def beat(leader: int, keys: int, sockets: Sequence[int]) -> None:
-    """Send beats until all connections are closed or the leading process has ended.
+    Each message has a connection's key and descriptor; the last one is empty.
 
     Args:
-        leader: the id of the process that leads the host, this one's parent.
-        keys: a descriptor from which the connections' keys can be read, one after the other.
-        sockets: the connections' descriptors.
+        context: to the process that leads the host.
+        body: the id of that process.
+        descriptors: none.
     """
-    die_with(leader)
-    leave_signals_to_script()
-    with os.fdopen(keys, "rb") as file:
-        channels = [_sending_channel(number, file.read(_KEY_BYTES)) for number in sockets]
-    while channels and os.getppid() == leader:
+    leader, channels = int(body), []
+    while (received := context.receive())[0]:
+        key, (number,) = received
+        channels.append(_sending_channel(number, key))
+    while channels:
+        context.look_around(0.0)
         if not process_state.is_stopped(leader):
             channels = [channel for channel in channels if _send_beat(channel)]
             name_process("lockstep:beats")  # after the first beat

@@ -176,6 +176,12 @@ class Team:
         self.wait_until_ready()
         self._position = position
         self._timeout = timeout_seconds
+        self.start_call(function, body, descriptors)
+
+    def start_call(
+        self, function: Callable[..., object], body: bytes, descriptors: tuple[int, ...] = ()
+    ) -> None:
+        """As ``call``, but return before the helpers have started."""
         payload = pickle.dumps((reference_of(function), search_path(), working_directory(), body))
         self.broadcast(payload, descriptors, kind=CALL)
 
