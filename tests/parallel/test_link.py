@@ -138,6 +138,9 @@ def test_patience_ends(way: str, links: tuple[Link, Link]) -> None:
     huge = Message(b"D", b"x" * 10_000_000)
     with pytest.raises(TimeoutError):
         left.send(huge, look_around) if way == "send" else left.receive(look_around)
+    if way == "send":  # the other end would take it for the rest
+        with pytest.raises(BrokenPipeError):
+            left.send(Message(b"F"))
     assert waited == sorted(waited)
     assert len(waited) > 2  # a nap in which the machine stalls counts 0.1 s at most
 

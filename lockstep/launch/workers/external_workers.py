@@ -165,7 +165,6 @@ class Attachment(HelperContext):
         self.has_leader_failed = False
         self._leader = leader
         self._stopped_timer = StoppedProcessTimer()
-        self._is_link_usable = True  # no message was sent in part
         self._descriptors: list[int] = []  # of the diagnostics file and the event
         self._finalizer = weakref.finalize(
             self, _close, self._link, self._leader, self._descriptors
@@ -192,8 +191,8 @@ class Attachment(HelperContext):
                 result = self.run(call)
             self._send(Message(RETURN))
         except BaseException as error:
-            with noting_on(error):
-                self._send_failure(error)
+            with noting_on(error), suppress(OSError):
+                self._link.send(Message(FAIL, pack_failure(error)), give_up)
             with noting_on(error):
                 self.close()
             raise
@@ -227,19 +226,11 @@ class Attachment(HelperContext):
         else:
             super()._handle(message)
 
-    def _send_failure(self, error: BaseException) -> None:
-        """Send the leader this failure, if the link can still carry a message."""
-        if self._is_link_usable:
-            with suppress(OSError):
-                self._link.send(Message(FAIL, pack_failure(error)), give_up)
-
     def _send(self, message: Message) -> None:
-        self._is_link_usable = False
         try:
             super()._send(message)
         except BrokenPipeError as error:
             raise self._loss() from error
-        self._is_link_usable = True
 
     def _receive(self, look_around: LookAround, *, is_idle: bool = False) -> Message:
         try:

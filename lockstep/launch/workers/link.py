@@ -55,6 +55,7 @@ class Link:
         self._socket.setblocking(False)
         self._frames = FrameReader(_HEADER, self._read)
         self._descriptors: deque[int] = deque()
+        self._is_torn = False  # a message was sent in part
 
     @classmethod
     def pair(cls) -> tuple["Link", "Link"]:
@@ -75,8 +76,10 @@ class Link:
         """Send all of a message; the sender keeps its own descriptors.
 
         Raises:
-            OSError: the other end is closed.
+            OSError: the other end is closed, or waits for the rest of a message that was given up.
         """
+        if self._is_torn:
+            raise BrokenPipeError("an earlier message was sent in part")
         assert len(message.descriptors) <= MOST_DESCRIPTORS
         watch = Stopwatch()
         header = _HEADER.pack(message.kind, len(message.descriptors), len(message.payload))
@@ -92,6 +95,7 @@ class Link:
                 continue
             ancillary = []  # descriptors go with the first byte
             drop(parts, sent)
+            self._is_torn = bool(parts)
 
     def receive(self, look_around: LookAround = wait_on, *, is_idle: bool = False) -> Message:
         """Wait for a whole message.
