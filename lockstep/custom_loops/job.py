@@ -27,7 +27,6 @@ from lockstep.comm.exchange import Exchange
 from lockstep.comm.exchange_spec import ExchangeSpec
 from lockstep.comm.shared_memory.gathering import gather_bytes
 from lockstep.comm.shared_memory.shared_region import SharedRegion
-from lockstep.comm.transports.memfd_store import Meeting
 from lockstep.custom_loops.watchdog import LoopWatchdog
 from lockstep.errors import OptionError, WorkerError
 from lockstep.launch.workers.external_workers import Attachment, attach
@@ -41,9 +40,9 @@ from lockstep.plan.decision import Axis, LocalUpdate, ProcessGroup, SharedMemory
 from lockstep.plan.spec import Plan
 from lockstep.train.multihost.discovery import find_hosts
 from lockstep.train.multihost.followers import host_key
-from lockstep.train.multihost.host_channels import HostChannels, meeting_point_of
+from lockstep.train.multihost.host_channels import HostChannels
 from lockstep.train.multihost.hosts import Hosts
-from lockstep.train.runtime.serving import RemoteHosts
+from lockstep.train.runtime.serving import Connections
 
 # The most numbers that a replica sends at once, in float64.
 _ROW_NUMBERS = 1 << 12
@@ -51,13 +50,12 @@ _ROW_NUMBERS = 1 << 12
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """What the replicas of a host share; its leader sends the first four.
+    """What the replicas of a host share; its leader sends the first three.
 
     Attributes:
         hosts: the number of replicas on each host.
         num_regions: the number of regions.
-        remote_hosts: the other hosts, if there are any.
-        meeting: the meeting point of ranks of process groups, if any.
+        connections: of the host's replicas.
         region: of an exchange, as this replica has it; None if there is only one replica.
         stores: descriptors of further regions, if another replica has made them.
         neighbours: this replica's connections to other hosts; None if there are none.
@@ -66,8 +64,7 @@ class Shared:
 
     hosts: tuple[int, ...]
     num_regions: int
-    remote_hosts: RemoteHosts | None
-    meeting: Meeting | None
+    connections: Connections
     region: SharedRegion | None = None
     stores: Sequence[int] = ()
     neighbours: Neighbours | None = None
@@ -184,17 +181,13 @@ class Job:
             return self._take(self._attachment)
         plan = self.plan()
         connected = HostChannels.of(self._others, plan, groups, self.timeout_seconds, reuses=False)
-        meeting_point = meeting_point_of(plan, connected, self.timeout_seconds)
-        channels = {} if connected is None else connected.channels
         shared = Shared(
             hosts=self.hosts,
             num_regions=len(regions),
-            remote_hosts=None if connected is None else connected.remote_hosts,
-            meeting=None if meeting_point is None else meeting_point.meeting,
+            connections=connected.connections,
         )
         if self._team is not None:
-            descriptors = [region.descriptor for region in regions]
-            descriptors += [end.fileno() for end in channels.values()]
+            descriptors = [*(region.descriptor for region in regions), *connected.descriptors]
             self._team.call(
                 take,
                 pickle.dumps(shared),
@@ -203,22 +196,19 @@ class Job:
                 timeout_seconds=self.timeout_seconds,
             )
             self._team.finish(self.timeout_seconds)
-        neighbours = None
-        if connected is not None:
-            neighbours = connected.neighbours(self.rank, (), wait_on)
-        for (rank, _, _), end in channels.items():
+        neighbours = connected.neighbours(self.rank, (), wait_on)
+        for (rank, _, _), end in connected.channels.items():
             if rank != self.rank:
                 end.close()  # the replica has it
         region = regions[0] if regions else None
-        return replace(shared, region=region, neighbours=neighbours, kept=meeting_point)
+        return replace(shared, region=region, neighbours=neighbours, kept=connected.meeting_point)
 
     def _take(self, attachment: Attachment) -> Shared:
         """What the leader of this host sends."""
         body, descriptors = attachment.serve_call()
         shared: Shared = pickle.loads(body)
-        count, neighbours = shared.num_regions, None
-        if shared.remote_hosts is not None:
-            neighbours = shared.remote_hosts.opened(attachment.rank, descriptors[count:])
+        count = shared.num_regions
+        neighbours = shared.connections.opened(attachment.rank, descriptors[count:])
         region = open_region(descriptors[0])
         return replace(shared, region=region, stores=descriptors[1:count], neighbours=neighbours)
 
@@ -258,7 +248,7 @@ class Job:
             region=shared.region,
             look_around=watchdog.look_around,
             neighbours=neighbours,
-            meeting=shared.meeting,
+            meeting=shared.connections.meeting,
         )
         # What replicas tell each other needs no groups.
         exchange = endpoint.exchange(endpoint.process_groups() if spec.groups else None)

@@ -13,7 +13,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # Names that meant several things, or nothing outside of this project, and what replaced them.
 RETIRED = {
-    "Abroad": "RemoteHosts",
+    "Abroad": "Connections",
     "CheckpointRunner": "KerasCheckpoints",
     "Conductor": "TaskDriver",
     "Connected": "HostChannels",
@@ -48,7 +48,7 @@ RETIRED = {
     "Standstill": "StoppedProcessTimer",
     "WideBoard": "MultiHostBoard",
     "Wish": "DataOptions",
-    "abroad": "remote_hosts",
+    "abroad": "remote_hosts or connections",
     "bind_again": "rebind",
     "can_read_aside": "can_prefetch",
     "check_apart": "check_local_sgd or check_sample_independence",

@@ -6,7 +6,6 @@ from functools import cached_property, partial
 
 from lockstep.comm.exchange_spec import ExchangeSpec
 from lockstep.comm.shared_memory.shared_region import SharedRegion
-from lockstep.comm.transports.memfd_store import MeetingPoint
 from lockstep.errors import WorkerError
 from lockstep.launch.health.failure import add_note
 from lockstep.launch.workers.team import Team
@@ -43,23 +42,22 @@ class RunningCall:
     stores: Sequence[Mapped]
     region: SharedRegion
     spec: ExchangeSpec
-    connected: HostChannels | None
-    meeting_point: MeetingPoint | None
+    connected: HostChannels
 
     @cached_property
     def control(self) -> LeaderControl:
         """The line of this process to the other ranks."""
-        team, connected, watch = self.team, self.connected, self.watch
-        if connected is None:
+        team, hosts, watch = self.team, self.connected.hosts, self.watch
+        if hosts is None:
             return LeaderControl(team, watch.timeout_seconds)
         return HostControl(
             team,
-            connected.hosts.control_group,
+            hosts.control_group,
             rank=self.worker.rank,
             num_ranks=self.assignment.plan.num_ranks,
             timeout_seconds=watch.timeout_seconds,
             look_around=watch.look_around,
-            bring_groups=partial(bring_groups, connected, self.assignment, self.stores),
+            bring_groups=partial(bring_groups, hosts, self.assignment, self.stores),
         )
 
     @property

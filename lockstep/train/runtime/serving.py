@@ -38,21 +38,23 @@ from lockstep.train.runtime.stores import Access
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoteHosts:
-    """What the ranks of a host are sent about other hosts.
+class Connections:
+    """What the ranks of a host are sent about their connections beside shared memory.
 
     Attributes:
         host: this host.
-        names: of the hosts of all ranks.
+        names: of the hosts of all ranks; empty if there is one host.
         channels: of this host: the keys of each, by the ranks at this end and the other and its
             use; in the order of their descriptors.
         timeout_seconds: longest wait for another host.
+        meeting: the meeting point of ranks of process groups, if any.
     """
 
     host: int
     names: Mapping[int, str]
     channels: Mapping[ChannelKey, Keys]
     timeout_seconds: float
+    meeting: Meeting | None
 
     def neighbours(
         self,
@@ -60,8 +62,8 @@ class RemoteHosts:
         channels: Sequence[Channel],
         mirrored: Sequence[torch.Tensor],
         crossing: Crossing | None = None,
-    ) -> Neighbours:
-        """The connections of one of the host's ranks to other hosts.
+    ) -> Neighbours | None:
+        """The connections of one of the host's ranks to other hosts; None without any.
 
         Args:
             rank: counted over all hosts.
@@ -69,6 +71,8 @@ class RemoteHosts:
             mirrored: see ``Neighbours``.
             crossing: see ``Neighbours``.
         """
+        if not self.names:
+            return None
         own = [channel for channel in self.channels if channel[0] == rank]
         by_use: dict[str, dict[int, Channel]] = {"sums": {}, "mail": {}}
         for (_, other, use), end in zip(own, channels, strict=True):
@@ -85,7 +89,7 @@ class RemoteHosts:
 
     def opened(
         self, rank: int, descriptors: Sequence[int], mirrored: Sequence[torch.Tensor] = ()
-    ) -> Neighbours:
+    ) -> Neighbours | None:
         """As ``neighbours``, from the descriptors of all channels; closes those of other ranks."""
         own = []
         for ((low, _, _), keys), number in zip(self.channels.items(), descriptors, strict=True):
@@ -112,8 +116,7 @@ class TaskRequest:
         has_options: there is a store of options.
         spec: the layout of the exchange.
         payload: the serialized object with the assignment.
-        remote_hosts: the other hosts, if there are any.
-        meeting: the meeting point of ranks of process groups, if any.
+        connections: of the host's ranks.
         keeps: the call may be made again (``train.runtime.call_cache``).
         devices: of all ranks.
     """
@@ -125,8 +128,7 @@ class TaskRequest:
     has_options: bool
     spec: ExchangeSpec
     payload: bytes
-    remote_hosts: RemoteHosts | None
-    meeting: Meeting | None
+    connections: Connections
     keeps: bool
     devices: tuple[str, ...]
 
@@ -139,7 +141,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     region = open_region(descriptors[0])
     rest = descriptors[1:]
     stored, rest = rest[: len(call.stores)], rest[len(call.stores) :]
-    num_channels = 0 if call.remote_hosts is None else len(call.remote_hosts.channels)
+    num_channels = len(call.connections.channels)
     channels, packed = rest[:num_channels], rest[num_channels:]
     device = rank_device(call.devices, rank)
     accelerators.use(device)
@@ -160,10 +162,8 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     ]
     assignment: Assignment = unpacked(call.payload, packed, tensors)
     register_copies(assignment.model)
-    neighbours = None
-    if call.remote_hosts is not None:
-        mirrored = opened[-1] if call.has_options else ()
-        neighbours = call.remote_hosts.opened(rank, channels, mirrored)
+    mirrored = opened[-1] if call.has_options else ()
+    neighbours = call.connections.opened(rank, channels, mirrored)
     with assignment.settings.applied(), compute_settings(assignment.plan):
         worker = make_worker(
             assignment,
@@ -172,12 +172,12 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
             rank=rank,
             look_around=context.look_around,
             neighbours=neighbours,
-            meeting=call.meeting,
+            meeting=call.connections.meeting,
         )
         worker.mirrors = mirrors
         if any(access == "copied on write" for _, _, access in call.stores):
             worker.copy_slots()
-        has_hosts = call.remote_hosts is not None
+        has_hosts = neighbours is not None
         control = FollowerControl(context, rank, assignment.plan.num_ranks, has_hosts=has_hosts)
         part = CachedCall(assignment=assignment, worker=worker, control=control)
         _take_part(part)

@@ -35,7 +35,7 @@ from lockstep.train.fit.fit_task import FitTask
 from lockstep.train.input.read_limit import ReadLimit
 from lockstep.train.multihost.consistency import assignment_facts
 from lockstep.train.multihost.followers import call_conclude
-from lockstep.train.multihost.host_channels import HostChannels, meeting_point_of
+from lockstep.train.multihost.host_channels import HostChannels
 from lockstep.train.multihost.hosts import Hosts
 from lockstep.train.runtime.assignment import (
     Assignment,
@@ -208,19 +208,15 @@ class Session:
             team = self._take_team(assignment.plan, here, hosts, driver.announce)
             watch = HelperWatchdog(team, self._timeout, hosts)
             connected = HostChannels.of(hosts, assignment.plan, assignment.groups, self._timeout)
-            meeting_point = meeting_point_of(assignment.plan, connected, self._timeout)
-            neighbours = None
-            if connected is not None:
-                mirrored = stores[-1].store.views[:1] if has_options(assignment) else []
-                neighbours = connected.neighbours(here.start, mirrored, watch.look_around)
+            mirrored = stores[-1].store.views[:1] if has_options(assignment) else []
             worker = make_worker(
                 assignment,
                 spec,
                 region,
                 rank=here.start,
                 look_around=watch.look_around,
-                neighbours=neighbours,
-                meeting=None if meeting_point is None else meeting_point.meeting,
+                neighbours=connected.neighbours(here.start, mirrored, watch.look_around),
+                meeting=connected.connections.meeting,
             )
             watch.watch(worker.board)
         return RunningCall(
@@ -232,7 +228,6 @@ class Session:
             region=region,
             spec=spec,
             connected=connected,
-            meeting_point=meeting_point,
         )
 
     @contextmanager
@@ -306,7 +301,7 @@ class Session:
     def _call(self, part: RunningCall, serialized: SerializedObject, *, keeps: bool) -> None:
         """Send the helpers their parts."""
         assignment, connected = part.assignment, part.connected
-        here = assignment.plan.ranks_of_host(0 if connected is None else connected.hosts.host)
+        here = assignment.plan.ranks_of_host(connected.connections.host)
         call = TaskRequest(
             name=assignment.task.name,
             num_groups=len(assignment.groups),
@@ -319,15 +314,12 @@ class Session:
             has_options=has_options(assignment),
             spec=part.spec,
             payload=serialized.payload,
-            remote_hosts=None if connected is None else connected.remote_hosts,
-            meeting=None if part.meeting_point is None else part.meeting_point.meeting,
+            connections=connected.connections,
             keeps=keeps,
             devices=assignment.plan.devices,
         )
         regions = [part.region, *(one.store.region for one in part.stores)]
-        descriptors = [each.descriptor for each in regions]
-        if connected is not None:
-            descriptors += [end.fileno() for end in connected.channels.values()]
+        descriptors = [*(each.descriptor for each in regions), *connected.descriptors]
         check_number(len(descriptors) + len(serialized.descriptors))
         # The call may hold the script's own classes, of a model's outputs.
         self._send(part, serve, dumps(call), (*descriptors, *serialized.descriptors))
