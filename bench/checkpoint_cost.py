@@ -32,8 +32,7 @@ from nets import NETS
 import lockstep
 from lockstep.checkpoint import generations
 from lockstep.train.checkpointing import checkpoints
-from lockstep.train.checkpointing.checkpoints import CheckpointWriter
-from lockstep.train.fault_tolerance.backups import Backups
+from lockstep.train.fault_tolerance.copies import Copies
 from lockstep.train.resume.fit_checkpoints import FitCheckpoints
 
 NET = NETS["wide"]
@@ -45,12 +44,12 @@ Fit = Callable[..., Any]
 @contextmanager
 def without_copies() -> Iterator[None]:
     """Within the block no ``fit`` keeps copies in memory, as each does where there is room."""
-    own = FitCheckpoints.backups_of
-    FitCheckpoints.backups_of = lambda *arguments: Backups()  # type: ignore[method-assign]
+    own = FitCheckpoints._needs_local
+    FitCheckpoints._needs_local = lambda *arguments: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        FitCheckpoints.backups_of = own  # type: ignore[method-assign]
+        FitCheckpoints._needs_local = own  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -73,11 +72,11 @@ class Part:
 PARTS = {
     "checkpoint": Part(
         lambda folder: {"checkpoint": lockstep.Checkpoint(folder, "10 steps", 1)},
-        waits=(CheckpointWriter, "_take"),
+        waits=(Copies, "take"),
     ),
     "restarts": Part(
         lambda folder: {"restarts": 3},
-        waits=(Backups, "take"),
+        waits=(Copies, "take"),
         without=without_copies,
         num_steps=84,  # copies come seldom
     ),

@@ -26,9 +26,9 @@ import torch
 from nets import NETS
 
 import lockstep
-from lockstep.train.checkpointing.checkpoints import CheckpointWriter
 from lockstep.train.checkpointing.state_transfer import StateSender
 from lockstep.train.fault_tolerance import overhead_budget
+from lockstep.train.fault_tolerance.copies import Copies
 
 NET = NETS["wide"]
 MORE_OFTEN = 10
@@ -51,10 +51,11 @@ def host(num_steps: int, folder: str) -> None:
     clock = StepClock()
     taken: list[tuple[float, float]] = []  # from when training waited, until when
     sent: list[tuple[float, float]] = []
-    take, send = CheckpointWriter._take, StateSender._send
+    take, send = Copies.take, StateSender._send
 
-    def timed_take(self: CheckpointWriter, began: float, *, writes: bool) -> None:
-        take(self, began, writes=writes)
+    def timed_take(self: Copies, resume: Any, began: float | None = None) -> None:
+        take(self, resume, began)
+        assert began is not None
         taken.append((began, time.monotonic()))
 
     def timed_send(self: StateSender, tree: Any, began: float) -> None:
@@ -62,7 +63,7 @@ def host(num_steps: int, folder: str) -> None:
         send(self, tree, began)
         sent.append((now, time.monotonic()))
 
-    CheckpointWriter._take = timed_take  # type: ignore[method-assign]
+    Copies.take = timed_take  # type: ignore[method-assign]
     StateSender._send = timed_send  # type: ignore[method-assign]
     share, overhead_budget.PART = overhead_budget.PART, MORE_OFTEN * overhead_budget.PART
     torch.set_num_threads(1)

@@ -15,7 +15,7 @@ from lockstep.train.optim.update_config import AnyUpdater, UpdateConfig
 from lockstep.train.preloadable_modules import known_modules
 from lockstep.train.resume.differences import Difference
 from lockstep.train.resume.fit_facts import Facts
-from lockstep.train.resume.fit_record import Found
+from lockstep.train.resume.fit_record import FitState
 from lockstep.train.resume.new_options import set_new_options
 from lockstep.train.runtime.front_end import FrontEnd
 from lockstep.train.validation.checks import check_names, log_names
@@ -69,7 +69,7 @@ class TorchFrontEnd(FrontEnd):
         )
 
     def set_new_options(
-        self, begun: Any, found: Found, asked: Facts, taken: Sequence[Difference]
+        self, begun: Any, found: FitState, asked: Facts, taken: Sequence[Difference]
     ) -> None:
         set_new_options(self.optimizer, self.schedule, begun, found, asked, taken)
 

@@ -15,7 +15,7 @@ from lockstep.train.checkpointing.state_transfer import StateSender
 from lockstep.train.fault_tolerance import overhead_budget
 
 TORN = "LOCKSTEP_TEST_TORN"
-_NUM_WHOLE = 2  # that come before: the beginning's, and one
+_NUM_WHOLE = 5  # before: the sizes and contents of the beginning and of one copy, and a size
 
 
 def break_off_once(mark: Path) -> None:

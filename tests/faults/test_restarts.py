@@ -89,7 +89,7 @@ class Meddler(lockstep.Callback):
 
 @pytest.fixture(params=["from the beginning", "from the last step"])
 def replays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backup at the beginning only, or after every step."""
+    """A copy at the beginning only, or after every step."""
     often = request.param == "from the last step"
     monkeypatch.setattr(overhead_budget, "LEAST_SECONDS", 0.0 if often else 1e9)
     monkeypatch.setattr(overhead_budget, "PART", 1e9)
@@ -162,6 +162,16 @@ def test_checkpoints_go_on(tmp_path: Path) -> None:
         return (*found, sorted(one.name for one in folder.iterdir() if one.is_dir()))
 
     assert run(Seen(7), 1) == run(Seen(), 0)
+
+
+def test_the_copy_of_a_checkpoint_serves_a_restart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overhead_budget, "LEAST_SECONDS", 1e9)  # no other but the first
+    trainer = make_acting(2, callbacks=(Seen(5),))
+    checkpoint = lockstep.Checkpoint(tmp_path, every="3 steps")
+    trainer.fit((X, Y), batch_size=BATCH, epochs=2, restarts=1, checkpoint=checkpoint)
+    assert "Restart 1 of 1: resuming after step 2, to the same result." in capsys.readouterr().out
 
 
 # --- at a moment within a step, by a helper itself ------------------------------------------------

@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,13 +25,14 @@ from lockstep.train.checkpointing import state_transfer
 from lockstep.train.checkpointing.checkpoints import Checkpoint, CheckpointWriter
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.checkpointing.state_transfer import StateReceiver, StateSender, received
+from lockstep.train.checkpointing.trainer_state import TrainerState
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.fault_tolerance import overhead_budget
 from lockstep.train.fault_tolerance.lost_hosts import newest_of_all, resumed_from_newest
 from lockstep.train.fault_tolerance.overhead_budget import OverheadBudget
 from lockstep.train.multihost.discovery import local_host_info
 from lockstep.train.multihost.hosts import Hosts
-from lockstep.train.resume.fit_record import FitRecord, FitState, Found
+from lockstep.train.resume.fit_record import FitRecord, FitState
 from tests.channels import sealed
 from tests.control_groups import SECONDS, SECRET, address, place, together
 
@@ -41,7 +42,7 @@ NUM_HOSTS = 3
 
 def checkpoint(
     by: str, steps: int, epoch: int = 0, batch: int = 0, *, is_finished: bool = False
-) -> Found:
+) -> FitState:
     """One that is as far, with the name of whoever has it."""
     fit = None if is_finished else {"epoch": epoch, "batch": batch}
     state = TrainingState(
@@ -49,14 +50,24 @@ def checkpoint(
         random={"by": by},
         position={"epochs": 0, "steps": steps, "fit": fit},
     )
-    return Found(
+    return FitState(
         state=state, record=FitRecord(epochs=0, steps=0, asked={}, is_finished=is_finished)
     )
 
 
 def copy_of(tensor: torch.Tensor) -> FitState:
-    record = FitRecord(epochs=0, steps=0, asked={})
-    return FitState(state=TrainingState(parameters={"a": tensor}), record=record)
+    return FitState(state=TrainingState(parameters={"a": tensor}))
+
+
+def weight_in(message: memoryview) -> torch.Tensor:
+    """The tensor of ``copy_of`` in a message."""
+    found: torch.Tensor = received(message)["parameters"]["a"]
+    return found
+
+
+def keep(memory: MemoryCheckpoints, copy: FitState, *senders: StateSender) -> None:
+    """Keep a copy, and send it."""
+    memory.keep(copy, senders, time.monotonic())
 
 
 def wait_for(is_true: Callable[[], object]) -> None:
@@ -90,14 +101,14 @@ def test_the_time_on_the_network_counts(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(overhead_budget, "LEAST_SECONDS", 0.0)
     near, far = channel_ends()
     with closing(StateSender(near, "Host 1")) as sender:
-        sender.send({"a": torch.zeros(1 << 20)}, time.monotonic())
+        sender.keep(copy_of(torch.zeros(1 << 20)), time.monotonic())
         time.sleep(0.2)
-        assert not sender.is_due, "it is under way"
+        assert not sender.is_due(1), "it is under way"
         with closing(StateReceiver(far, "Host 0", lambda message: None)):
             wait_for(lambda: sender.is_idle)
-            assert not sender.is_due, "for fifty times as long as it took"
+            assert not sender.is_due(1), "for fifty times as long as it took"
             monkeypatch.setattr(overhead_budget, "PART", 1e9)
-            assert sender.is_due
+            assert sender.is_due(1)
 
 
 # --- the newest of all ---------------------------------------------------------------------------
@@ -125,7 +136,7 @@ def memory_of(has: FitState | None) -> MemoryCheckpoints:
 
 
 FAR = checkpoint("far", 30, 1, 10)
-CASES: dict[str, tuple[list[Found | None], str | None]] = {
+CASES: dict[str, tuple[list[FitState | None], str | None]] = {
     "nobody has one": ([None, None, None], None),
     "the disk alone": ([checkpoint("disk", 5), None, None], "disk"),
     "host 1 alone": ([None, None, FAR], "far"),
@@ -169,9 +180,10 @@ def test_a_host_that_goes_on_where_nobody_has_anything_says_so() -> None:
 def test_hosts_that_were_asked_for_other_restarts_say_so(tmp_path: Path) -> None:
     def act(own: Hosts) -> None:
         keeper = CheckpointWriter(
-            Checkpoint(tmp_path), Termination(), MemoryCheckpoints(), 1, print
+            Checkpoint(tmp_path), Termination(), cast(TrainerState, None), 1, print
         )
-        with resumed_from_newest(keeper, own, own.host, is_chief=own.host == 0):
+        memory = MemoryCheckpoints()
+        with resumed_from_newest(keeper, memory, own, own.host, is_chief=own.host == 0):
             raise AssertionError("went on")
 
     where = address()
@@ -213,10 +225,9 @@ def test_host_1_has_what_host_0_keeps_and_a_host_that_comes_again_gets_it(
         memory = memories[own.host]
         with memory.shared(own, None):
             if own.host == 0:
-                memory.keep(replace(kept, state=state), time.monotonic())
-                assert memory._sender is not None
-                sender = memory._sender
-                wait_for(lambda: sender.is_idle)
+                assert all(one.is_due(7) for one in memory.destinations)
+                memory.keep(replace(kept, state=state), memory.destinations, time.monotonic())
+                wait_for(lambda: all(one.done() for one in memory._readers or ()))
             own.wait()
 
     assert together(*(lambda own=own: act(own) for own in hosts)) == [None] * NUM_HOSTS
@@ -240,8 +251,7 @@ def test_what_all_begin_with_is_kept_until_there_is_more(hosts: list[Hosts]) -> 
         return memories[own.host].newest()
 
     assert together(*(lambda own=own: act(own) for own in hosts)) == [FAR, FAR, None]
-    assert memories[0].release() is None, "others refer to its memory"
-    assert memories[0].newest() is None
+    assert memories[0].reusable is None, "others refer to its memory"
 
 
 def test_memory_is_used_again_and_there_are_two_copies_at_the_most() -> None:
@@ -254,31 +264,30 @@ def test_memory_is_used_again_and_there_are_two_copies_at_the_most() -> None:
 
     with closing(StateReceiver(far, "Host 0", keep)), closing(StateSender(near, "Host 1")) as own:
         for step in range(5):
-            tree = {"a": torch.full((1000,), step)}
-            own.send(tree, time.monotonic())
+            own.keep(copy_of(torch.full((1000,), step)), time.monotonic())
             wait_for(lambda: own.is_idle)
-            assert torch.equal(received(kept[-1])["a"], tree["a"])
+            assert torch.equal(weight_in(kept[-1]), torch.full((1000,), step))
         assert len({id(message) for message in kept}) == 2
-        own.send({"a": torch.zeros(2000)}, time.monotonic())  # a larger one
+        own.keep(copy_of(torch.zeros(2000)), time.monotonic())  # a larger one
         wait_for(lambda: own.is_idle)
-        assert len(received(kept[-1])["a"]) == 2000
+        assert len(weight_in(kept[-1])) == 2000
 
 
 @pytest.mark.parametrize("part", [0.0, 0.001, 0.5, 0.999])
 def test_of_what_breaks_off_nothing_is_kept(part: float) -> None:
     near, far = channel_ends()
     kept: list[memoryview] = []
-    first = {"a": torch.arange(1 << 16)}
+    first = torch.arange(1 << 16)
     with closing(StateReceiver(far, "Host 0", lambda message: kept.append(message))) as receiver:
         with closing(StateSender(near, "Host 1")) as sender:
-            sender.send(first, time.monotonic())
+            sender.keep(copy_of(first), time.monotonic())
             wait_for(lambda: sender.is_idle)
             message = bytes(kept[0])
             cut = int(part * len(message))
             sender._put(state_transfer._SIZE.pack(len(message)), message[:cut])
         wait_for(receiver._receiving.done)
     assert len(kept) == 1
-    assert torch.equal(received(kept[0])["a"], first["a"])
+    assert torch.equal(weight_in(kept[0]), first)
 
 
 def test_what_was_tampered_with_is_not_kept_and_said() -> None:
@@ -288,9 +297,9 @@ def test_what_was_tampered_with_is_not_kept_and_said() -> None:
     near.socket.send(bytes(100))
     wait_for(receiver._receiving.done)
     with closing(StateSender(near, "Host 1 (node-b)")) as sender:
-        sender.send({"a": torch.zeros(10)}, time.monotonic())
+        sender.keep(copy_of(torch.zeros(10)), time.monotonic())
         wait_for(lambda: sender.is_idle)
-        assert not sender.is_due
+        assert not sender.is_due(1)
         assert "Host 1 (node-b) no longer takes part" in sender.end
     receiver.close()
     with pytest.raises(HostError, match=r"What came from Host 0 \(node-a\) is not what it sent"):
@@ -304,53 +313,48 @@ def test_a_host_without_room_for_a_copy_is_told_of_once(monkeypatch: pytest.Monk
     monkeypatch.setattr(overhead_budget, "PART", 1e9)
     near, far = channel_ends()
     kept: list[memoryview] = []
-    memory = MemoryCheckpoints()
     with (
         closing(StateReceiver(far, "Host 0", lambda message: kept.append(message))),
         closing(StateSender(near, "Host 1 (node-b)")) as sender,
     ):
-        sender.send({"a": torch.ones(1000)}, time.monotonic())
+        sender.keep(copy_of(torch.ones(100)), time.monotonic())
         wait_for(lambda: sender.is_idle)
-        sender.send({"a": torch.ones(10_000_000)}, time.monotonic())
+        sender.keep(copy_of(torch.ones(10_000_000)), time.monotonic())
         wait_for(lambda: sender.is_idle)
-        memory._sender = sender
         with pytest.warns(UserWarning, match=r": Host 1 \(node-b\) has no memory for it"):
-            assert not memory.wants_another()
-        assert not memory.wants_another()  # a warning would be an error
+            assert not sender.is_due(1)
+        assert not sender.is_due(2)  # a warning would be an error
     assert len(kept) == 1, "the one that had room"
 
 
 def test_nobody_waits_for_a_host_that_does_not_read() -> None:
     near, far = channel_ends()
     memory = MemoryCheckpoints()
-    memory.keep(copy_of(torch.zeros(1 << 22)), time.monotonic())
+    keep(memory, copy_of(torch.zeros(1 << 22)))
     first = memory.newest()
     assert first is not None
-    assert memory.release() is first.state, "its memory is written to again"
+    assert memory.reusable is first.state, "its memory is written to again"
     with closing(far), closing(StateSender(near, "Host 1")) as sender:
-        memory._sender = sender
-        memory.keep(copy_of(torch.zeros(1 << 22)), time.monotonic())
+        keep(memory, copy_of(torch.zeros(1 << 22)), sender)
         assert not sender.is_idle
-        assert memory.release() is None, "the other host still gets it"
+        assert memory.reusable is None, "the other host still gets it"
 
 
 def test_a_host_that_is_gone_is_no_warning_but_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     near, far = channel_ends()
     far.close()
-    memory = MemoryCheckpoints()
 
     def find_out(waited: float) -> None:
         raise HostError.of_loss("Host 1 is gone.")
 
-    with closing(StateSender(near, "Host 1")) as sender:
-        memory._sender, memory._look_around = sender, find_out
-        memory.keep(copy_of(torch.zeros(1)), time.monotonic())
+    with closing(StateSender(near, "Host 1", find_out)) as sender:
+        sender.keep(copy_of(torch.zeros(1)), time.monotonic())
         wait_for(lambda: sender.is_idle)
-        assert not memory.wants_another()  # for now: the hosts may be about to find out
+        assert not sender.is_due(1)  # for now: the hosts may be about to find out
         monkeypatch.setattr(overhead_budget, "LEAST_SECONDS", 0.0)
         monkeypatch.setattr(overhead_budget, "PART", 1e9)
         with pytest.raises(HostError, match="gone"):
-            memory.wants_another()
+            sender.is_due(2)
 
 
 def test_whatever_a_copy_fails_of_ends_the_copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,19 +364,17 @@ def test_whatever_a_copy_fails_of_ends_the_copies_alone(monkeypatch: pytest.Monk
     monkeypatch.setattr(overhead_budget, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(overhead_budget, "PART", 1e9)
     near, far = channel_ends()
-    memory = MemoryCheckpoints()
     with (
         closing(StateReceiver(far, "Host 0", lambda message: None)) as receiver,
         closing(StateSender(near, "Host 1")) as sender,
     ):
-        memory._sender = sender
         with monkeypatch.context() as patched:
             patched.setattr(state_transfer, "encoded", fail)
-            memory.keep(copy_of(torch.ones(3)), time.monotonic())
+            sender.keep(copy_of(torch.ones(3)), time.monotonic())
             wait_for(lambda: sender.is_idle)
         with pytest.warns(UserWarning, match="another host: MemoryError: no room"):
-            assert not memory.wants_another()
-        assert not memory.wants_another()
+            assert not sender.is_due(1)
+        assert not sender.is_due(2)
         wait_for(receiver._receiving.done)
 
 
@@ -383,10 +385,9 @@ def test_what_ended_the_copies_is_no_error_at_the_end(hosts: list[Hosts], *, is_
         memory._exchange_message = fail  # type: ignore[method-assign]
         with memory.shared(own, None):
             if own.host == 0:
-                sender = memory._sender
-                assert sender is not None
-                memory.keep(copy_of(torch.ones(3)), time.monotonic())
-                wait_for(lambda: sender.is_idle)
+                copy = copy_of(torch.ones(3))
+                memory.keep(copy, memory.destinations, time.monotonic())
+                wait_for(lambda: all(one.done() for one in memory._readers or ()))
             own.wait()
             if is_lost:
                 raise ZeroDivisionError("the block's own")

@@ -14,6 +14,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 # Names that meant several things, or nothing outside of this project, and what replaced them.
 RETIRED = {
     "Abroad": "Connections",
+    "Backups": "Copies",
     "CheckpointRunner": "KerasCheckpoints",
     "Conductor": "TaskDriver",
     "Connected": "HostChannels",

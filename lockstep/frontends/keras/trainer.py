@@ -66,7 +66,7 @@ from lockstep.train.input.stream_broadcast import SharedStream, sample_of
 from lockstep.train.optim.update_config import UpdateConfig
 from lockstep.train.resume.differences import Difference
 from lockstep.train.resume.fit_facts import Facts
-from lockstep.train.resume.fit_record import Found
+from lockstep.train.resume.fit_record import FitState
 from lockstep.train.runtime.front_end import FrontEnd
 from lockstep.train.runtime.job_context import JobContext, StrategyLike
 from lockstep.train.runtime.runner import Runner
@@ -367,7 +367,7 @@ class KerasTrainer(FrontEnd):
             check_plan(plan)
 
     def set_new_options(
-        self, begun: Any, found: Found, asked: Facts, taken: Sequence[Difference]
+        self, begun: Any, found: FitState, asked: Facts, taken: Sequence[Difference]
     ) -> None:
         own = options_of(self.optimizer)
         names = {one.option for one in taken if one.name.startswith("optimizer.")}

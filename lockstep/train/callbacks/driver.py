@@ -101,8 +101,8 @@ class TaskDriver:
         """The batches of a stream, with a clock on rank 0 around its reads."""
         return batches
 
-    def wants_state(self, index: int) -> bool:
-        """True if a callback takes the training's state after this step."""
+    def wants_state(self, position: FitPosition) -> bool:
+        """True if the training's state is taken after the step before this position."""
         return False
 
     def record_position(self, position: FitPosition | None) -> None:
@@ -114,10 +114,10 @@ class TaskDriver:
     def note_failure(self, error: BaseException, states: list[RankState], team: Team) -> None:
         """Training has failed: the states of all ranks, before the helpers are ended."""
 
-    def back_up(self) -> None:
-        """After a step and its callbacks: copy the training, if a backup is due."""
+    def take_copies(self) -> None:
+        """After a step and its callbacks: copy the training, if that is due."""
 
-    def back_up_at(self, position: FitPosition) -> None:
+    def copy_at(self, position: FitPosition) -> None:
         """An epoch begins in which ranks differ by some steps: copy the training now."""
 
     def begin_apart(self, begun: FitPosition) -> None:

@@ -131,7 +131,6 @@ class FitDriver(RestartingDriver):
             self._schedule.end_step(is_update=result.weight > 0 and not result.is_skipped)
             self._publish_options()
         self._journal.once(partial(self._show_step, index, result))
-        super().end_step(index, result)
 
     def _show_step(self, index: int, result: StepResult) -> None:
         if self._display is not None:
@@ -153,7 +152,7 @@ class FitDriver(RestartingDriver):
 
     def _asks_for_state(self, index: int) -> bool:
         wishes = [callback.takes_state(index) for callback in self._step_enders]  # all are asked
-        return super()._asks_for_state(index) or any(wishes)
+        return any(wishes)
 
     def _notice(self, text: str) -> None:
         if self._display is not None:

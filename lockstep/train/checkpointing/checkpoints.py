@@ -1,9 +1,8 @@
-"""Checkpoints of a ``fit``: taken between its steps, written in the background.
+"""Checkpoints of a ``fit``: copies of it (``train.fault_tolerance.copies``) in a folder.
 
 A checkpoint is the training's whole state (``train.checkpointing.training_state``), the position in
 the ``fit``, and the facts on which its result depends. Training waits for the copy in memory only:
-a thread writes it. All copies of a ``fit`` reuse the same memory: in new memory they would take six
-times as long.
+a thread writes it.
 """
 
 import os
@@ -12,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -37,12 +35,11 @@ from lockstep.train.callbacks.interrupt import (
     Interrupt,
     Termination,
 )
-from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.checkpointing.trainer_state import TrainerState
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.history import History
 from lockstep.train.resume.differences import ON_DIFFERENCE, OnDifference
-from lockstep.train.resume.fit_record import End, FitRecord, FitState, Found, at_end
+from lockstep.train.resume.fit_record import End, FitRecord, FitState, at_end
 from lockstep.version import __version__
 
 _EVERY = re.compile(r"(?P<steps>\d+) steps?|(?P<epoch>epoch)|(?P<seconds>\d+(\.\d+)?) ?s")
@@ -133,30 +130,31 @@ _PATIENCE_FOR_HOST_0_SECONDS = 2.0
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one ``fit``. Its driver calls it after all callbacks.
+    """Writes the checkpoints of one ``fit``: a destination of its copies.
 
     Args:
         checkpoint: where, and how often.
         termination: the state of SIGTERM, after which a last one is written.
-        memory: keeps the newest state, and asks for more between those that are written.
+        state: of the training.
         epochs: of the ``fit``.
+        show_line: shows a line to the user.
 
     Attributes:
-        checkpoint: the one given.
-        show_line: shows a line to the user.
-        memory: the one given.
+        checkpoint, show_line: those given.
         record: of the ``fit``; set before training.
-        state: of the training; likewise.
         found: the checkpoint from which all hosts resume; None afterwards, and without one.
+        last_steps: steps made, those before the ``fit`` included, when one was last written.
         interrupt: the state of Ctrl-C, after which a last one is written; set before training.
         has_last: that one is taken.
     """
 
     record: FitRecord
-    state: TrainerState
-    found: Found | None = None
+    found: FitState | None = None
+    last_steps = 0
     interrupt = Interrupt()
     has_last = False
+    _is_last = _is_open = False
+    _writing: "Future[Folder] | None" = None
     _end: End | None = None
     """The state at the end of the last epoch."""
 
@@ -164,29 +162,20 @@ class CheckpointWriter:
         self,
         checkpoint: Checkpoint,
         termination: Termination,
-        memory: MemoryCheckpoints,
+        state: TrainerState,
         epochs: int,
         show_line: Callable[[str], None],
     ) -> None:
         self.checkpoint = checkpoint
+        self._termination = termination
+        self._state = state
         self._epochs = epochs
         self.show_line = show_line
-        self._termination = termination
-        self.memory = memory
-        self._is_last = self._is_open = False
         self._background = Background("lockstep: checkpoints")
-        self._writing: Future[Folder] | None = None
-        self._is_due = False
-        self._is_wanted = False  # in memory, at least
-        self._last_seconds = self._asked_seconds = time.monotonic()
-        self.begin_at(0)
-
-    def begin_at(self, num_steps: int) -> None:
-        """Set the number of steps that the ``fit`` has made before."""
-        self._num_steps = self._last_steps = num_steps
+        self._last_seconds = time.monotonic()
 
     @contextmanager
-    def opened(self) -> Iterator[Found | None]:
+    def opened(self) -> Iterator[FitState | None]:
         """Lock the folder within the block; gives the newest checkpoint, if there is one.
 
         Raises:
@@ -202,9 +191,9 @@ class CheckpointWriter:
             except BaseException as error:
                 self._wait_after(error)
                 raise
-            self._wait()
+            self.wait()
 
-    def _newest(self) -> Found | None:
+    def _newest(self) -> FitState | None:
         """The newest checkpoint; one from before the end, if the ``fit`` now has more epochs.
 
         The last one includes changes by callbacks at the end, such as restored best weights.
@@ -212,124 +201,94 @@ class CheckpointWriter:
         saved = read_newest(self.checkpoint.directory)
         if saved is None:
             return None
-        found = Found.of(saved.tree())
+        found = FitState.of(saved.tree(), saved.place)
         if saved.summary.is_finished and found.record.reaches(self._epochs):
             saved = read_newest(self.checkpoint.directory, is_finished=False) or saved
-            found = Found.of(saved.tree())
-        return replace(found, name=saved.place)
+            found = FitState.of(saved.tree(), saved.place)
+        return found
 
     # --- between the steps -----------------------------------------------------------------------
 
-    def is_due(self) -> bool:
-        """True if the state is taken after the step that was just made."""
+    def is_due(self, num_steps: int) -> bool:
+        """True if it is time for another; see ``Destination``."""
         every = self.checkpoint
         self._is_last = self._termination.is_requested
         self.has_last = self.interrupt.is_requested
-        self._is_due = self._is_last or self.has_last
+        is_time = False
         if every.num_steps is not None:  # it may not be called after every step
-            steps = (self._last_steps, self._num_steps + 1)
-            last, now = (number // every.num_steps for number in steps)
-            self._is_due = self._is_due or now > last
+            last, now = (
+                (steps - self.record.steps) // every.num_steps
+                for steps in (self.last_steps, num_steps)
+            )
+            is_time = now > last
         elif every.num_seconds is not None:
-            passed = time.monotonic() - self._last_seconds
-            self._is_due = self._is_due or passed >= every.num_seconds
-        is_idle = self._writing is None or self._writing.done()
-        is_wanted = is_idle and self.memory.wants_another()
-        self._is_wanted = is_wanted or self._is_due
-        self._asked_seconds = time.monotonic()
-        return self._is_wanted
+            is_time = time.monotonic() - self._last_seconds >= every.num_seconds
+        return is_time or self._is_last or self.has_last
 
-    def end_step(self) -> None:
-        """Take the state, if it is due.
-
-        Raises:
-            OSError: the checkpoint before could not be written.
-            SystemExit: after SIGTERM, when the last one is written.
-        """
-        self._num_steps += 1
-        if self._is_wanted:
-            self._take(self._asked_seconds, writes=self._is_due)
-            self._is_due = self._is_wanted = False
-        if self.has_last:
-            self._wait()
-        if self._is_last and not self.state.stop_training:  # else the end is written soon
-            self._wait()
-            raise SystemExit(STATUS_OF_SIGTERM)
+    def end_epoch(self, epoch: int) -> bool:
+        """Note the end of an epoch, after callbacks; True if it is time for another."""
+        if epoch + 1 == self._epochs:
+            self._end = at_end(self._state)
+        return self.checkpoint.is_by_epoch
 
     def lets_end(self) -> bool:
         """True if Ctrl-C may end training: a checkpoint is taken, or none was within a time."""
         patience = PATIENCE_SECONDS if self._is_open else _PATIENCE_FOR_HOST_0_SECONDS
         return self.has_last or time.monotonic() - self.interrupt.requested_seconds > patience
 
-    def end_epoch(self, epoch: int) -> None:
-        """Take the state, if that is due at the end of every epoch."""
-        if self.checkpoint.is_by_epoch:
-            self._take(time.monotonic(), writes=True)
-        if epoch + 1 == self._epochs:
-            self._end = at_end(self.state)
-
-    def _take(self, began: float, *, writes: bool) -> None:
-        if self.state.stop_training:
-            return  # the end is written soon, and a run from this one would not stop here
-        self._wait()  # the next copy reuses the memory that it writes from
-        # Memory that was touched before is faster to write to.
-        state = self.state.take(self.memory.release())
-        plan = self.state.runner.plan
+    def record_under(self, plan: Plan) -> FitRecord:
+        """The record, within a training by a Plan."""
         self.record = msgspec.structs.replace(self.record, num_shares=plan.num_shares)
-        copy = FitState(state=state, record=self.record)
-        self.memory.keep(copy, began)
-        if writes:
-            self._write(copy, plan)
-            self._last_seconds = time.monotonic()
-            self._last_steps = self._num_steps
+        return self.record
 
     # --- writing ---------------------------------------------------------------------------------
 
-    def begin(self, state: TrainingState) -> None:
-        """Write the first checkpoint, before any step."""
-        copy = FitState(state=state, record=self.record)
-        self.memory.keep(copy, time.monotonic())
-        self._write(copy, None)
-
-    def write_found(self, found: Found) -> None:
-        """Write a checkpoint from another host, or from memory, before training resumes.
+    def keep(self, copy: FitState, began: float) -> "Future[Folder]":
+        """Write a copy in the background; see ``Destination``.
 
         Raises:
-            OSError: it could not be written.
+            OSError: it, or the one before, could not be written.
+            SystemExit: after SIGTERM, when it is written.
         """
-        self._write(found, None)
-        self._wait()  # training may change its tensors
+        writing = self._write(copy)
+        self._last_seconds = time.monotonic()
+        self.last_steps = copy.state.position["steps"]
+        if self.has_last or self._is_last:
+            self.wait()
+        if self._is_last:
+            raise SystemExit(STATUS_OF_SIGTERM)
+        return writing
 
-    def finish(self, state: TrainingState, history: History, plan: Plan | None) -> None:
-        """Write the last checkpoint, after training.
-
-        Args:
-            state: at the end.
-            history: of the whole ``fit``.
-            plan: the last one; None if no step was left.
-        """
+    def finish(self, state: TrainingState, history: History) -> None:
+        """Write the last checkpoint, after training: its state, and the whole ``fit``'s history."""
         record = msgspec.structs.replace(
             self.record,
             history=history.history,
             epoch=history.epoch,
             is_finished=True,
-            is_stopped=self.state.stop_training,
-            end=None if self._end is None else self._end.unless_changed(self.state),
+            is_stopped=self._state.stop_training,
+            end=None if self._end is None else self._end.unless_changed(self._state),
         )
-        self._write(FitState(state=state, record=record), plan)
+        self._write(FitState(state=state, record=record, plan=self._state.runner.last_plan))
 
-    def _write(self, copy: FitState, plan: Plan | None) -> None:
+    def _write(self, copy: FitState) -> "Future[Folder]":
         """Write a copy in the background, after the one before.
 
         Raises:
             OSError: the one before could not be written.
         """
-        saved = _saved(copy, plan, self.state.runner.model)
-        self._wait()
+        saved = _saved(copy, self._state.runner.model)
+        self.wait()
         folder, keep = self.checkpoint.directory, self.checkpoint.keep
         self._writing = self._background.submit(partial(_write_one, folder, saved, keep))
+        return self._writing
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait until all is written.
+
+        Raises:
+            OSError: it could not be written.
+        """
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -337,7 +296,7 @@ class CheckpointWriter:
     def _wait_after(self, error: BaseException) -> None:
         """After an error of training, add a failure to write as a note."""
         try:
-            self._wait()
+            self.wait()
         except Exception as other:
             error.add_note(f"The last checkpoint was not written: {other}")
 
@@ -348,9 +307,9 @@ def _write_one(folder: Folder, saved: Saved, keep: int) -> Folder:
     return written
 
 
-def _saved(copy: FitState, plan: Plan | None, model: nn.Module) -> Saved:
+def _saved(copy: FitState, model: nn.Module) -> Saved:
     tensors, values = flattened(copy.tree())
-    position = copy.state.position
+    position, plan = copy.state.position, copy.plan
     place = position["fit"]
     return Saved(
         summary=Summary(

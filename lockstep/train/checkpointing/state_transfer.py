@@ -1,8 +1,8 @@
 """The transfer of training states from one host into the memory of another, beside the training.
 
-Each end has a thread, and they share a channel that nothing else uses. A message is the number of
-its bytes, and these; the receiver answers when it has kept it, or has no memory for it. It discards
-an incomplete message.
+Each end has a thread, and they share a channel that nothing else uses. The sender announces the
+number of a message's bytes, and the receiver answers if it has memory for them. Then the message
+follows, and the receiver answers when it has kept it. It discards an incomplete message.
 
 The end of this connection is no error: hosts that train together notice a loss by their other
 connections.
@@ -19,7 +19,7 @@ from functools import partial
 
 import numpy as np
 
-from lockstep.channel.polling import Stopwatch, is_readable, wait_for, wait_on
+from lockstep.channel.polling import LookAround, Stopwatch, is_readable, wait_for, wait_on
 from lockstep.channel.records import TamperedError
 from lockstep.channel.sealed_channel import Channel, lost
 from lockstep.checkpoint.trees import Tree, assembled, flattened
@@ -29,10 +29,10 @@ from lockstep.errors import HostError, level_of_user
 from lockstep.launch.background import Background
 from lockstep.launch.health.failure import summary_of
 from lockstep.train.fault_tolerance.overhead_budget import OverheadBudget
+from lockstep.train.resume.fit_record import FitState
 
 _SIZE = struct.Struct("!Q")
-_KEPT, _NO_MEMORY = b"+", b"-"
-_DISCARDED_BYTES = 1 << 20
+_YES, _NO = b"+", b"-"
 
 
 class _End:
@@ -79,15 +79,18 @@ class StateSender(_End):
     Args:
         channel: to the receiver.
         name: of its host, for messages.
+        look_around: raises if a host is lost.
 
     Attributes:
         end: why no more can be sent; empty until then.
     """
 
-    def __init__(self, channel: Channel, name: str) -> None:
+    def __init__(self, channel: Channel, name: str, look_around: LookAround = wait_on) -> None:
         super().__init__(channel)
         self.end = ""
+        self._has_warned = False
         self._name = name
+        self._look_around = look_around
         self._budget = OverheadBudget()
         self._sending: Future[None] | None = None
 
@@ -96,27 +99,40 @@ class StateSender(_End):
         """True if nothing is being sent."""
         return self._sending is None or self._sending.done()
 
-    @property
-    def is_due(self) -> bool:
-        """True if it is time for another."""
-        return self.is_idle and self._budget.is_due
+    def is_due(self, num_steps: int) -> bool:
+        """True if it is time for another; warns once if none can be sent any more.
 
-    def send(self, tree: Tree, began: float) -> None:
-        """Send a state in the background; its tensors must not change until it is sent.
-
-        Args:
-            tree: the state.
-            began: when training began to wait for it, by ``time.monotonic()``: this wait is a part
-                of its cost.
+        Raises:
+            HostError: the other host is lost.
         """
-        self._sending = self._background.submit(partial(self._send, tree, began))
+        if self._has_warned or not (self.is_idle and self._budget.is_due):
+            return False
+        if not self.end:
+            return True
+        # If the host is lost, this raises, or the training soon will: then a warning is not needed.
+        self._look_around(0.0)
+        self._has_warned = True
+        warnings.warn(
+            "Copies of the training are no longer kept in the memory of another host: "
+            f"{self.end}. If this host is lost, all resume from the newest checkpoint on disk.",
+            stacklevel=level_of_user(),
+        )
+        return False
+
+    def keep(self, copy: FitState, began: float) -> "Future[None]":
+        """Send a copy; the wait since ``began`` is a part of its cost. See ``Destination``."""
+        self._sending = self._background.submit(partial(self._send, copy.tree(), began))
+        return self._sending
 
     def _send(self, tree: Tree, began: float) -> None:
         try:
             parts = encoded(flattened(tree))
-            self._put(_SIZE.pack(sum(map(len, parts))), *parts)
-            if self._fill(memoryview(bytearray(1))) == _NO_MEMORY:
+            self._put(_SIZE.pack(sum(map(len, parts))))
+            if self._fill(memoryview(bytearray(1))) == _NO:
                 self.end = f"{self._name} has no memory for it"
+            else:
+                self._put(*parts)
+                self._fill(memoryview(bytearray(1)))
         except OSError as error:
             self.end = str(lost(self._name, error)).rstrip(".")
         except Exception as error:  # out of memory, for example: training does not need the copy
@@ -176,18 +192,12 @@ class StateReceiver(_End):
         if spare is None or len(spare) != num_bytes:
             spare = None  # freed before more is allocated
             spare = _new_memory(num_bytes)
+        self._put(_NO if spare is None else _YES)
         if spare is None:
-            self._discard(num_bytes)
-            self._put(_NO_MEMORY)
             return None
         spare = self._keep(self._fill(spare))
-        self._put(_KEPT)
+        self._put(_YES)
         return spare
-
-    def _discard(self, num_bytes: int) -> None:
-        buffer = memoryview(bytearray(_DISCARDED_BYTES))
-        while num_bytes:
-            num_bytes -= len(self._fill(buffer[: min(num_bytes, len(buffer))]))
 
 
 def received(message: memoryview) -> Tree:

@@ -183,24 +183,36 @@ class TrainerState:
         steps = self.runner.steps_trained + self.recorded.num_steps
         return {"epochs": self._first_epoch, "steps": steps, "fit": fit}
 
-    def copied(self, before: TrainingState | None = None) -> TrainingState:
-        """A copy of the whole state, with callbacks and schedule of host 0.
+    def whole(self) -> TrainingState:
+        """The whole state, with callbacks and schedule of host 0; no copy.
 
-        Args:
-            before: an earlier copy, whose memory is overwritten; None for new memory.
+        Raises:
+            CheckpointError: it cannot be written.
         """
         state = self._at(self._position())
         own = callback_states(self.own_callbacks), state.schedule
         callbacks, schedule = self.runner.job_context.from_chief(own)
-        state = replace(state, callbacks=callbacks, schedule=schedule).copied(before)
+        state = replace(state, callbacks=callbacks, schedule=schedule)
         state.flat()  # raises at once if it cannot be written
-        self.runner.session.stores.release_pages()
         return state
 
-    def take(self, before: TrainingState | None = None) -> TrainingState:
-        """A copy of the whole state, on all processes, which call it together; see above."""
+    def copied(
+        self, state: TrainingState | None = None, before: TrainingState | None = None
+    ) -> TrainingState:
+        """A copy of a present state.
+
+        Args:
+            state: the present one; None for the whole.
+            before: an earlier copy, whose memory is overwritten; None for new memory.
+        """
+        copy = (state or self.whole()).copied(before)
+        self.runner.session.stores.release_pages()  # which hold memory of other ranks
+        return copy
+
+    def take(self) -> TrainingState:
+        """A copy of the whole state, on all processes, which call it together."""
         self.check_not_averaged("state_dict")
-        return self.runner.call("state_dict", lambda: self.copied(before))
+        return self.runner.call("state_dict", self.copied)
 
     def in_fit(self) -> TrainingState:
         """The state within a ``fit``, without callbacks; no copy."""

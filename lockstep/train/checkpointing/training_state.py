@@ -1,9 +1,9 @@
 """The state of a training: all that a run needs to resume, by name.
 
-It is pure data: tensors, and JSON values. Backups, comparisons, checkpoints and transfers between
-hosts use it (``train.checkpointing.run_state``). Tensors have qualified names, made of the keys
-that lead to them: ``parameters/0.weight``, ``optimizer/0.weight/exp_avg`` (``checkpoint.trees``).
-Nothing in it depends on the strategy or on the number of devices.
+It is pure data: tensors, and JSON values. Copies in memory, comparisons, checkpoints and transfers
+between hosts use it (``train.checkpointing.run_state``). Tensors have qualified names, made of the
+keys that lead to them: ``parameters/0.weight``, ``optimizer/0.weight/exp_avg``
+(``checkpoint.trees``). Nothing in it depends on the strategy or on the number of devices.
 
 What the script makes anew is not a part of it: the model's modules and their attributes, the loss,
 options of the Trainer, data, Plan.

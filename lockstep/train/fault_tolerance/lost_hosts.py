@@ -23,7 +23,7 @@ from lockstep.train.checkpointing.checkpoints import CheckpointWriter
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.logging.progress import OutputConsole
 from lockstep.train.multihost.hosts import Hosts
-from lockstep.train.resume.fit_record import FitState, Found
+from lockstep.train.resume.fit_record import FitState
 from lockstep.train.runtime.job_context import JobContext
 
 # Shortest wait for hosts that are being started. Short timeouts are for hosts that run: one that
@@ -75,7 +75,7 @@ def fit_with_restarts(
 
 
 def check_host_restarts(
-    hosts: Hosts | None, restarts: int, *, has_checkpoint: bool, reach: Reach
+    hosts: Hosts | None, restarts: int, has_checkpoint: bool, reach: Reach
 ) -> None:
     """Refuse restarts in jobs of several scripts that could not resume.
 
@@ -103,12 +103,18 @@ def check_host_restarts(
 
 @contextmanager
 def resumed_from_newest(
-    writer: CheckpointWriter, hosts: Hosts | None, restarts: int, *, is_chief: bool
+    writer: CheckpointWriter,
+    memory: MemoryCheckpoints,
+    hosts: Hosts | None,
+    restarts: int,
+    *,
+    is_chief: bool,
 ) -> Iterator[None]:
     """Around a ``fit`` with checkpoints: find the newest of all hosts, and share copies in memory.
 
     Args:
         writer: gets that checkpoint, as ``found``.
+        memory: of this process.
         hosts: all of them, which call this; None for one alone.
         restarts: allowed after a loss.
         is_chief: this process writes.
@@ -121,23 +127,15 @@ def resumed_from_newest(
         hosts.check_equal({"`restarts`": restarts})
     with ExitStack() as stack:
         on_disk = stack.enter_context(writer.opened()) if is_chief else None
-        newest = newest_of_all(hosts, on_disk, writer.memory, writer.checkpoint.directory)
-        if on_disk is not None and newest is on_disk:
-            writer.found = on_disk
-        elif newest is not None:
-            writer.found = Found(
-                state=newest.state,
-                record=newest.record,
-                is_written=not is_chief,
-                name="the newest copy of the training",
-            )
-        stack.enter_context(writer.memory.shared(hosts if restarts else None, newest))
+        newest = newest_of_all(hosts, on_disk, memory, writer.checkpoint.directory)
+        writer.found = newest
+        stack.enter_context(memory.shared(hosts if restarts else None, newest))
         del on_disk, newest  # each may be as large as the training
         yield
 
 
 def newest_of_all(
-    hosts: Hosts | None, on_disk: Found | None, memory: MemoryCheckpoints, folder: Folder
+    hosts: Hosts | None, on_disk: FitState | None, memory: MemoryCheckpoints, folder: Folder
 ) -> FitState | None:
     """The newest checkpoint of any host, on every host; None if there is none.
 

@@ -1,4 +1,4 @@
-"""Base classes of training drivers: Ctrl-C, backups, restarts after lost ranks, and a record."""
+"""Base classes of training drivers: Ctrl-C, copies, restarts after lost ranks, and a record."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,6 @@ from lockstep.errors import WorkerError
 from lockstep.launch.health.failure import add_note
 from lockstep.launch.workers.team import Team
 from lockstep.parallel.parameter_server.async_worker import ServerProgress
-from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.update import PieceSlots
 from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.train.callbacks.driver import Logs, TaskDriver
@@ -18,10 +17,12 @@ from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.callbacks.rank_sync import CallbackOutcome
 from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.training_state import copied
-from lockstep.train.fault_tolerance.backups import Journal
 from lockstep.train.fault_tolerance.rank_states import RankState
 from lockstep.train.history import History
 from lockstep.train.resume.fit_checkpoints import FitCheckpoints
+
+# Free restarts from one place: if there are more, what is done there kills processes.
+_MAX_FREE = 100
 
 
 class FollowerDriver(TaskDriver):
@@ -87,41 +88,35 @@ class FollowerDriver(TaskDriver):
 
 
 class RestartingDriver(FollowerDriver):
-    """A driver that restores its training from a backup, and resumes after the loss of a rank.
+    """A driver that has copies taken, and resumes from them after the loss of a rank.
 
     Args:
         interrupt: the state of Ctrl-C.
         checkpoints: of the training.
     """
 
-    _is_backup_due = False
-    """True to take a backup after this step."""
     _async_start = FitPosition()
     """The start of the last epoch in which ranks did not wait for each other."""
     _progress: ServerProgress | None = None
     """Their progress in it when a process was lost."""
     _is_state_taken = False
-    """True if a callback or the writer takes the state after this step."""
+    """True if a callback may take the state after this step."""
+    _num_free = 0
+    """Free restarts from the place of the last one."""
+    _last_free_place: object = None
 
     def __init__(self, interrupt: Interrupt, checkpoints: FitCheckpoints) -> None:
         super().__init__(interrupt, checkpoints.writer)
         self._state = checkpoints.state
         self._runner = self._state.runner
-        self._backups = checkpoints.backups
+        assert checkpoints.copies is not None
+        self._copies = checkpoints.copies
+        self._restarts_left = self._copies.restarts
         self._record = checkpoints.record
-        self._journal: Journal = self._backups.journal
-
-    def _asks_for_state(self, index: int) -> bool:
-        """True if a callback or the writer takes the training's state after this step."""
-        return self._writer is not None and bool(self._writer.is_due())
-
-    def end_step(self, index: int, result: StepResult) -> None:
-        if self._writer is not None:
-            self._journal.once(self._writer.end_step)
+        self._journal = self._copies.journal
 
     def end_epoch(self, epoch: int, logs: Logs) -> None:
-        if self._writer is not None:
-            self._journal.once(partial(self._writer.end_epoch, epoch))
+        self._copies.end_epoch(epoch)
 
     def _notice(self, text: str) -> None:
         """Show a line to the user."""
@@ -129,14 +124,19 @@ class RestartingDriver(FollowerDriver):
     def _set_options(self, options: list[dict[str, Any]]) -> None:
         """Set the user's own optimizer to options that callbacks had decided before."""
 
-    def wants_state(self, index: int) -> bool:
-        self._is_state_taken = self._journal.once(partial(self._asks_for_state, index))
-        self._is_backup_due = self._backups.is_due
-        return self._is_state_taken or self._is_backup_due
+    def _asks_for_state(self, index: int) -> bool:
+        """True if a callback takes the training's state after this step."""
+        return False
+
+    def wants_state(self, position: FitPosition) -> bool:
+        is_asked = self._journal.once(partial(self._asks_for_state, position.batch - 1))
+        is_due = self._copies.is_due(self._runner.steps_trained + position.num_steps)
+        self._is_state_taken = is_asked or self._copies.is_whole
+        return is_asked or is_due
 
     def record_position(self, position: FitPosition | None) -> None:
         if position is not None and position.batch and not self._is_state_taken:
-            position = replace(position, is_lasting=False)  # for backups only
+            position = replace(position, is_lasting=False)  # for this process only
         self._state.record_position(position, self.history)
 
     def note_failure(self, error: BaseException, states: list[RankState], team: Team) -> None:
@@ -149,31 +149,28 @@ class RestartingDriver(FollowerDriver):
         plan = self._runner.plan
         if self._journal.is_replaying or start.served is not None:
             return
-        if plan.num_ranks == 1 or not self._backups.are_taken:
+        if plan.num_ranks == 1 or not self._copies.are_local:
             return  # no other rank can be lost, or there are other hosts
-        if plan.is_stale and not self._backups.is_required:
+        if plan.is_stale and not self._copies.is_required:
             return  # workers would have to synchronise for it
-        if isinstance(plan.update, AveragedUpdate) and not self._backups.is_required:
+        if isinstance(plan.update, AveragedUpdate) and not self._copies.is_required:
             return  # replicas would have to synchronise for it
-        if plan.pipeline is not None and not self._backups.is_required:
-            self._backups.wait()  # this process may lack memory for the other stages
-            return
-        self._back_up_at(replace(start, num_steps=0))
+        self._copies.is_begun = True
+        if plan.pipeline is None or self._copies.is_required:
+            # Else the first is taken after a step: this process may lack memory for other stages.
+            self._copy_at(replace(start, num_steps=0))
 
-    def _back_up_at(self, position: FitPosition) -> None:
+    def _copy_at(self, position: FitPosition) -> None:
         self.record_position(position)
-        self._backups.take(position)
+        self._copies.take(position)
         self.record_position(None)
 
-    def back_up(self) -> None:
-        if self._is_backup_due and not self.stop_training:
-            assert self._state.recorded is not None
-            self._backups.take(self._state.recorded)
-        self._is_backup_due = False
+    def take_copies(self) -> None:
+        self._copies.take_due(self._state.recorded)
 
-    def back_up_at(self, position: FitPosition) -> None:
-        if self._backups.is_required and not self._journal.is_replaying:
-            self._back_up_at(position)
+    def copy_at(self, position: FitPosition) -> None:
+        if self._copies.is_required and not self._journal.is_replaying:
+            self._copy_at(position)
 
     def begin_apart(self, begun: FitPosition) -> None:
         self._async_start = begun
@@ -184,14 +181,14 @@ class RestartingDriver(FollowerDriver):
             self.take_slots([part for parts in progress.slots for part in parts])
 
     def put_back(self) -> int | None:
-        return self._backups.put_back()
+        return self._copies.put_back()
 
     def resume_after(self, error: WorkerError) -> FitPosition | None:
         if not error.is_loss or self.failure is not None:
             return None
         progress, self._progress = self._progress, None
-        place = self._backups.last_step if progress is None else progress.table
-        if not self._backups.spend(place, is_free=self._is_replicated_server(error)):
+        place = self._copies.last_step if progress is None else progress.table
+        if not self._spend(place, is_free=self._is_replicated_server(error)):
             self._note_no_restart(error)
             return None
         restarts = [*self.history.restarts, f"{error}".partition("\n")[0]]
@@ -199,15 +196,29 @@ class RestartingDriver(FollowerDriver):
             self.history.restarts = restarts
             self._report_restart(error, "no sample is counted twice, and none left out")
             return self._first_batch_left(progress)
-        backup = self._backups.restart()
-        if backup is None:
+        copy = self._copies.restart()
+        if copy is None:
             self._note_no_restart(error)
             return None
-        fit = copied(backup.state.position["fit"])
+        fit = copied(copy.state.position["fit"])
         self.history = History(fit["history"], fit["epochs"], restarts)
         result = "" if self._runner.plan.is_stale else ", to the same result"
-        self._report_restart(error, f"resuming {_after(backup.last_step)}{result}")
-        return backup.resume
+        self._report_restart(error, f"resuming {_after(self._copies.last_step or 0)}{result}")
+        return copy.resume
+
+    def _spend(self, place: object, *, is_free: bool) -> bool:
+        """Use up a restart; False if none is left.
+
+        Args:
+            place: where training will resume.
+            is_free: the lost process had a replica, so the restart does not count.
+        """
+        if is_free:
+            self._num_free = self._num_free + 1 if place == self._last_free_place else 1
+            self._last_free_place = place
+            return self._num_free <= _MAX_FREE
+        self._restarts_left -= 1
+        return self._restarts_left >= 0
 
     def _is_replicated_server(self, error: WorkerError) -> bool:
         """True if the lost process is a server whose parameters another server has, too."""
@@ -225,15 +236,16 @@ class RestartingDriver(FollowerDriver):
         )
 
     def _note_no_restart(self, error: WorkerError) -> None:
-        if self._backups.restarts:
+        if self._copies.restarts:
             error.add_note(
-                f"All {self._backups.restarts} restarts are used up, or callbacks have changed "
+                f"All {self._copies.restarts} restarts are used up, or callbacks have changed "
                 "the training since its last copy in a way that cannot be repeated."
             )
 
     def _report_restart(self, error: WorkerError, then: str) -> None:
-        made = self._backups.restarts - self._backups.restarts_left
-        number = "" if self._is_replicated_server(error) else f" {made} of {self._backups.restarts}"
+        restarts = self._copies.restarts
+        made = restarts - self._restarts_left
+        number = "" if self._is_replicated_server(error) else f" {made} of {restarts}"
         then = f"Restart{number}: {then}."
         self._record.note_restart(error, then)
         self._notice(f"{self.history.restarts[-1]} {then}")
@@ -242,25 +254,29 @@ class RestartingDriver(FollowerDriver):
         self, directive: CallbackOutcome, renew_at: FitPosition | None = None
     ) -> CallbackOutcome:
         if directive.renew and renew_at is not None:
-            self._back_up_changes(replace(renew_at, stops=directive.stop))
+            self._copy_changes(replace(renew_at, stops=directive.stop))
             return directive
-        if not self._journal.is_kept:
-            return directive
-        is_repeated = self._journal.is_replaying
-        decided = self._journal.once(lambda: replace(directive, values=copied(directive.values)))
-        if is_repeated and decided.options is not None:
-            self._set_options(decided.options)
-        return replace(decided, halt=directive.halt)
+        if self._journal.is_kept:
+            is_repeated = self._journal.is_replaying
+            decided = self._journal.once(
+                lambda: replace(directive, values=copied(directive.values))
+            )
+            if is_repeated and decided.options is not None:
+                self._set_options(decided.options)
+            directive = replace(decided, halt=directive.halt)
+        self.take_copies()
+        return directive
 
-    def _back_up_changes(self, resume: FitPosition) -> None:
-        """Replace the backup after changes by callbacks that a journal cannot repeat.
+    def _copy_changes(self, resume: FitPosition) -> None:
+        """Take a copy after changes by callbacks that a journal cannot repeat.
 
         This process has the whole training while callbacks are called, so it can be copied here.
         """
-        if self._backups.is_required and self._state.recorded is not None:
-            self._backups.take(resume)
+        if self._copies.is_required and self._state.recorded is not None:
+            self._copies.take(resume)
         else:
-            self._backups.drop()
+            self._copies.drop()
+            self._copies.take_due(resume)
 
 
 def _after(step: int) -> str:

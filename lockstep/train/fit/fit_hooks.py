@@ -1,4 +1,4 @@
-"""When all ranks of a training wait for rank 0's callbacks, checkpoints and backups."""
+"""When all ranks of a training wait for rank 0's callbacks, and copies of the training."""
 
 from typing import Literal, NamedTuple
 
@@ -15,7 +15,7 @@ class FitHooks(NamedTuple):
         step_begin: callbacks may act before every step.
         step_end: callbacks may act after every step.
         slots: callbacks that act after a step read the optimizer's slots.
-        state: a callback or a backup may take the training's state after a step.
+        state: a callback may take, or a copy is taken of, the training's state after a step.
         full_state: that state includes what each replica has of its own, so that another process
             can resume from it.
         validation: callbacks may act where a validation begins or ends.

@@ -241,7 +241,6 @@ class FitTask(Task):
                 run.recorder.end_step(position, results)
             if self._end_step(rank_sync, index, results[-1], replace(begun, stops=stops)):
                 break
-            rank_sync.act(driver.back_up)
         run.num_epochs = epoch + 1
         return self._end_epoch(run, epoch, results)
 
@@ -292,6 +291,7 @@ class FitTask(Task):
         if not self.hooks.step_end:
             if index >= begun.num_ended:
                 rank_sync.act(end_step)
+            rank_sync.act(rank_sync.driver.take_copies)
             rank_sync.check_halt()
             return begun.stops
         if rank_sync.worker.local_names() is not None:  # callbacks may read the whole model

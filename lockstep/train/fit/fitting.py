@@ -108,13 +108,10 @@ class Fit:
         check_places(checkpoint, self._asked.record)
         self._shows = bool(self._asked.verbose) and self._runner.is_chief
         self._console = OutputConsole(quiet=not self._shows)
-        asked, checkpoints = self._asked, self._checkpoints
-        with (
-            checkpoints.recorded(asked.record, checkpoint),
-            checkpoints.checkpointed(
-                checkpoint, memory, asked.epochs, asked.restarts, shows=asked.verbose
-            ) as writer,
-        ):
+        asked = self._asked
+        with self._checkpoints.kept(
+            checkpoint, asked.record, memory, asked.epochs, asked.restarts, shows=asked.verbose
+        ) as writer:
             return self._fit_on(writer)
 
     def _fit_on(self, writer: CheckpointWriter | None) -> History:

@@ -1,4 +1,4 @@
-"""Gives rank 0 the training's position and state, for the callback or backup that takes them."""
+"""Gives rank 0 the training's position and state, for the callbacks and copies that take them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ class PositionRecorder:
 
     Attributes:
         rank_sync: the ranks.
-        hooks: the callbacks and backups that take states.
+        hooks: the callbacks and copies that take states.
         metrics: this rank's metrics of training.
         source: the training data.
     """
@@ -40,9 +40,9 @@ class PositionRecorder:
         local.resume_from(begun.served)
         driver.begin_apart(begun)
         if begun.served is None and self.hooks.state and not local.has_own_optimizer:
-            self.rank_sync.show_slots()  # no backup can be taken within the epoch
+            self.rank_sync.show_slots()  # no copy can be taken within the epoch
             position = FitPosition(begun.epoch, True, begun.stops, num_steps=num_steps)
-            self.rank_sync.act(partial(driver.back_up_at, position))
+            self.rank_sync.act(partial(driver.copy_at, position))
 
     def end_step(self, position: FitPosition, results: Sequence[StepResult]) -> None:
         """After a step: record the position if rank 0 takes the state there.
@@ -53,7 +53,7 @@ class PositionRecorder:
         """
         rank_sync, local = self.rank_sync, self.rank_sync.worker.local_steps
         may_be_taken = local is None or (self.hooks.full_state and not local.has_diverged)
-        if not may_be_taken or not self._is_wanted(position.batch - 1):
+        if not may_be_taken or not self._is_wanted(position):
             rank_sync.driver.record_position(None)
             return
         self.show_all()
@@ -64,9 +64,9 @@ class PositionRecorder:
         sums = epoch_sums(own, self.metrics, rank_sync.control, are_apart=local is not None)
         self.record(replace(position, so_far=sums), results)
 
-    def _is_wanted(self, index: int) -> bool:
+    def _is_wanted(self, position: FitPosition) -> bool:
         """True, on all ranks, if rank 0 takes the state after a step."""
-        is_due = self.rank_sync.act(partial(self.rank_sync.driver.wants_state, index))
+        is_due = self.rank_sync.act(partial(self.rank_sync.driver.wants_state, position))
         return self.rank_sync.is_wanted(bool(is_due))
 
     def record(self, position: FitPosition, results: Sequence[StepResult] = ()) -> None:

@@ -29,7 +29,7 @@ def run_training(
     state, writer = checkpoints.state, checkpoints.writer
     runner = state.runner
     with (
-        checkpoints.backed_up(task, restarts),
+        checkpoints.copied(task, restarts),
         state.fitting(),
         telling_of_interrupts(lambda: runner.steps_trained, writer),
         held_interrupts() as interrupt,

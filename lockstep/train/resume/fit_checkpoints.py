@@ -1,8 +1,9 @@
 """The checkpoints of a ``fit``, its copies in memory, and the record that it keeps."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import msgspec
 
 from lockstep.checkpoint.storage import Folder
-from lockstep.data.map_style.sources import Source
 from lockstep.errors import OptionError
 from lockstep.events import LOGGER
 from lockstep.plan.makers.averaging import AveragedUpdate
@@ -20,7 +20,7 @@ from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.checkpointing.run_state import check_tensors
 from lockstep.train.checkpointing.trainer_state import TrainerState
 from lockstep.train.checkpointing.training_state import copied
-from lockstep.train.fault_tolerance.backups import Backups
+from lockstep.train.fault_tolerance.copies import Copies
 from lockstep.train.fault_tolerance.lost_hosts import check_host_restarts, resumed_from_newest
 from lockstep.train.fault_tolerance.run_record import VARIABLE, RunRecord, checked_folder
 from lockstep.train.fit.fit_task import FitTask
@@ -29,62 +29,53 @@ from lockstep.train.input.stream_broadcast import SharedStream
 from lockstep.train.logging.progress import OutputConsole
 from lockstep.train.resume.differences import Difference, describe, differences, resolve
 from lockstep.train.resume.fit_facts import Facts
-from lockstep.train.resume.fit_record import FitRecord, Found
+from lockstep.train.resume.fit_record import FitRecord, FitState
 from lockstep.train.runtime.helper_watchdog import STATE_OF_AVERAGE, what_is_left
 
 
 class FitCheckpoints:
-    """Writes checkpoints of a training, resumes from them, and makes its backups and records.
+    """The copies of a training, in memory and in a folder, from which it resumes, and its record.
 
     Args:
         state: of the training.
 
     Attributes:
         state: likewise.
-        writer: writes the checkpoints of the ``fit`` under way; None without.
-        record: of the ``fit`` under way.
-        backups: of its training.
+        memory: the copy of the ``fit`` under way that is in this process's memory.
+        writer: writes its checkpoints; None without.
+        copies: of its training; None outside of one.
+        record: of the ``fit``.
     """
 
     def __init__(self, state: TrainerState) -> None:
         self.state = state
         self._runner = state.runner
+        self.memory = MemoryCheckpoints()
         self.writer: CheckpointWriter | None = None
+        self.copies: Copies | None = None
         self.record = RunRecord(None)
-        self.backups = Backups()
         self._begun: dict[str, Any] | None = None  # the schedule before that fit
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "writer": None, "backups": Backups()}
+        return {**vars(self), "memory": MemoryCheckpoints(), "writer": None, "copies": None}
 
     @contextmanager
-    def recorded(
-        self, asked: str | os.PathLike[str] | None, checkpoint: Checkpoint | None
-    ) -> Iterator[None]:
-        """Within the block, a ``fit``, its record is kept: see ``_record_in``."""
-        around = self.record  # of the fit whose callback makes this one
-        self.record = self._record_in(asked, None if checkpoint is None else checkpoint.directory)
-        try:
-            with self.record.kept(self._runner.strategy):
-                yield
-        finally:
-            self.record = around
-
-    @contextmanager
-    def checkpointed(
+    def kept(
         self,
         checkpoint: Checkpoint | None,
+        record: str | os.PathLike[str] | None,
         memory: MemoryCheckpoints,
         epochs: int,
         restarts: int,
         *,
         shows: object,
     ) -> Iterator[CheckpointWriter | None]:
-        """Within the block, a ``fit``, checkpoints are written; gives their writer.
+        """Within the block, a ``fit``, checkpoints and a record are kept; gives their writer.
 
         Args:
             checkpoint: where they are written; None for none.
-            memory: checkpoints of this process in memory.
+            record: see ``_record_in``.
+            memory: the copy of the ``fit`` in this process's memory.
             epochs: of the ``fit``.
             restarts: allowed after the loss of a host.
             shows: False to be silent.
@@ -95,22 +86,28 @@ class FitCheckpoints:
         """
         context, is_chief = self._runner.job_context, self._runner.is_chief
         has_checkpoint, hosts = checkpoint is not None, context.hosts
-        check_host_restarts(hosts, restarts, has_checkpoint=has_checkpoint, reach=context.reach)
-        around, self.writer = self.writer, None  # of a ``fit`` whose callback makes this one
+        around = self.memory, self.writer, self.record  # of a ``fit`` whose callback makes this one
+        self.memory, self.writer = memory, None
+        self.record = self._record_in(record, None if checkpoint is None else checkpoint.directory)
         try:
-            if checkpoint is None:
-                yield None
-                return
-            show_line = OutputConsole(quiet=not (shows and is_chief)).show_line
-            with held_termination() as termination:
-                self.writer = CheckpointWriter(checkpoint, termination, memory, epochs, show_line)
-                self.writer.state = self.state
-                with resumed_from_newest(self.writer, hosts, restarts, is_chief=is_chief):
-                    yield self.writer
-            if hosts is not None:
+            with ExitStack() as stack:
+                stack.enter_context(self.record.kept(self._runner.strategy))
+                check_host_restarts(hosts, restarts, has_checkpoint, context.reach)
+                if checkpoint is not None:
+                    show_line = OutputConsole(quiet=not (shows and is_chief)).show_line
+                    termination = stack.enter_context(held_termination())
+                    self.writer = writer = CheckpointWriter(
+                        checkpoint, termination, self.state, epochs, show_line
+                    )
+                    newest = resumed_from_newest(writer, memory, hosts, restarts, is_chief=is_chief)
+                    stack.enter_context(newest)
+                    memory.destinations.append(writer)
+                yield self.writer
+            if checkpoint is not None and hosts is not None:
                 hosts.wait()  # until the last one is written
         finally:
-            self.writer = around
+            memory.destinations.clear()
+            self.memory, self.writer, self.record = around
 
     def resume_found(
         self, writer: CheckpointWriter, make_facts: Callable[[], Facts], epochs: int, steps: int
@@ -126,7 +123,7 @@ class FitCheckpoints:
         Raises:
             CheckpointError: it is of another ``fit``, or the script has changed.
         """
-        memory = writer.memory
+        memory = self.memory
         if memory.facts is None:
             schedule = self._runner.front_end.schedule
             begun = None if schedule is None else copied(schedule.state_dict())
@@ -134,6 +131,7 @@ class FitCheckpoints:
         asked, self._begun = memory.facts
         asked = self._runner.job_context.from_chief(asked)
         writer.record = FitRecord(epochs=epochs, steps=steps, asked=asked)
+        writer.last_steps = steps
         found, writer.found = writer.found, None
         if found is None:
             return None
@@ -147,14 +145,17 @@ class FitCheckpoints:
             writer.checkpoint.on_difference,
             place=found.name,
             epochs=(asked["epochs"], now["epochs"]),
-            in_epoch=found.place["batch"] > 0,
+            in_epoch=found.position["batch"] > 0,
         )
         # The next checkpoint records the values that are kept.
         kept = {one.name: asked[one.name] for one in differing if one not in taken}
         writer.record = msgspec.structs.replace(writer.record, asked={**now, **kept})
         self._resume_changed(found, writer.record.asked, taken)
-        if not found.is_written:  # host 0 was restarted with an empty folder, for example
-            writer.write_found(found)
+        if (
+            self._runner.is_chief and not found.place
+        ):  # host 0 was restarted in an empty folder, say
+            writer.keep(found, time.monotonic())
+            writer.wait()  # training may change its tensors
         line = _resume_message(found, str(writer.checkpoint.directory), taken)
         writer.show_line(line)
         if self._runner.is_chief:
@@ -162,10 +163,10 @@ class FitCheckpoints:
         if found.record.is_finished:
             return History(found.record.history, found.record.epoch)
         self.state.num_shares_before = found.record.num_shares
-        writer.begin_at(found.state.position["steps"] - steps)
+        writer.last_steps = found.state.position["steps"]
         return None
 
-    def _resume_changed(self, found: Found, asked: Facts, taken: Sequence[Difference]) -> None:
+    def _resume_changed(self, found: FitState, asked: Facts, taken: Sequence[Difference]) -> None:
         """Resume from a checkpoint, with the script's new values.
 
         Args:
@@ -211,44 +212,47 @@ class FitCheckpoints:
         if self.writer is not None and hosts is not None and not hosts.is_one_process:
             state = self.state.copied()
             if self._runner.is_chief:
-                self.writer.begin(state)
+                copy = FitState(state=state, record=self.writer.record)
+                self.memory.keep(copy, self.memory.destinations, time.monotonic())
 
     def finish(self, history: History) -> None:
         """Write the last checkpoint, if any are written."""
         if self.writer is not None:
             state = self.state.copied()
             if self._runner.is_chief:
-                self.writer.finish(state, history, self._runner.last_plan)
+                self.writer.finish(state, history)
 
     @contextmanager
-    def backed_up(self, task: FitTask, restarts: int) -> Iterator[None]:
-        """Within the block, the training of a ``fit``, backups are taken."""
-        self.backups = backups = self.backups_of(task.sources(), restarts)
-        if backups.are_taken:
-            full = task.hooks.full_state or backups.is_required
+    def copied(self, task: FitTask, restarts: int) -> Iterator[None]:
+        """Within the block, the training of a ``fit``, copies are taken."""
+        around, is_required = self.copies, self._needs_local(restarts)
+        streams = [source for source in task.sources() if isinstance(source, SharedStream)]
+        self.copies = copies = Copies(self.state, self.memory, self.writer, streams, restarts)
+        if is_required is not None:
+            copies.take_local(is_required=is_required)
+            full = task.hooks.full_state or is_required
             task.hooks = task.hooks._replace(state=True, full_state=full)
         try:
             yield
         finally:
-            self.backups = Backups()
+            copies.drop()
+            self.copies = around
 
-    def backups_of(self, sources: Iterable[Source | SharedStream], restarts: int) -> Backups:
-        """Copies of the training in memory; there are none with several scripts."""
-        hosts = self._runner.job_context.hosts
-        if hosts is not None and not hosts.is_one_process:
-            if self._runner.maker().outlives_servers:
-                raise OptionError(
-                    "Only their launcher can restart the processes that it has started.",
-                    received=f"replicas=2 under {hosts.place.launcher}",
-                    fix="Start the script once, or leave `replicas` out and use a checkpoint.",
-                )
-            return Backups()
-        return Backups(
-            self.state,
-            [source for source in sources if isinstance(source, SharedStream)],
-            restarts,
-            is_required=restarts > 0 or self._runner.maker().outlives_servers,
-        )
+    def _needs_local(self, restarts: int) -> bool | None:
+        """True if this process needs copies in memory, None if it takes none.
+
+        With several scripts there are none.
+        """
+        hosts, outlives = self._runner.job_context.hosts, self._runner.maker().outlives_servers
+        if hosts is None or hosts.is_one_process:
+            return restarts > 0 or outlives
+        if outlives:
+            raise OptionError(
+                "Only their launcher can restart the processes that it has started.",
+                received=f"replicas=2 under {hosts.place.launcher}",
+                fix="Start the script once, or leave `replicas` out and use a checkpoint.",
+            )
+        return None
 
     def _record_in(
         self, asked: str | os.PathLike[str] | None, checkpoints: Folder | None
@@ -270,7 +274,7 @@ class FitCheckpoints:
         return RunRecord(checked_folder(named) if named else None, logs=True)
 
 
-def _resume_message(found: Found, directory: str, taken: Sequence[Difference]) -> str:
+def _resume_message(found: FitState, directory: str, taken: Sequence[Difference]) -> str:
     """The line that says where training resumes."""
     record = found.record
     if record.is_finished:
@@ -278,6 +282,6 @@ def _resume_message(found: Found, directory: str, taken: Sequence[Difference]) -
         epochs = f"{num} epoch{'s' if num != 1 else ''}"
         stopped = f" of {asked}, where a callback has ended it" if num < asked else ""
         return f"{directory} is complete ({epochs}{stopped}): nothing to do"
-    epoch, step = found.place["epoch"] + 1, found.state.position["steps"] + 1
+    epoch, step = found.position["epoch"] + 1, found.state.position["steps"] + 1
     new = f", with what is new: {describe(taken)}" if taken else ""
     return f"Resuming from {found.name}: epoch {epoch}, step {step}{new}"

@@ -1,13 +1,16 @@
 """A checkpoint's record of its ``fit``, and whether another ``fit`` can resume from it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 import msgspec
 
 from lockstep.checkpoint.trees import Tree
 from lockstep.errors import CheckpointError
+from lockstep.plan.spec import Plan
+from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.resume.stable_descriptions import digest
 
@@ -108,15 +111,21 @@ class FitState:
 
     Attributes:
         state: of the training.
-        record: of the ``fit``.
+        record: of the ``fit``; an empty one without checkpoints.
+        plan: by which it was trained; None if unknown.
+        resume: where this process resumes; None for another.
+        place: the folder that it was read from; "" for a copy in memory.
     """
 
     state: TrainingState
-    record: FitRecord
+    record: FitRecord = field(default_factory=partial(FitRecord, epochs=0, steps=0, asked={}))
+    plan: Plan | None = None
+    resume: FitPosition | None = None
+    place: str = ""
 
     @classmethod
-    def of(cls, tree: Mapping[str, Tree]) -> Self:
-        """The inverse of ``tree``.
+    def of(cls, tree: Mapping[str, Tree], place: str = "") -> Self:
+        """The inverse of ``tree``, for one read from a place.
 
         Raises:
             CheckpointError: its format is invalid.
@@ -130,7 +139,7 @@ class FitState:
                 received=error,
                 fix="Use one that fit(checkpoint=...) has written.",
             ) from error
-        return cls(state=TrainingState.of(parts), record=record)
+        return cls(state=TrainingState.of(parts), record=record, place=place)
 
     def tree(self) -> dict[str, Tree]:
         """The parts of the state, and the record."""
@@ -143,18 +152,10 @@ class FitState:
         steps = self.state.position["steps"]
         return steps, self.record.is_finished, place["epoch"], place["batch"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Found(FitState):
-    """The copy from which a ``fit`` resumes.
-
-    Attributes:
-        is_written: it is on host 0's disk.
-        name: of the checkpoint, for messages.
-    """
-
-    is_written: bool = True
-    name: str = "the checkpoint"
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.place or "the newest copy of the training"
 
     @property
     def size(self) -> int:
@@ -162,13 +163,13 @@ class Found(FitState):
         return int(self.record.asked["batch_size"])
 
     @property
-    def place(self) -> dict[str, Any]:
+    def position(self) -> dict[str, Any]:
         """The position in the ``fit``."""
         first = int(self.record.asked.get("initial_epoch", 0))
         return self.state.position["fit"] or {"epoch": first, "batch": 0}
 
-    def reaching(self, epochs: int) -> "Found":
-        """This checkpoint, to resume from it up to a number of epochs.
+    def reaching(self, epochs: int) -> "FitState":
+        """This copy, to resume from it up to a number of epochs.
 
         If a ``fit`` has ended, and more epochs are now asked for, it is no longer finished.
 
@@ -176,7 +177,7 @@ class Found(FitState):
             CheckpointError: it is past these epochs, or a ``fit`` that has ended cannot be
                 continued.
         """
-        record, place = self.record, self.place
+        record, place = self.record, self.position
         reached = place["epoch"] + (place["batch"] > 0)
         if record.is_finished:
             reached = record.num_trained

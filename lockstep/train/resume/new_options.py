@@ -15,7 +15,7 @@ from lockstep.train.optim.learning_rates import RunningSchedule
 from lockstep.train.optim.optimizer_state import option_values
 from lockstep.train.resume.differences import Difference
 from lockstep.train.resume.fit_facts import named_options, plain
-from lockstep.train.resume.fit_record import Found
+from lockstep.train.resume.fit_record import FitState
 
 _RATES = ("lr", "initial_lr")
 _SCHEDULED = (*_RATES, "momentum", "betas")
@@ -30,7 +30,7 @@ def set_new_options(
     optimizer: Any,
     schedule: RunningSchedule | None,
     begun: dict[str, Any] | None,
-    found: Found,
+    found: FitState,
     asked: Mapping[str, Any],
     taken: Collection[Difference],
 ) -> None:
@@ -83,7 +83,7 @@ def _replay(
 
 
 def _num_steps(
-    schedule: RunningSchedule, begun: dict[str, Any], found: Found, names: Collection[str]
+    schedule: RunningSchedule, begun: dict[str, Any], found: FitState, names: Collection[str]
 ) -> int:
     """How often the scheduler has stepped since the ``fit`` began."""
     then = found.state.schedule
@@ -93,7 +93,7 @@ def _num_steps(
             return last - first
     if schedule.every == "step":
         return int(found.state.position["steps"]) - found.record.steps
-    return int(found.place["epoch"])
+    return int(found.position["epoch"])
 
 
 def _last_epoch(scheduler: Mapping[str, Any]) -> int | None:

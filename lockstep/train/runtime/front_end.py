@@ -12,7 +12,7 @@ from lockstep.plan.makers.data_parallel import Maker
 from lockstep.plan.spec import Plan
 from lockstep.train.resume.differences import Difference
 from lockstep.train.resume.fit_facts import Facts
-from lockstep.train.resume.fit_record import Found
+from lockstep.train.resume.fit_record import FitState
 
 
 class FrontEnd(ABC):
@@ -54,7 +54,7 @@ class FrontEnd(ABC):
 
     @abstractmethod
     def set_new_options(
-        self, begun: Any, found: Found, asked: Facts, taken: Sequence[Difference]
+        self, begun: Any, found: FitState, asked: Facts, taken: Sequence[Difference]
     ) -> None:
         """Set the script's new values, after a checkpoint was loaded.
 

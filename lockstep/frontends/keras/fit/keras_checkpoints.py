@@ -1,11 +1,10 @@
 """The checkpoints of a Keras model's ``fit``, which begin and end with Keras's callbacks."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from lockstep.data.map_style.sources import Source
 from lockstep.errors import OptionError
 from lockstep.frontends.keras.fit.checkpoints import (
     Checkpoint,
@@ -14,9 +13,7 @@ from lockstep.frontends.keras.fit.checkpoints import (
 )
 from lockstep.frontends.keras.fit_options import FitOptions
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
-from lockstep.train.fault_tolerance.backups import Backups
 from lockstep.train.history import History
-from lockstep.train.input.stream_broadcast import SharedStream
 from lockstep.train.resume.fit_checkpoints import FitCheckpoints
 from lockstep.train.resume.fit_facts import Facts
 
@@ -50,12 +47,9 @@ class KerasCheckpoints(FitCheckpoints):
         """
         runner, is_chief = self._runner, self._runner.is_chief
         files = None if checkpoint is None else checkpoint.files
-        with (
-            self.recorded(None, files),
-            self.checkpointed(
-                files, memory, options.epochs, options.restarts, shows=verbose
-            ) as writer,
-        ):
+        with self.kept(
+            files, None, memory, options.epochs, options.restarts, shows=verbose
+        ) as writer:
             if writer is None:
                 yield None
                 return
@@ -78,19 +72,19 @@ class KerasCheckpoints(FitCheckpoints):
         if self.state.resumed is None and restarts:
             self.keep_beginning()
 
-    def backups_of(self, sources: Iterable[Source | SharedStream], restarts: int) -> Backups:
-        """Copies of the training in memory, if there may be restarts.
+    def _needs_local(self, restarts: int) -> bool | None:
+        """See the base; copies are taken only for restarts.
 
         Raises:
             OptionError: every replica has its own optimizer.
         """
         maker = self._runner.maker()
         if not (restarts or maker.outlives_servers):
-            return Backups()
+            return None
         if maker.is_local_sgd:
             raise OptionError(
                 "Every replica has an optimizer of its own, and copies for restarts have only one.",
                 received="Restarts under LocalSGDStrategy",
                 fix="Use MirroredStrategy; or a Checkpoint, and start the script again.",
             )
-        return super().backups_of(sources, restarts)
+        return super()._needs_local(restarts)
