@@ -18,11 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checkpoint.manifest import (
     NAME,
     FileEntry,
-    Manifest,
     TensorEntry,
     encode_manifest,
 )
@@ -82,15 +83,12 @@ def write_generation(folder: AnyFolder, saved: Saved, keep: int) -> AnyFolder:
 def _write_all(create: Create, saved: Saved, most_threads: int) -> None:
     every = enumerate(_shards(saved.tensors))
     shards = {f"tensors-{number:05}.safetensors": shard for number, shard in every}
-    manifest = Manifest(
-        summary=saved.summary,
+    manifest = msgspec.structs.replace(
+        saved.manifest,
         files=_write_shards(create, shards, most_threads),
         tensors={
             key: _entry(one, name) for name, shard in shards.items() for key, one in shard.items()
         },
-        weights=saved.weights,
-        values=saved.values,
-        plan=saved.plan,
     )
     data = encode_manifest(manifest)
     with create(NAME, len(data)) as file:

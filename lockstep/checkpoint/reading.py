@@ -139,14 +139,7 @@ def read_generation(generation: Folder) -> Saved:
         raise
     except (CheckpointError, OSError) as error:
         raise _damaged(generation, error) from error
-    return Saved(
-        summary=manifest.summary,
-        tensors=tensors,
-        weights=manifest.weights,
-        values=manifest.values,
-        plan=manifest.plan,
-        place=str(generation),
-    )
+    return Saved(manifest=manifest, tensors=tensors, place=str(generation))
 
 
 def read_manifest(generation: Folder) -> Manifest:

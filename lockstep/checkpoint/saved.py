@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.checkpoint.manifest import Summary
+from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.trees import Tensors, Tree, assembled
 from lockstep.errors import CheckpointError
 
@@ -13,19 +13,13 @@ class Saved:
     """A checkpoint's contents.
 
     Attributes:
-        summary: for people.
+        manifest: of a new one without files and their tensors.
         tensors: by qualified name.
-        weights: for each name in the model's ``state_dict()``, the tensor's qualified name.
-        values: the rest of the training's state, and the record of its ``fit``, as JSON values.
-        plan: the Plan under which it was trained, as JSON values; None if unknown.
         place: where it was read from; "" for a new one.
     """
 
-    summary: Summary
+    manifest: Manifest
     tensors: Tensors
-    weights: dict[str, str]
-    values: dict[str, Any]
-    plan: Any = None
     place: str = ""
 
     def tree(self) -> dict[str, Tree]:
@@ -34,7 +28,7 @@ class Saved:
         Raises:
             CheckpointError: they do not fit together.
         """
-        tree: dict[str, Tree] = assembled(self.tensors, self.values)
+        tree: dict[str, Tree] = assembled(self.tensors, self.manifest.values)
         return tree
 
     def state_dict(self) -> dict[str, Any]:
@@ -43,7 +37,8 @@ class Saved:
         Raises:
             CheckpointError: the modules' extra states are not by name.
         """
-        tensors = {name: self.tensors[qualified] for name, qualified in self.weights.items()}
+        names = self.manifest.weights.items()
+        tensors = {name: self.tensors[qualified] for name, qualified in names}
         modules = self.tree().get("modules", {})
         if not isinstance(modules, dict):
             raise CheckpointError(

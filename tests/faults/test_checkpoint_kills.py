@@ -118,7 +118,7 @@ def newest_step(folder: Path) -> int:
     """Steps made until the newest checkpoint."""
     found = read_newest(folder)
     assert found is not None
-    return int(found.summary.step)
+    return int(found.manifest.summary.step)
 
 
 def kill(folder: Path, library: str, devices: int, epochs: int, seconds: float) -> None:

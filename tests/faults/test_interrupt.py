@@ -223,7 +223,7 @@ def test_ctrl_c_writes_a_checkpoint_from_which_all_goes_on(kind: str, tmp_path: 
     assert caught.value.__notes__[-1] == f"Lockstep: stopped by Ctrl-C; {left}"
     found = read_newest(tmp_path / "stopped")
     assert found is not None
-    assert STEPS_PER_EPOCH < found.summary.step <= STEPS_PER_EPOCH + 2
+    assert STEPS_PER_EPOCH < found.manifest.summary.step <= STEPS_PER_EPOCH + 2
     torch.testing.assert_close(train(tmp_path / "stopped"), expected, rtol=0, atol=0)
 
 

@@ -67,7 +67,7 @@ def has_trained_for(run: host_faults.Run, seconds: float) -> bool:
 def step_on_disk(folder: Path) -> int:
     """Of the newest checkpoint there; 0 if there is none."""
     found = read_newest(folder)
-    return 0 if found is None else found.summary.step
+    return 0 if found is None else found.manifest.summary.step
 
 
 def copying_run(strategy: str, folder: Path) -> host_faults.Run:
@@ -102,7 +102,7 @@ def test_between_two_checkpoints_the_memory_of_the_other_host_is_gone_on_from(
         victim.launcher.wait(host_faults.WAIT_SECONDS)
         on_disk = read_newest(folder / "run")
         assert on_disk is not None
-        assert on_disk.summary.step == 0
+        assert on_disk.manifest.summary.step == 0
         if is_empty:
             shutil.rmtree(folder / "run")
         before = len(run.moments())

@@ -84,4 +84,4 @@ def result_of(script: Script) -> object:
 def step_of(folder: Path) -> int:
     found = read_newest(folder)
     assert found is not None
-    return int(found.summary.step)
+    return int(found.manifest.summary.step)

@@ -359,7 +359,7 @@ def test_a_run_that_ends_before_its_last_checkpoint_has_nothing_to_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(folder: Path, saved: Any, keep: int) -> Path:
-        if saved.summary.is_finished:
+        if saved.manifest.summary.is_finished:
             raise OSError(28, "No space left on device", "a file")
         return write_generation(folder, saved, keep)
 
@@ -370,7 +370,7 @@ def test_a_run_that_ends_before_its_last_checkpoint_has_nothing_to_train(
             fit(first, tmp_path, every="epoch")
     assert fit(second, tmp_path, every="epoch") == fit(whole, None)
     assert_same(whole, second)
-    assert read_checkpoint(tmp_path).summary.is_finished
+    assert read_checkpoint(tmp_path).manifest.summary.is_finished
 
 
 def test_an_error_in_training_is_the_one_that_is_raised(

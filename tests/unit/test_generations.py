@@ -23,7 +23,7 @@ import torch
 from lockstep.checkpoint import generations as writer
 from lockstep.checkpoint import local_storage
 from lockstep.checkpoint.generations import generations, write_generation, writing_alone
-from lockstep.checkpoint.manifest import NAME, Summary
+from lockstep.checkpoint.manifest import NAME, Manifest, Summary
 from lockstep.checkpoint.reading import (
     DamagedCheckpointWarning,
     read_checkpoint,
@@ -48,15 +48,17 @@ def saved(step: int = 0) -> Saved:
         "history": {"loss": [float("nan"), 1.5], "pairs": {1: (2, 3)}},
     }
     tensors, values = flattened(tree)
-    return Saved(
+    manifest = Manifest(
         summary=Summary(
             epoch=1, step=step, is_finished=False, strategy="single", num_devices=1, lockstep="1"
         ),
-        tensors=tensors,
         weights={"weight": "parameters/weight", "tied": "parameters/weight"},
         values=values,
         plan={"version": 1},
+        files={},
+        tensors={},
     )
+    return Saved(manifest=manifest, tensors=tensors)
 
 
 @pytest.fixture(autouse=True)
@@ -80,8 +82,9 @@ def commit(folder: Path, step: int, keep: int = 3) -> Path:
 def step_of(folder: Path) -> int:
     found = read_newest(folder)
     assert found is not None
-    assert_is(found, found.summary.step)
-    return found.summary.step
+    step = found.manifest.summary.step
+    assert_is(found, step)
+    return step
 
 
 def assert_is(found: Saved, step: int) -> None:
@@ -91,7 +94,8 @@ def assert_is(found: Saved, step: int) -> None:
         assert found.tensors[name].dtype == tensor.dtype
         assert torch.equal(found.tensors[name], tensor), name
     assert repr(found.tree()["history"]) == repr(expected.tree()["history"])
-    assert (found.plan, found.weights) == (expected.plan, expected.weights)
+    for name in ("plan", "weights"):
+        assert getattr(found.manifest, name) == getattr(expected.manifest, name)
 
 
 def files_of(generation: Path) -> list[Path]:

@@ -101,8 +101,8 @@ def step_of(folder: Url) -> int:
         warnings.simplefilter("ignore", DamagedCheckpointWarning)
         found = read_newest(folder)
     assert found is not None
-    assert_is(found, found.summary.step)
-    return found.summary.step
+    assert_is(found, found.manifest.summary.step)
+    return found.manifest.summary.step
 
 
 def files_of(folder: Url) -> list[str]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.generations import write_generation, writing_alone
-from lockstep.checkpoint.manifest import Summary
+from lockstep.checkpoint.manifest import Manifest, Summary
 from lockstep.checkpoint.reading import read_newest
 from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.storage import Folder, Url, folder_of
@@ -202,7 +202,7 @@ class CheckpointWriter:
         if saved is None:
             return None
         found = FitState.of(saved.tree(), saved.place)
-        if saved.summary.is_finished and found.record.reaches(self._epochs):
+        if saved.manifest.summary.is_finished and found.record.reaches(self._epochs):
             saved = read_newest(self.checkpoint.directory, is_finished=False) or saved
             found = FitState.of(saved.tree(), saved.place)
         return found
@@ -303,7 +303,7 @@ class CheckpointWriter:
 
 def _write_one(folder: Folder, saved: Saved, keep: int) -> Folder:
     written = write_generation(folder, saved, keep)
-    LOGGER.info("checkpoint written: %s, step %d", written, saved.summary.step)
+    LOGGER.info("checkpoint written: %s, step %d", written, saved.manifest.summary.step)
     return written
 
 
@@ -311,20 +311,19 @@ def _saved(copy: FitState, model: nn.Module) -> Saved:
     tensors, values = flattened(copy.tree())
     position, plan = copy.state.position, copy.plan
     place = position["fit"]
-    return Saved(
-        summary=Summary(
-            epoch=position["epochs"] + (0 if place is None else place["epoch"]),
-            step=position["steps"],
-            is_finished=copy.record.is_finished,
-            strategy="" if plan is None else plan.strategy,
-            num_devices=0 if plan is None else plan.num_ranks,
-            lockstep=__version__,
-        ),
-        tensors=tensors,
-        weights=_weights(model),
-        values=values,
-        plan=msgspec.to_builtins(plan),
+    summary = Summary(
+        epoch=position["epochs"] + (0 if place is None else place["epoch"]),
+        step=position["steps"],
+        is_finished=copy.record.is_finished,
+        strategy="" if plan is None else plan.strategy,
+        num_devices=0 if plan is None else plan.num_ranks,
+        lockstep=__version__,
     )
+    weights, plan_values = _weights(model), msgspec.to_builtins(plan)
+    manifest = Manifest(
+        summary=summary, weights=weights, values=values, plan=plan_values, files={}, tensors={}
+    )
+    return Saved(manifest=manifest, tensors=tensors)
 
 
 def _weights(model: nn.Module) -> dict[str, str]:
