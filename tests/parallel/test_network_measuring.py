@@ -12,7 +12,7 @@ import pytest
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError
 from lockstep.launch.health import network_measuring
-from lockstep.launch.health.network_measuring import Link, LinkReport, measure_links
+from lockstep.launch.health.network_measuring import LinkReport, MeasuredLink, measure_links
 from lockstep.launch.rendezvous.control_group import HostInfo
 from lockstep.launch.rendezvous.host_rendezvous import meet
 from lockstep.launch.security.secret import Secret
@@ -36,12 +36,12 @@ def test_bytes_count_when_they_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow sender is seen at the receiving end only."""
     delays = {1: 0.02}  # seconds for each message of a host
 
-    def slow(link: Link, payload: bytes) -> None:
+    def slow(link: MeasuredLink, payload: bytes) -> None:
         time.sleep(delays.get(link._control_group.host, 0.0))
         send(link, payload)
 
-    send = Link._send
-    monkeypatch.setattr(Link, "_send", slow)
+    send = MeasuredLink._send
+    monkeypatch.setattr(MeasuredLink, "_send", slow)
     one, other = on_hosts(measured)[0]
     most = len(network_measuring._CHUNK) / delays[1]
     assert one.back < most
@@ -49,25 +49,25 @@ def test_bytes_count_when_they_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_host_that_fails_ends_the_measuring_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(link: Link, seconds: float) -> None:
+    def fail(link: MeasuredLink, seconds: float) -> None:
         if link._control_group.host == 2:
             raise ZeroDivisionError("it has no clock")
         answer(link, seconds)
 
-    answer = Link.answer
-    monkeypatch.setattr(Link, "answer", fail)
+    answer = MeasuredLink.answer
+    monkeypatch.setattr(MeasuredLink, "answer", fail)
     said = on_hosts(outcome)
     assert said[2] == "it has no clock"
     assert "Host 2" in said[0]
 
 
 def test_a_host_that_keeps_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keep_silent(link: Link, seconds: float) -> None:
+    def keep_silent(link: MeasuredLink, seconds: float) -> None:
         time.sleep(1.0)
         answer(link, seconds)
 
-    answer = Link.answer
-    monkeypatch.setattr(Link, "answer", keep_silent)
+    answer = MeasuredLink.answer
+    monkeypatch.setattr(MeasuredLink, "answer", keep_silent)
     monkeypatch.setattr(network_measuring, "SILENCE_SECONDS", 0.5)
     assert "Host 1 (node-1) no longer answers: nothing got through" in on_hosts(outcome)[0]
 

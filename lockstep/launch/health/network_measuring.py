@@ -75,7 +75,7 @@ def measure_links(
         for host, (end,) in ends.items():
             peer = RemotePeer(host=host, name=str(control_group.infos[host].about["name"]))
             channel = stack.enter_context(closing(FramedChannel(end, peer)))
-            links[host] = Link(channel, control_group)
+            links[host] = MeasuredLink(channel, control_group)
         for host in others:
             control_group.exchange(b"", _until_all_come)
             if own == 0:
@@ -85,7 +85,7 @@ def measure_links(
     return reports
 
 
-class Link:
+class MeasuredLink:
     """A connection to another host, of which it is measured how fast data arrives.
 
     Args:

@@ -186,15 +186,6 @@ class JobContext:
         finally:
             self._is_at_work = was_at_work
 
-    def follow(self, model: nn.Module) -> Any:
-        """Serve the process that leads this host; returns the result of its call.
-
-        Args:
-            model: gets the weights of the leader's model.
-        """
-        assert self.follower is not None
-        return self.follower.serve(model)
-
     def from_chief(self, result: _T) -> _T:
         """The chief's result, on every host."""
         if self.hosts is None:

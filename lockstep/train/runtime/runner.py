@@ -210,11 +210,10 @@ class Runner:
 
     def shared(self, make: Callable[[], _T]) -> _T:
         """The result of the process that leads a host, on those that follow it, too."""
-        job_context = self.job_context
-        if job_context.follower is not None:
-            followed: _T = job_context.follow(self.model)
+        if self.job_context.follower is not None:
+            followed: _T = self.job_context.follower.serve(self.model)
             return followed
-        hosts = job_context.hosts
+        hosts = self.job_context.hosts
         if hosts is None or not hosts.has_followers:
             return make()
         try:

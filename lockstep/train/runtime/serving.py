@@ -111,8 +111,7 @@ class TaskRequest:
         name: of the task.
         num_groups: of parameters.
         stores: of parameters, then of slots, residuals and options: the ranks of this host that
-            have it, its tensors, and their access.
-        stand_ins: stores that some ranks have in place of others, and the numbers of the others.
+            have it, its tensors, their access, and the number of the store that it replaces.
         has_options: there is a store of options.
         spec: the layout of the exchange.
         payload: the serialized object with the assignment.
@@ -123,8 +122,7 @@ class TaskRequest:
 
     name: str
     num_groups: int
-    stores: Sequence[tuple[tuple[int, ...], Sequence[TensorSpec], Access]]
-    stand_ins: Mapping[int, int]
+    stores: Sequence[tuple[tuple[int, ...], Sequence[TensorSpec], Access, int | None]]
     has_options: bool
     spec: ExchangeSpec
     payload: bytes
@@ -148,11 +146,11 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     # Parameters and slots that only other ranks have stay there.
     opened = [
         open_store(own, number, rank=rank, ranks=ranks, access=access)
-        for (ranks, own, access), number in zip(call.stores, stored, strict=True)
+        for (ranks, own, access, _), number in zip(call.stores, stored, strict=True)
     ]
-    for stand_in, number in call.stand_ins.items():
-        if rank in call.stores[stand_in][0]:
-            opened[number] = opened[stand_in]
+    for (ranks, _, _, replaced), views in zip(call.stores, [*opened], strict=True):
+        if replaced is not None and rank in ranks:
+            opened[replaced] = views
     with noting_shortage(device):
         mirrors = _move_to_device(call, opened, rank, device)
     parameters = [view for views in opened[: call.num_groups] for view in views]
@@ -175,7 +173,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
             meeting=call.connections.meeting,
         )
         worker.mirrors = mirrors
-        if any(access == "copied on write" for _, _, access in call.stores):
+        if any(access == "copied on write" for _, _, access, _ in call.stores):
             worker.copy_slots()
         has_hosts = neighbours is not None
         control = FollowerControl(context, rank, assignment.plan.num_ranks, has_hosts=has_hosts)
@@ -201,7 +199,7 @@ def _move_to_device(
 ) -> Mirrors:
     """Move what this rank keeps to its device; returns what it shows rank 0, and where."""
     mirrors: tuple[list[Mirror], list[Mirror]] = ([], [])
-    for number, (ranks, _, access) in enumerate(call.stores):
+    for number, (ranks, _, access, _) in enumerate(call.stores):
         if access == "on its device" and rank in ranks:
             views, opened[number] = opened[number], on_device(opened[number], device)
             if rank == ranks[0]:

@@ -305,12 +305,10 @@ class Session:
         call = TaskRequest(
             name=assignment.task.name,
             num_groups=len(assignment.groups),
-            stores=[(one.ranks_among(here), one.store.specs, one.access) for one in part.stores],
-            stand_ins={
-                number: one.in_place_of
-                for number, one in enumerate(part.stores)
-                if one.in_place_of is not None
-            },
+            stores=[
+                (one.ranks_among(here), one.store.specs, one.access, one.in_place_of)
+                for one in part.stores
+            ],
             has_options=has_options(assignment),
             spec=part.spec,
             payload=serialized.payload,
