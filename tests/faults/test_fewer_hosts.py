@@ -81,7 +81,7 @@ def test_the_last_host_outlives_the_loss_of_a_helper_as_one_host_does(tmp_path: 
         wait_to_go_on(run)
         (host,) = run.hosts
         host.send(signal.SIGKILL, host.named(r"lockstep:\d+")[:1])
-        run.wait_for(lambda: host.said(b": going on from "))
+        run.wait_for(lambda: host.said(b": resuming "))
         assert run.result() == expected(host_faults.HELPED, EPOCHS)
         assert host.said(b": waiting for all hosts") == 1, "for the one that was lost"
 

@@ -16,6 +16,7 @@ from lockstep.errors import OptionError, WorkerError
 from lockstep.launch.workers import process_state
 from lockstep.parallel.worker import Worker
 from lockstep.plan.program.rank_program import Backward, Reduce, Step, Sync
+from lockstep.train.callbacks.rank_sync import RankSync
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.fault_tolerance import overhead_budget
 from lockstep.train.optim.updaters import TorchUpdater
@@ -194,6 +195,8 @@ def act_in(phase: str, once: str) -> None:
         updaters.step = lambda updater: die()
     elif phase == "in its update":
         updaters.step = _spoil
+    elif phase == "copy":
+        RankSync.collect_buffers = lambda rank_sync: die()  # type: ignore[assignment,method-assign]
     else:
         kind = {"backward": Backward, "exchange": Reduce, "verdict": Step, "sync": Sync}[phase]
         run = Worker._run
@@ -218,12 +221,12 @@ PHASES = ["forward", "backward", "exchange", "verdict", *TORN, "sync"]
 
 
 def losses_of(
-    tmp_path: Path, phase: str | None, restarts: int
+    tmp_path: Path, phase: str | None, restarts: int, **options: Any
 ) -> tuple[lockstep.Trainer, list[Any]]:
     act = None if phase is None else partial(act_in, phase, str(tmp_path / "once"))
     seen = Seen()
     trainer = make_acting(2, act, step=3, callbacks=(seen,))
-    trainer.fit((X, Y % 3), epochs=2, batch_size=BATCH, verbose=0, restarts=restarts)
+    trainer.fit((X, Y % 3), epochs=2, batch_size=BATCH, verbose=0, restarts=restarts, **options)
     trainer.close()
     return trainer, seen.told
 
@@ -233,6 +236,18 @@ def test_a_helper_dies_in_a_phase(phase: str, tmp_path: Path) -> None:
     trainer, told = losses_of(tmp_path, phase, restarts=1)
     assert (tmp_path / "once").exists()
     expected, expected_told = losses_of(tmp_path, None, restarts=0)
+    assert told == expected_told
+    assert digest_of(trainer) == digest_of(expected)
+
+
+def test_a_helper_dies_while_a_copy_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, expected_told = losses_of(tmp_path, None, restarts=0)
+    monkeypatch.setattr(overhead_budget, "LEAST_SECONDS", 1e9)  # no other but the first
+    checkpoint = lockstep.Checkpoint(tmp_path / "run", every="2 steps")
+    trainer, told = losses_of(tmp_path, "copy", restarts=1, checkpoint=checkpoint)
+    assert (tmp_path / "once").exists()
     assert told == expected_told
     assert digest_of(trainer) == digest_of(expected)
 

@@ -124,6 +124,10 @@ class Copies:
             for stream in self._streams:
                 stream.keep()
 
+    def clear_due(self) -> None:
+        """Take no copy until ``is_due`` says so: a process was lost, or it is taken."""
+        self._due, self._is_local_due = [], False
+
     @property
     def is_whole(self) -> bool:
         """True if a copy is due from which another process can resume."""
@@ -155,7 +159,7 @@ class Copies:
         if (self._is_local_due or self._due) and not self._state.stop_training:
             assert resume is not None
             self.take(resume, self._began)
-        self._due, self._is_local_due = [], False
+        self.clear_due()
 
     def take(self, resume: FitPosition, began: float | None = None) -> None:
         """Copy the training as it is now, for this process and all that are due.

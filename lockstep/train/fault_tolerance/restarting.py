@@ -144,6 +144,7 @@ class RestartingDriver(FollowerDriver):
 
     def begin_run(self, start: FitPosition, look: Callable[[], list[RankState]]) -> None:
         self._record.begin_run(look)
+        self._copies.clear_due()
         if text := self._state.note_shares():
             self._notice(text)
         plan = self._runner.plan
