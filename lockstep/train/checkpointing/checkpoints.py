@@ -202,7 +202,7 @@ class CheckpointWriter:
         if saved is None:
             return None
         found = FitState.of(saved.tree(), saved.place)
-        if saved.manifest.summary.is_finished and found.record.reaches(self._epochs):
+        if found.record.is_finished and found.record.reaches(self._epochs):
             saved = read_newest(self.checkpoint.directory, is_finished=False) or saved
             found = FitState.of(saved.tree(), saved.place)
         return found

@@ -78,20 +78,13 @@ class Snapshots:
 
 def _state(worker: Worker) -> dict[str, torch.Tensor]:
     """This rank's part of the model's ``state_dict``, a tied tensor under each of its names."""
-    held, model = worker.local_names(), worker.model
-    firsts = {
-        id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
-    all_names = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
-    elsewhere = {
-        name for name, tensor in all_names if held is not None and firsts[id(tensor)] not in held
-    }
+    own, model = worker.local_names(), worker.model
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    firsts = {id(tensor): name for name, tensor in tensors}
+    elsewhere = set() if own is None else {*firsts.values()} - own
     return {
-        name: value.clone()
-        for name, value in model.state_dict().items()
+        name: value.detach().clone()
+        for name, value in model.state_dict(keep_vars=True).items()
         if isinstance(value, torch.Tensor)  # a module's extra state may be anything
-        and name not in elsewhere
+        and firsts.get(id(value)) not in elsewhere
     }

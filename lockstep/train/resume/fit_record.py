@@ -148,8 +148,7 @@ class FitState:
     @property
     def progress(self) -> tuple[int, bool, int, int]:
         """The training's progress, in an order that compares."""
-        place = self.state.position["fit"] or {"epoch": 0, "batch": 0}
-        steps = self.state.position["steps"]
+        place, steps = self.position, self.state.position["steps"]
         return steps, self.record.is_finished, place["epoch"], place["batch"]
 
     @property
@@ -199,11 +198,7 @@ class FitState:
                 fix="Begin anew in another folder; with keep=3 older checkpoints are kept.",
             )
         place = {
-            "epoch": reached,
-            "batch": 0,
-            "so_far": None,
-            "read": record.end.read,
-            "replicas": None,
+            **FitPosition(reached, read=record.end.read).tree(),
             "batch_size": self.size,
             "history": record.history,
             "epochs": record.epoch,
