@@ -1,7 +1,8 @@
 """Backward passes that start from given gradients, or leave none.
 
 ``torch.autograd.backward(tensors, gradients)`` imports sympy at its first call, to compare shapes:
-half a second in every process. A scalar whose derivatives are these gradients needs none.
+half a second in every process. So these call autograd's engine, or go backward from a scalar whose
+derivatives are the given gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,24 @@ def seeded(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -
     """
     scalar: torch.Tensor = _Seeded.apply(gradients, *tensors)  # type: ignore[no-untyped-call]
     return scalar
+
+
+def go_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Add the gradients of all leaves to their ``.grad``.
+
+    Args:
+        tensors: to begin from; each needs gradients.
+        gradients: of each, of its shape and dtype.
+    """
+    torch.autograd.Variable._execution_engine.run_backward(
+        tuple(tensors),
+        tuple(gradients),
+        False,  # keep_graph
+        False,  # create_graph
+        (),  # all leaves
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def gradients_of(

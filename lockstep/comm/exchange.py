@@ -7,6 +7,7 @@ every group of parameters; and room for the mail between stages. One rank alone 
 On several hosts each has a region of its own (``comm.collectives.host_exchange``).
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -170,10 +171,11 @@ class Exchange:
     def begin_pass(self) -> None:
         """Begin the next pass over a batch. Every rank calls it, also without shares."""
         self._pass += 1
-        self._offers = [0] * self._spec.num_shares
+        self._offers = [0] * len(self._offers)
         self._is_used = False
         self._late_losses.begin()
-        self.open()
+        if self._groups is not None:
+            self.open()
         for gradients in self.gradients.values():
             gradients.begin_pass()
 
@@ -205,24 +207,26 @@ class Exchange:
 
     def write(self, group: int, row: int, gradients: Gradients) -> None:
         """See ``GroupGradients.write``."""
-        self._is_used |= any(gradient is not None for gradient in gradients)
-        spec = self._spec.groups[group].gradients
-        kept = [
-            gradient if spec.is_sparse(number) else _dense(gradient)
-            for number, gradient in enumerate(gradients)
-        ]
+        spec, kept = self._spec.groups[group].gradients, list(gradients)
+        for number, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._is_used = True
+                if gradient.is_sparse and not spec.is_sparse(number):
+                    kept[number] = gradient.to_dense()
         self.gradients[group].write(row, kept)
 
     def expect(self, num_filled: int) -> None:
         """A step begins in which so many shares are filled."""
-        self._late_losses.expect(sum(share < num_filled for share in self._own_shares))
+        self._late_losses.expect(bisect_left(self._own_shares, num_filled))
         for number, gradients in self.gradients.items():
             gradients.expect(self._spec.groups[number].num_filled_rows(num_filled))
 
     def arrive(self, group: int, row: int, parameter: int, gradient: torch.Tensor | None) -> None:
         """See ``GroupGradients.arrive``."""
         self._is_used |= gradient is not None
-        self.gradients[group].arrive(row, parameter, _dense(gradient))
+        if gradient is not None and gradient.is_sparse:
+            gradient = gradient.to_dense()
+        self.gradients[group].arrive(row, parameter, gradient)
 
     def write_product(
         self,
@@ -244,14 +248,20 @@ class Exchange:
             needs_totals: before the update; otherwise a rank alone may get them late.
         """
         self._used[self.rank] = self._is_used
-        for number, gradients in self.gradients.items():
-            gradients.hand_over(self._spec.groups[number].num_filled_rows(num_filled))
-        is_hasty = not needs_totals and self.board is None
-        late = self._late_losses.leave(num_filled) if is_hasty else None
-        self._late_losses.settle(look_around_of(self.board))
+        groups = [
+            (gradients, self._spec.groups[number].num_filled_rows(num_filled))
+            for number, gradients in self.gradients.items()
+        ]
+        for gradients, num_rows in groups:
+            gradients.hand_over(num_rows)
+        late = None
+        if self._late_losses.are_coming:
+            is_hasty = not needs_totals and self.board is None
+            late = self._late_losses.leave(num_filled) if is_hasty else None
+            self._late_losses.settle(look_around_of(self.board))
         self._meet()
-        for number, gradients in self.gradients.items():
-            gradients.collect(self._spec.groups[number].num_filled_rows(num_filled))
+        for gradients, num_rows in groups:
+            gradients.collect(num_rows)
         totals, weights, refused, guessed = self._losses[:num_filled].T.tolist()
         return ShareTotals(totals, weights, any(refused), any(guessed), late)
 
@@ -261,7 +271,7 @@ class Exchange:
 
     def is_any_used(self) -> bool:
         """Whether any rank has a gradient of any parameter, as ``collect`` has found."""
-        return bool(self._used.any())
+        return any(self._used.tolist())
 
     # --- waiting ---------------------------------------------------------------------------------
 
@@ -347,8 +357,3 @@ class Exchange:
         """Grows with every pass and, within it, with every row that a share offers."""
         assert self._offers[share] < 1 << 20
         return (self._pass << 20) | self._offers[share]
-
-
-def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """A gradient as a dense tensor, which ranks can add up."""
-    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient

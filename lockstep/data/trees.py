@@ -20,6 +20,8 @@ _T = TypeVar("_T")
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
     """The same structure with ``function`` applied to every tensor."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
     return map_leaves(torch.Tensor, function, tree)
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
 
 import torch
 
@@ -75,6 +74,11 @@ class Run:
         turn: see ``StepBatch``.
         first_share: likewise.
         batch_size: likewise.
+        num_samples: in the batch.
+        bounds: rows ``[start, stop)`` of each share.
+        num_filled: shares with at least one sample; they come first.
+        is_training: the batch is trained on.
+        is_observed: outputs are passed to ``observe``.
     """
 
     source: Source | None
@@ -92,25 +96,24 @@ class Run:
     @classmethod
     def of_step(cls, batch: StepBatch, num_shares: int) -> "Run":
         """A batch that is trained on."""
-        names = ("step", "observe", "turn", "first_share", "batch_size")
-        options: dict[str, Any] = {name: getattr(batch, name) for name in names}
-        return cls(batch.source, batch.indices, num_shares, **options)
+        return cls(
+            batch.source,
+            batch.indices,
+            num_shares,
+            step=batch.step,
+            observe=batch.observe,
+            turn=batch.turn,
+            first_share=batch.first_share,
+            batch_size=batch.batch_size,
+        )
 
     def __post_init__(self) -> None:
-        self.num_samples = len(self.indices)
+        self.num_samples = self.indices.shape[0]
         self.batch_size = self.batch_size or self.num_samples
         self.bounds = share_bounds(self.num_samples, self.num_shares)
         self.num_filled = num_filled_shares(self.num_samples, self.num_shares)
-
-    @property
-    def is_training(self) -> bool:
-        """True in training."""
-        return self.step is not None
-
-    @property
-    def is_observed(self) -> bool:
-        """True if outputs are passed to ``observe``."""
-        return self.observe is not None
+        self.is_training = self.step is not None
+        self.is_observed = self.observe is not None
 
     def show(self, share: int, output: Tree, batch: Batch) -> None:
         """Keep an output for ``observe``, which is called at the end of the batch."""

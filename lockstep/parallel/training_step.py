@@ -1,6 +1,7 @@
 """A training step and its result."""
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, SupportsFloat
@@ -10,6 +11,8 @@ import torch
 from lockstep.comm.exchange import ShareTotals
 from lockstep.parallel.batch_run import Run
 from lockstep.parallel.loss.share_losses import Sums
+
+_NO_SPAN = nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,18 +46,25 @@ class StepResult:
 
 
 class TrainingStep:
-    """A step that is being made."""
+    """A step that is being made.
+
+    Attributes:
+        totals: the losses of all shares.
+        weight: their weight.
+        is_skipped: a value was not finite: nothing is updated.
+    """
 
     def __init__(self, batch: Run, step: int) -> None:
         self.batch = batch
         self.step = step
         self.totals = ShareTotals([], [])
+        self.weight = 0.0
         self.is_skipped = False
 
-    @property
-    def weight(self) -> float:
-        """The weight of all shares' losses."""
-        return math.fsum(self.totals.weights)
+    def take(self, totals: ShareTotals) -> None:
+        """Take the losses of all shares."""
+        self.totals = totals
+        self.weight = math.fsum(totals.weights)
 
     @property
     def is_void(self) -> bool:
@@ -75,11 +85,10 @@ class TrainingStep:
         )
 
 
-_NO_SPAN = nullcontext()
+# True while a trace is recorded (``train.fit.tracing``).
+is_traced: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 def span(*parts: object) -> AbstractContextManager[Any]:
-    """A named block in a trace (``train.fit.tracing``), if one is recorded."""
-    if torch._C._autograd._profiler_enabled():
-        return torch.profiler.record_function(" ".join(map(str, parts)))
-    return _NO_SPAN
+    """A named block in a trace, if one is recorded."""
+    return torch.profiler.record_function(" ".join(map(str, parts))) if is_traced() else _NO_SPAN

@@ -11,8 +11,8 @@ Tasks (``train.fit.fit_task``, ``train.fit.tasks``) call a Worker and do not dep
 divides the model.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +28,7 @@ from lockstep.parallel.loss.share_losses import Sums
 from lockstep.parallel.loss.whole_batch import SharePart
 from lockstep.parallel.storage.device_store import Mirror, Mirrors
 from lockstep.parallel.storage.store import copy_to_views
-from lockstep.parallel.training_step import StepResult, TrainingStep, span
+from lockstep.parallel.training_step import StepResult, TrainingStep, is_traced, span
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.update_worker import UpdateWorker
 from lockstep.parallel.workload import Workload
@@ -90,6 +90,9 @@ class Worker(UpdateWorker):
         self.passes = passes
         self._local_names = local_names
         self._authoritative = authoritative
+        self._program: object = None
+        self._calls: list[_Call] = []
+        self._idle_sizes: dict[int, bool] = {}
 
     # --- training --------------------------------------------------------------------------------
 
@@ -119,14 +122,19 @@ class Worker(UpdateWorker):
             self.updater.turn = batch.turn
         if self.board is not None:
             self.board.step = batch.step
+        if not self.passes.has_turns:
+            return self._train_once_or_twice(batch)
         with self.passes.in_turn(batch.turn):
-            try:
-                return self._train(self._begun(batch))
-            except _UnknownReductionError:
-                self.passes.restore_buffers()
-                self.passes.use_whole_batch()
-                self.exchange.end_step()  # all ranks know it
-                return self._train(self._begun(batch))
+            return self._train_once_or_twice(batch)
+
+    def _train_once_or_twice(self, batch: StepBatch) -> StepResult:
+        try:
+            return self._train(self._begun(batch))
+        except _UnknownReductionError:
+            self.passes.restore_buffers()
+            self.passes.use_whole_batch()
+            self.exchange.end_step()  # all ranks know it
+            return self._train(self._begun(batch))
 
     def _begun(self, batch: StepBatch) -> TrainingStep:
         return TrainingStep(Run.of_step(batch, self.plan.num_shares), batch.step)
@@ -134,9 +142,14 @@ class Worker(UpdateWorker):
     def _train(self, now: TrainingStep) -> StepResult:
         self.passes.begin(now.batch)
         try:
-            for actions in self.passes.program(now.batch.num_samples):
-                with span(*actions):
-                    self._run(now, actions)
+            for call in self._calls_of(now.batch.num_samples):
+                if self.board is not None:
+                    self.board.note(call.phase)
+                if is_traced():
+                    with span(*call.actions):
+                        self._run(now, call)
+                else:
+                    self._run(now, call)
         except NonFiniteError:
             self.passes.restore_buffers()
             raise
@@ -146,28 +159,43 @@ class Worker(UpdateWorker):
             self.passes.settle_buffers()
         return now.result()
 
-    def _run(self, now: TrainingStep, actions: Sequence[Action]) -> None:
-        if self.board is not None:
-            self.board.note(_PHASES[type(actions[0])])
-        match actions[0]:
+    def _calls_of(self, num_samples: int) -> list["_Call"]:
+        """The rank's program for a batch as bound calls; made once."""
+        program = self.passes.program(num_samples)
+        if program is not self._program:
+            self._program = program
+            self._calls = [self._bound(actions) for actions in program]
+        return self._calls
+
+    def _bound(self, actions: tuple[Action, ...]) -> "_Call":
+        # No method of this object: a cycle would keep shared memory until garbage collection.
+        is_collective = isinstance(actions[0], Reduce | Step | Sync)
+        run = None if is_collective else self.passes.bound(actions)
+        return _Call(_PHASES[type(actions[0])], actions, run)
+
+    def _run(self, now: TrainingStep, call: "_Call") -> None:
+        if call.run is not None:
+            call.run(now)
+            return
+        match call.actions[0]:
             case Reduce():
                 self._reduce(now)
             case Step():
-                now.is_skipped |= not now.is_void and not self._step(now.step)
+                if not now.is_void:
+                    now.is_skipped = not self._step(now.step)
             case Sync():
                 self.exchange.end_step()
-            case _:
-                self.passes.run(now.batch, actions)
 
     def _reduce(self, now: TrainingStep) -> None:
         batch = now.batch
         self.passes.hand_in()
         needs_totals = self._rules.on_nonfinite != "ignore"
-        now.totals = self.exchange.collect(batch.num_filled, needs_totals=needs_totals)
+        now.take(self.exchange.collect(batch.num_filled, needs_totals=needs_totals))
         if now.totals.is_guess:
             raise _UnknownReductionError
         self.passes.check_side_effects()
-        batch.end_observing()
+        if batch.is_observed:
+            batch.end_observing()
         if now.totals.is_refused:
             self.passes.call.give_up_format()
         if now.weight:
@@ -286,7 +314,9 @@ class Worker(UpdateWorker):
 
     def leaves_a_rank_idle(self, num_samples: int) -> bool:
         """True if some rank has no share of such a batch, and sees no buffer change."""
-        return leaves_a_rank_idle(self.plan, num_samples)
+        if num_samples not in self._idle_sizes:
+            self._idle_sizes[num_samples] = leaves_a_rank_idle(self.plan, num_samples)
+        return self._idle_sizes[num_samples]
 
     def close(self) -> None:
         """End a task; every rank calls it."""
@@ -295,6 +325,20 @@ class Worker(UpdateWorker):
     def abandon(self) -> None:
         """End a failed task; any rank may call it."""
         self.passes.abandon()
+
+
+class _Call(NamedTuple):
+    """Some actions of a program that run together, bound to what runs them.
+
+    Attributes:
+        phase: for the status board.
+        actions: for traces.
+        run: makes passes; None for a collective action, which the Worker makes.
+    """
+
+    phase: str
+    actions: tuple[Action, ...]
+    run: Callable[[TrainingStep], None] | None
 
 
 class _UnknownReductionError(Exception):

@@ -5,8 +5,11 @@ A share is the unit of work: gradients are summed over shares in a fixed tree
 the number of shares and never on the number of replicas that work on them.
 """
 
+from functools import lru_cache
 
-def share_bounds(num_samples: int, num_shares: int) -> list[tuple[int, int]]:
+
+@lru_cache
+def share_bounds(num_samples: int, num_shares: int) -> tuple[tuple[int, int], ...]:
     """Rows ``[start, stop)`` of each share; sizes differ by at most one, the longer ones first.
 
     With fewer samples than shares the last shares are empty.
@@ -18,7 +21,7 @@ def share_bounds(num_samples: int, num_shares: int) -> list[tuple[int, int]]:
         stop = start + base + (share < longer)
         bounds.append((start, stop))
         start = stop
-    return bounds
+    return tuple(bounds)
 
 
 def shares_of_replica(

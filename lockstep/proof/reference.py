@@ -7,7 +7,7 @@ shares no code with modules that do. It imports only ``data`` (the samples and t
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -162,7 +162,7 @@ class Reference:
         self,
         number: int,
         data: DataOfBatch,
-        bounds: list[tuple[int, int]],
+        bounds: Sequence[tuple[int, int]],
         first_share: int,
     ) -> tuple[Batch, list[torch.Tensor]]:
         """Read the batch; return it, and each share's generator state after its samples.

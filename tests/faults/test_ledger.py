@@ -92,10 +92,11 @@ def die_in_next_phase(folder: Path) -> None:
         return
     run = Worker._run
 
-    def dying(self: Any, now: Any, actions: Any) -> None:
-        if isinstance(actions[0], KINDS[phase]):  # whatever is done first in this phase
-            self.passes.run = self._reduce = self._step = self.exchange.end_step = last
-        run(self, now, actions)
+    def dying(self: Any, now: Any, call: Any) -> None:
+        if isinstance(call.actions[0], KINDS[phase]):  # whatever is done first in this phase
+            self._reduce = self._step = self.exchange.end_step = last
+            call = call._replace(run=call.run and last)
+        run(self, now, call)
 
     Worker._run = dying  # type: ignore[method-assign]
 

@@ -201,10 +201,10 @@ def act_in(phase: str, once: str) -> None:
         kind = {"backward": Backward, "exchange": Reduce, "verdict": Step, "sync": Sync}[phase]
         run = Worker._run
 
-        def dying(self: Worker, now: Any, actions: Any) -> None:
-            if isinstance(actions[0], kind):
+        def dying(self: Worker, now: Any, call: Any) -> None:
+            if isinstance(call.actions[0], kind):
                 die()
-            run(self, now, actions)
+            run(self, now, call)
 
         Worker._run = dying  # type: ignore[method-assign]
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lockstep.capture.seeding import seeded
+from lockstep.capture.seeding import go_backward, seeded
 
 
 def test_gradients_are_those_of_backward_with_gradients() -> None:
@@ -18,5 +18,9 @@ def test_gradients_are_those_of_backward_with_gradients() -> None:
     leaf.grad = weight.grad = None
     seeded(roots, directions).backward()
     found: list[Any] = [leaf.grad, weight.grad]
+    assert all(map(torch.equal, found, wanted))
+    leaf.grad = weight.grad = None
+    go_backward([leaf @ weight, (leaf.sum() * weight).double(), leaf], directions)
+    found = [leaf.grad, weight.grad]
     assert all(map(torch.equal, found, wanted))
     assert not any(direction.requires_grad for direction in directions)

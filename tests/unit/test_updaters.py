@@ -24,6 +24,7 @@ from lockstep.parallel.storage.store import ParameterStore, TensorStore, tensor_
 from lockstep.parallel.transfer.serialization import pack, unpack
 from lockstep.parallel.update import BoundPiece, PieceSlots, assemble_slots
 from lockstep.plan.layout import Extent, Piece
+from lockstep.train.optim.fused_step import fastest_form
 from lockstep.train.optim.optimizer_checks import check_hooks, make_optimizer
 from lockstep.train.optim.optimizer_state import place_slots
 from lockstep.train.optim.updaters import ELEMENTWISE, PARAMETERWISE, TorchUpdater
@@ -129,10 +130,12 @@ class Ranks:
 def step_whole(
     optimizer: optim.Optimizer, parameters: Parameters, gradients: dict[str, Tensor | None]
 ) -> None:
+    """On one device, in the form that Lockstep chooses."""
     for name, parameter in parameters.items():
         gradient = gradients[name]
         parameter.grad = None if gradient is None else gradient.clone()
-    optimizer.step()
+    with fastest_form(optimizer):
+        optimizer.step()
 
 
 def assert_same_values(left: Parameters, right: Parameters) -> None:

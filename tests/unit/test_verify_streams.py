@@ -18,7 +18,7 @@ Forward = Callable[[Tensor], Tensor]
 
 
 def bounds_of(num_shares: int) -> list[tuple[int, int]]:
-    return share_bounds(NUM_SAMPLES, num_shares)
+    return list(share_bounds(NUM_SAMPLES, num_shares))
 
 
 def by_share(forward: Forward, inputs: Tensor, num_shares: int, dim: int = 0) -> Tensor:

@@ -190,20 +190,34 @@ def added(sums: list[torch.Tensor | None], gradients: Gradients) -> list[torch.T
     return [more if own is None else own for own, more in zip(sums, gradients, strict=True)]
 
 
+# For each level of the trees: sums, and what is added to them.
+Levels = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+
+
 def add_up(summands: Sequence[Mapping[int, torch.Tensor]]) -> list[torch.Tensor]:
     """Sums of some rows each, or of subtrees by their first rows; formed in place, in the first."""
-    orders = [tuple(sorted(each)) for each in summands]
-    levels: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-    for each, rows in zip(summands, orders, strict=True):
+    add_levels(levels_of(summands))
+    return [each[min(each)] for each in summands]
+
+
+def add_levels(levels: Levels) -> None:
+    """Make the additions."""
+    for sums, sources in levels:  # a call per level, and not per tensor
+        torch._foreach_add_(sums, sources)
+
+
+def levels_of(summands: Sequence[Mapping[int, torch.Tensor]]) -> Levels:
+    """The additions of ``add_up``."""
+    levels: Levels = []
+    for each in summands:
+        rows = tuple(sorted(each))
         for number, level in enumerate(additions(rows)):
             if number == len(levels):
                 levels.append(([], []))
             for into, source in level:
                 levels[number][0].append(each[rows[into]])
                 levels[number][1].append(each[rows[source]])
-    for sums, sources in levels:  # a call per level, and not per tensor
-        torch._foreach_add_(sums, sources)
-    return [each[rows[0]] for each, rows in zip(summands, orders, strict=True)]
+    return levels
 
 
 def cut_piece(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -43,7 +43,7 @@ class LateLosses:
     """
 
     def __init__(self, lines: torch.Tensor) -> None:
-        self._lines = lines
+        self._lines, self._values = lines, lines.numpy()
         self._num_due = 0
         self._numbers: dict[tuple[int, int], torch.Tensor] = {}  # by share and place in its line
         self._fetch: accelerators.Fetch | None = None
@@ -64,17 +64,22 @@ class LateLosses:
             if accelerators.computes(number):
                 self._numbers[share, place] = number
             else:
-                self._lines[share, place] = number
+                self._values[share, place] = float(number)  # takes a tenth of the tensor's time
         self._num_due -= 1
         if self._numbers and not self._num_due:
             self._fetch = self._fetched()
+
+    @property
+    def are_coming(self) -> bool:
+        """True if a device computes some that are not in the lines yet."""
+        return bool(self._numbers)
 
     def settle(self, look_around: Callable[[float], None]) -> None:
         """Bring all numbers to the lines; for ``look_around`` see ``accelerators.await_event``."""
         if self._numbers:
             found = (self._fetch or self._fetched()).wait(look_around).numpy()
             for place, number in zip(self._numbers, found, strict=True):
-                self._lines.numpy()[place] = number
+                self._values[place] = number
             self._numbers.clear()
 
     def leave(self, num_shares: int) -> LateTotal | None:
@@ -85,7 +90,7 @@ class LateLosses:
         if not self._numbers or any(place for _, place in self._numbers):
             return None
         known = [share for share in range(num_shares) if (share, 0) not in self._numbers]
-        total = LateTotal(self._fetch or self._fetched(), self._lines.numpy()[known, 0].tolist())
+        total = LateTotal(self._fetch or self._fetched(), self._values[known, 0].tolist())
         self._numbers.clear()
         return total
 

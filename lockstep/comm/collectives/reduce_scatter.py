@@ -26,7 +26,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from lockstep.comm.collectives.gradients import Gradients, GroupGradients, add_up, cut_piece
-from lockstep.comm.collectives.shm_gradient_buffer import SharedGradientBuffer, sum_of_rows
+from lockstep.comm.collectives.shm_gradient_buffer import SharedGradientBuffer
+from lockstep.comm.collectives.shm_touched_rows import sum_of_rows
 from lockstep.comm.sparse.sparse_rows import SparseRows, exchange_rows
 from lockstep.comm.transport import Buffers, Transport
 from lockstep.plan.layout import Piece

@@ -21,6 +21,7 @@ has one number everywhere. The table and the factors of other hosts' shares are 
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,14 +30,17 @@ from lockstep.comm.collectives.gradient_spec import GradientSpec
 from lockstep.comm.collectives.gradients import (
     Gradients,
     GroupGradients,
+    Levels,
+    add_levels,
     add_up,
     cut_piece,
+    levels_of,
     views_in,
 )
 from lockstep.comm.collectives.products import multiply
 from lockstep.comm.collectives.shm_gradient_memory import GradientMemory
+from lockstep.comm.collectives.shm_touched_rows import TouchedRows, sum_of_rows
 from lockstep.comm.shared_memory.shared_region import SharedRegion
-from lockstep.errors import ModelError
 from lockstep.plan.layout import Piece, row_blocks
 from lockstep.plan.program.sum_tree import subtrees
 
@@ -51,6 +55,25 @@ class _Own:
 
     kind: int = _NOTHING
     num_rows: int = 0
+
+
+_UNUSED = _Own()
+
+
+class _Reduction(NamedTuple):
+    """What a rank does to sum its pieces, as long as rows publish the same kinds of gradients.
+
+    Attributes:
+        targets: where the sums are placed; None for parameters that no row has used.
+        levels: the additions of rows.
+        products: pieces to which products of factors are added, and whether rows are there, too.
+        sparse: numbers of the pieces whose sums are rows.
+    """
+
+    targets: list[torch.Tensor | None]
+    levels: Levels
+    products: list[tuple[Piece, torch.Tensor, bool]]
+    sparse: list[int]
 
 
 class SharedGradientBuffer(GroupGradients):
@@ -76,6 +99,7 @@ class SharedGradientBuffer(GroupGradients):
         self._memory = GradientMemory(spec, region, offset_bytes)
         self._here = range(spec.num_shares) if here is None else here
         self.table = self._memory.table
+        self._touched = TouchedRows(spec, self._memory)
         self._blocks = [
             row_blocks(extent, spec.num_shares) if extent.row_elements else []
             for extent in spec.extents
@@ -89,6 +113,9 @@ class SharedGradientBuffer(GroupGradients):
         ]
         self._own: dict[tuple[int, int], _Own] = {}
         self._found: list[list[tuple[int, int, int]]] = []
+        self._pattern: object = None  # the contents of the table behind ``_found``
+        self._reduction: tuple[Sequence[Piece], _Reduction] | None = None
+        self._published: dict[int, list[tuple[int, int]]] = {}  # this rank's rows of the table
         self._factors_of_rows: Sequence[float] | None = None
 
     def _rows_on(self, device: torch.device) -> list[torch.Tensor]:
@@ -119,10 +146,11 @@ class SharedGradientBuffer(GroupGradients):
 
     def write(self, row: int, gradients: Gradients) -> None:
         self.take({(row, number): one for number, one in enumerate(gradients) if one is not None})
-        nothing = _Own()
-        found = [self._own.get((row, number), nothing) for number in range(len(gradients))]
+        found = [self._own.get((row, number), _UNUSED) for number in range(len(gradients))]
         entries = [(one.kind, one.num_rows) for one in found]
-        self.table[row, : len(entries)] = np.reshape(entries, (-1, 2))
+        if self._published.get(row) != entries:
+            self._published[row] = entries
+            self.table[row, : len(entries)] = np.reshape(entries, (-1, 2))
 
     def take(self, gradients: Mapping[tuple[int, int], torch.Tensor]) -> None:
         """Add gradients, by row and parameter; the next ``write`` publishes them."""
@@ -130,7 +158,9 @@ class SharedGradientBuffer(GroupGradients):
         for (row, parameter), gradient in gradients.items():
             own = self._own_of(row, parameter)
             if self._spec.is_sparse(parameter):
-                self._put_rows(row, parameter, own, gradient)
+                before = own.num_rows if own.kind == _ROWS else 0
+                own.num_rows = self._touched.add(row, parameter, before, gradient)
+                own.kind = _ROWS
                 continue
             target = self._gradient_row(row, parameter, own)
             if own.kind == _GRADIENT and gradient.data_ptr() != target.data_ptr():
@@ -142,25 +172,12 @@ class SharedGradientBuffer(GroupGradients):
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def _put_rows(self, row: int, parameter: int, own: _Own, gradient: torch.Tensor) -> None:
-        """Add the rows that a share has touched."""
-        if not gradient.is_sparse:
-            raise _not_sparse(self._spec.tensors[parameter].name)
-        if own.kind == _ROWS:
-            gradient = gradient + self._rows_within(row, parameter, own.num_rows)
-        gradient = gradient.coalesce()
-        own.kind, own.num_rows = _ROWS, gradient._nnz()
-        values, numbers = gradient.values(), gradient.indices()[0]
-        self._memory.reserve_touched(row, parameter, own.num_rows)
-        kept_numbers, kept_values = self._memory.touched(row, parameter, own.num_rows)
-        kept_numbers.copy_(numbers)
-        kept_values.copy_(values)
-
     def places(self, row: int) -> Sequence[torch.Tensor] | None:
         return self._rows[row]
 
     def _own_of(self, share: int, parameter: int) -> _Own:
-        return self._own.setdefault((share, parameter), _Own())
+        own = self._own.get((share, parameter))
+        return self._own.setdefault((share, parameter), _Own()) if own is None else own
 
     def _gradient_row(self, share: int, parameter: int, own: _Own) -> torch.Tensor:
         """Where a share's whole gradient goes; factors that it has published become one first."""
@@ -183,7 +200,12 @@ class SharedGradientBuffer(GroupGradients):
     # --- summing ---------------------------------------------------------------------------------
 
     def collect(self, num_rows: int) -> None:
-        table = self.table[:num_rows, : len(self._spec.tensors)].tolist()
+        columns = self.table[:num_rows, : len(self._spec.tensors)]
+        pattern = columns.tobytes()
+        if pattern == self._pattern:
+            return
+        self._pattern, self._reduction = pattern, None
+        table = columns.tolist()
         self._found = [
             [
                 (share, kind, num_rows)
@@ -201,23 +223,40 @@ class SharedGradientBuffer(GroupGradients):
         self._factors_of_rows = factors
 
     def reduce_scatter(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
-        results = [
-            None
-            if not self._found[piece.parameter]
-            else self._sum_touched(piece)
-            if self._spec.is_sparse(piece.parameter)
-            else self.target(piece)
-            for piece in pieces
-        ]
-        self.sum_rows(pieces)
-        self.add_products(pieces, results)
+        if self._reduction is None or self._reduction[0] is not pieces:
+            self._reduction = pieces, self._reduction_of(pieces)
+        reduction = self._reduction[1]
+        results = list(reduction.targets)
+        for number in reduction.sparse:
+            results[number] = self._sum_touched(pieces[number])
+        self._weigh_rows(pieces)
+        add_levels(reduction.levels)
+        for piece, target, adds in reduction.products:
+            self._add_product(target, piece, adds=adds)
         return results
+
+    def _reduction_of(self, pieces: Sequence[Piece]) -> _Reduction:
+        is_sparse = [self._spec.is_sparse(piece.parameter) for piece in pieces]
+        targets = [
+            self.target(piece) if self._found[piece.parameter] and not sparse else None
+            for piece, sparse in zip(pieces, is_sparse, strict=True)
+        ]
+        return _Reduction(
+            targets=targets,
+            levels=levels_of(self._rows_to_sum(pieces)),
+            products=self._products_to_add(pieces, targets),
+            sparse=[
+                number
+                for number, piece in enumerate(pieces)
+                if is_sparse[number] and self._found[piece.parameter]
+            ],
+        )
 
     def published(self, row: int, piece: Piece) -> torch.Tensor | None:
         """A piece of the gradient that a row holds; None if it has none."""
         kind, num_rows = self.table[row, piece.parameter].tolist()
         if kind == _ROWS:
-            return self._rows_within(row, piece.parameter, num_rows, piece)
+            return self._touched.within(row, piece.parameter, num_rows, piece)
         return self.cut(row, piece) if kind == _GRADIENT else None
 
     def target(self, piece: Piece) -> torch.Tensor:
@@ -230,17 +269,22 @@ class SharedGradientBuffer(GroupGradients):
 
     def sum_rows(self, pieces: Sequence[Piece]) -> None:
         """Sum the gradients of each subtree of the rows here, in place, piece by piece."""
-        summands = []
-        for piece in pieces:
-            for rows in self.subtree_rows(piece.parameter, self._here):
-                self._multiply(rows, piece)
-                summands.append({row: self.cut(row, piece) for row in rows})
-        add_up(summands)
+        self._weigh_rows(pieces)
+        add_levels(levels_of(self._rows_to_sum(pieces)))
 
-    def _multiply(self, rows: Sequence[int], piece: Piece) -> None:
-        """Weigh a piece of some rows, if they have different weights."""
-        if self._factors_of_rows is not None:
-            for row in rows:
+    def _rows_to_sum(self, pieces: Sequence[Piece]) -> list[dict[int, torch.Tensor]]:
+        return [
+            {row: self.cut(row, piece) for row in rows}
+            for piece in pieces
+            for rows in self.subtree_rows(piece.parameter, self._here)
+        ]
+
+    def _weigh_rows(self, pieces: Sequence[Piece]) -> None:
+        """Weigh the gradients of the rows here, if they have different weights."""
+        if self._factors_of_rows is None:
+            return
+        for piece in pieces:
+            for row in self.gradient_rows(piece.parameter, self._here):
                 self.cut(row, piece).mul_(self._factors_of_rows[row])
 
     def sum_own_rows(self, pieces: Sequence[Piece], rows: range) -> None:
@@ -263,6 +307,7 @@ class SharedGradientBuffer(GroupGradients):
     def mark(self, rows: range, parameters: Collection[int]) -> None:
         """Announce gradients in these rows again: see ``is_marked``."""
         self.table[rows.start : rows.stop, sorted(parameters), 1] = 1
+        self._published.clear()
 
     def is_marked(self, rows: range, parameters: Collection[int]) -> bool:
         """Whether gradients in these rows were marked."""
@@ -288,10 +333,18 @@ class SharedGradientBuffer(GroupGradients):
 
     def add_products(self, pieces: Sequence[Piece], targets: Sequence[torch.Tensor | None]) -> None:
         """Add the products of all shares' factors to sums of gradients, or to zero."""
+        for piece, target, adds in self._products_to_add(pieces, targets):
+            self._add_product(target, piece, adds=adds)
+
+    def _products_to_add(
+        self, pieces: Sequence[Piece], targets: Sequence[torch.Tensor | None]
+    ) -> list[tuple[Piece, torch.Tensor, bool]]:
+        found = []
         for piece, target in zip(pieces, targets, strict=True):
             kinds = [kind for _, kind, _ in self._found[piece.parameter]]
             if target is not None and any(kind in _PRODUCTS for kind in kinds):
-                self._add_product(target, piece, adds=_GRADIENT in kinds)
+                found.append((piece, target, _GRADIENT in kinds))
+        return found
 
     def gradient_rows(self, parameter: int, within: range) -> list[int]:
         """The rows among ``within`` where a gradient has been published."""
@@ -379,25 +432,9 @@ class SharedGradientBuffer(GroupGradients):
     def _sum_touched(self, piece: Piece) -> torch.Tensor:
         return sum_of_rows(
             [
-                self._rows_within(share, piece.parameter, num_rows, piece)
+                self._touched.within(share, piece.parameter, num_rows, piece)
                 for share, _, num_rows in self._found[piece.parameter]
             ]
-        )
-
-    def _rows_within(
-        self, share: int, parameter: int, num_rows: int, piece: Piece | None = None
-    ) -> torch.Tensor:
-        """The rows of a piece that a share has published, as a sparse tensor of its own."""
-        height, width = self._spec.tensors[parameter].shape
-        numbers, values = self._memory.touched(share, parameter, num_rows)
-        first, last = (0, height) if piece is None else (piece.start // width, piece.stop // width)
-        low, high = torch.searchsorted(numbers, torch.tensor([first, last])).tolist()
-        return torch.sparse_coo_tensor(
-            (numbers[low:high] - first)[None],
-            values[low:high].clone(),
-            (last - first, width),
-            is_coalesced=True,
-            check_invariants=False,
         )
 
     def gather(self, pieces: Sequence[Piece], sums: Sequence[torch.Tensor | None]) -> None:
@@ -411,16 +448,3 @@ class SharedGradientBuffer(GroupGradients):
     def reserve_base(self, parameter: int) -> None:
         """Take memory for the whole gradient of a sparse parameter."""
         self._memory.reserve_row(self._here.start, parameter)
-
-
-def sum_of_rows(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of the rows that shares have published of a piece, without untouched rows."""
-    return sum(gradients[1:], start=gradients[0]).coalesce()
-
-
-def _not_sparse(name: str) -> ModelError:
-    return ModelError(
-        "An embedding with sparse=True must be used for lookups only: its gradient must be sparse.",
-        received=f"a dense gradient of {name!r}",
-        fix="Leave out sparse=True where its weight is also used in other operations.",
-    )

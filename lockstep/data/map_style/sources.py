@@ -104,7 +104,7 @@ class ArraySource(Source):
 
     def read(self, indices: torch.Tensor, dtype: torch.dtype | None) -> Batch:
         def pick(tensor: torch.Tensor) -> torch.Tensor:
-            places = sent(indices, tensor.device)
+            places = indices if tensor.is_cpu else sent(indices, tensor.device)
             # The faster index_select lacks some integer types for a single dim.
             rows = tensor[places] if tensor.dim() == 1 else tensor.index_select(0, places)
             return rows.to(dtype) if dtype is not None and rows.is_floating_point() else rows

@@ -58,8 +58,7 @@ from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.trainer_state import TrainerState
 from lockstep.train.fit.fit_hooks import FitHooks
-from lockstep.train.fit.fit_task import Validation
-from lockstep.train.fit.tasks import DataPass, EvaluateTask, PredictTask
+from lockstep.train.fit.tasks import DataPass, EvaluateTask, PredictTask, Validation
 from lockstep.train.fit.training_run import run_training
 from lockstep.train.input.data_adapter import DataPipeline
 from lockstep.train.input.stream_broadcast import SharedStream, sample_of

@@ -56,6 +56,7 @@ class ModelCall:
 
     Attributes:
         channels_last: the Plan's choice to give the model images in that format.
+        is_redirected: passes run within ``applied``, which redirects some functions.
     """
 
     def __init__(
@@ -70,11 +71,16 @@ class ModelCall:
         is_broken = device.type == "cpu" and breaks_channels_last(model)
         self.channels_last = plan.channels_last and not is_broken
         self._converts = False
+        self.is_redirected = plan.precision in _LOW_PRECISION and device.type == "cpu"
+        # The model takes inputs and returns outputs as they are.
+        self._is_plain = not (self._is_low or dims)
         self._given_up: set[bool] = set()  # the model's modes, training or not
         self._buffers = Buffers(model)
 
     def __call__(self, inputs: Tree) -> Any:
         """The model's outputs, in float32 also if it computes in less."""
+        if self._is_plain and not self._converts:
+            return call_model(self._called, inputs)
         given = self.given(inputs)
         if self._converts:
             given = map_tensors(channels_last, given)
@@ -141,7 +147,7 @@ class ModelCall:
         """Entered around a forward or backward pass that calls the model or parts of it."""
         is_compiled = self._plan.compiled
         stack = ExitStack()
-        if self._plan.precision in _LOW_PRECISION and self._device.type == "cpu":
+        if self.is_redirected:
             stack.enter_context(running_lstms(self._plan.precision, is_compiled=is_compiled))
             if has_slow_bfloat16_attention():
                 stack.enter_context(_attention.to(attend_in_float32, is_compiled=is_compiled))

@@ -28,11 +28,20 @@ class Redirection:
         self._own = threading.local()
         self._lock = threading.Lock()
         self._blocks = 0
+        self._call = self._function()
         self.plain: Callable[..., Any] = getattr(owner, name)
 
     @contextmanager
     def to(self, target: Callable[..., Any], *, is_compiled: bool = False) -> Iterator[None]:
-        """Within the block, calls in this thread go to ``target``.
+        """Within the block, calls in this thread go to ``target``; see ``begin``."""
+        before = self.begin(target, is_compiled=is_compiled)
+        try:
+            yield
+        finally:
+            self.end(before)
+
+    def begin(self, target: Callable[..., Any], *, is_compiled: bool = False) -> Any:
+        """From now on, calls in this thread go to ``target``; returns the target before.
 
         Args:
             target: the replacement.
@@ -42,21 +51,20 @@ class Redirection:
         with self._lock:
             if self._blocks == 0:
                 self.plain = getattr(self._owner, self._name)
-                call = self._function()
-                if is_compiled:
-                    call = torch.compiler.disable(call)
+                call = torch.compiler.disable(self._call) if is_compiled else self._call
                 setattr(self._owner, self._name, call)
             self._blocks += 1
         before = getattr(self._own, "target", None)
         self._own.target = target
-        try:
-            yield
-        finally:
-            self._own.target = before
-            with self._lock:
-                self._blocks -= 1
-                if self._blocks == 0:
-                    setattr(self._owner, self._name, self.plain)
+        return before
+
+    def end(self, before: Any) -> None:
+        """End what ``begin`` began; ``before`` is what it returned."""
+        self._own.target = before
+        with self._lock:
+            self._blocks -= 1
+            if self._blocks == 0:
+                setattr(self._owner, self._name, self.plain)
 
     def _function(self) -> Callable[..., Any]:
         """The patched function: a plain function, so that it can be a method, too."""

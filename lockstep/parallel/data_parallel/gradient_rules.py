@@ -104,11 +104,16 @@ class GradientJudge:
     board: StatusBoard | None
     counted_elsewhere: frozenset[str] = frozenset()
 
+    def __post_init__(self) -> None:
+        self._counted = [one for one in self.pieces if one.name not in self.counted_elsewhere]
+        self._needs_norm = self.rules.needs_norm
+        self._clips = self.rules.clip_norm is not None or self.rules.clip_value is not None
+        self._is_on_device = any(one.tensor.device.type != "cpu" for one in self.pieces)
+
     @cached_property
     def _places(self) -> Mapping[str, int]:
         return {name: place for place, name in enumerate(self.names)}
 
-    @torch.no_grad()
     def settle(self, step: int) -> bool:
         """Clip the gradients of the pieces; every rank calls it after the sum.
 
@@ -118,18 +123,20 @@ class GradientJudge:
         Raises:
             NonFiniteGradientError: on all ranks, with ``on_nonfinite="raise"``.
         """
-        if not self.rules.needs_norm:
-            self._clip(math.inf)
+        if not self._needs_norm:
+            if self._clips:
+                self._clip(math.inf)
             return True
         norm, bad = 0.0, _NOTHING_BAD
         if self.rules.clip_norm is not None or not self._are_finite():
             norm, bad = self._norm()
         is_finite = math.isfinite(norm)
-        if self._overflows(is_finite):
+        if self.rules.loss_scale is not None and self._overflows(is_finite):
             return False
         if not is_finite and self.rules.on_nonfinite != "ignore":
             return self._refuse(step, bad)
-        self._clip(norm)
+        if self._clips:
+            self._clip(norm)
         return True
 
     def _are_finite(self) -> bool:
@@ -138,15 +145,22 @@ class GradientJudge:
         Values stay on the device until the ranks exchange them; this waits for the device, because
         non-finite values must not reach the weights.
         """
-        used = [
-            _elements(piece.tensor.grad)
-            for piece in self.pieces
-            if piece.tensor.grad is not None and piece.name not in self.counted_elsewhere
-        ]
-        norms = torch._foreach_norm(used) if used else (torch.zeros(()),)
-        found = self._fetched(torch.stack(norms).sum(dtype=torch.float64)[None])
+        used = []
+        for piece in self._counted:
+            gradient = piece.tensor.grad
+            if gradient is None:
+                continue
+            if gradient.is_sparse or gradient.requires_grad:  # it may have a history
+                gradient = _elements(gradient)
+            used.append(gradient)
+        norms = torch._foreach_norm(used) if used else ()
+        found: torch.Tensor | list[float]
+        if norms and self._is_on_device:
+            found = self._fetched(torch.stack(norms).sum(dtype=torch.float64)[None])
+        else:
+            found = [sum(map(float, norms))]
         if self.board is None:
-            return math.isfinite(found.numpy()[0])
+            return math.isfinite(found[0])
         gathered = self.board.all_gather(found)
         are_finite = math.isfinite(sum(number for (number,) in gathered))
         if not are_finite:
@@ -165,6 +179,7 @@ class GradientJudge:
         scale.note(is_finite=is_finite)
         return not is_finite and is_ours
 
+    @torch.no_grad()
     def _clip(self, norm: float) -> None:
         gradients = [piece.tensor.grad for piece in self.pieces]
         used = [_elements(gradient) for gradient in gradients if gradient is not None]
@@ -177,6 +192,7 @@ class GradientJudge:
         if most is not None and not (factor := most / (norm + 1e-6)) >= 1:
             torch._foreach_mul_(used, factor)
 
+    @torch.no_grad()
     def _norm(self) -> tuple[float, float]:
         """The norm of all ranks' gradients, and the last parameter that is not finite."""
         squares: list[float] = []
@@ -245,7 +261,7 @@ def _blocks_of(piece: BoundPiece, sizes: Sequence[int] | None) -> Sequence[torch
 
 def _elements(gradient: torch.Tensor) -> torch.Tensor:
     """All elements of a gradient; for a sparse one those of its rows, each of them once."""
-    return gradient._values() if gradient.is_sparse else gradient
+    return (gradient._values() if gradient.is_sparse else gradient).detach()
 
 
 def _clamp(gradients: list[torch.Tensor], most: float) -> None:

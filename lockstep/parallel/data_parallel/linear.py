@@ -44,14 +44,12 @@ class LinearLayers:
         self._casts: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._take: Take | None = None
 
+    def __bool__(self) -> bool:
+        return bool(self._weights)
+
     def applied(self) -> AbstractContextManager[None]:
         """Redirects ``F.linear`` and ``torch.matmul`` within the block, in this thread."""
-        return self._redirected() if self._weights else nullcontext()
-
-    @contextmanager
-    def _redirected(self) -> Iterator[None]:
-        with _linear.to(self.linear), _matmul.to(self.matmul):
-            yield
+        return _Redirected(self) if self._weights else nullcontext()
 
     @contextmanager
     def taken(self, take: Take) -> Iterator[None]:
@@ -118,6 +116,19 @@ class LinearLayers:
             input, other, None, self, number, True
         )
         return output
+
+
+class _Redirected(AbstractContextManager[None]):
+    def __init__(self, layers: LinearLayers) -> None:
+        self._layers = layers
+
+    def __enter__(self) -> None:
+        self._before = _linear.begin(self._layers.linear), _matmul.begin(self._layers.matmul)
+
+    def __exit__(self, *error: object) -> None:
+        linear, matmul = self._before
+        _matmul.end(matmul)
+        _linear.end(linear)
 
 
 def _is_ordinary(

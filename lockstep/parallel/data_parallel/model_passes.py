@@ -33,6 +33,7 @@ from lockstep.parallel.independence.sample_independence import check_sample_inde
 from lockstep.parallel.independence.split_test import is_tried
 from lockstep.parallel.loss.share_losses import JointLoss, ShareLoss, nothing
 from lockstep.parallel.loss.whole_batch import SharePart
+from lockstep.parallel.training_step import TrainingStep
 from lockstep.parallel.workload import Workload
 from lockstep.plan.decision import LocalUpdate
 from lockstep.plan.program.lowering import lower_forward, lower_train
@@ -54,6 +55,10 @@ class ModelPasses(Passes):
     def __init__(self, work: Workload, *, group: GroupSpec, **options: Any) -> None:
         super().__init__(work, **options)
         self._group = group
+        self._mine = self._plan.shares_of(self._rank)
+        self._has_buffers, self._has_norms = bool(self._buffers), bool(self._norms)
+        self._has_linears = bool(self._linears)
+        self._hands_over = self._exchange.gradients[_GROUP].is_early
         self._functions = work.functions
         self._interleaver = Interleaver(
             partial(_keep_own, self._buffers), partial(_restore_own, self._buffers), self.device
@@ -81,16 +86,19 @@ class ModelPasses(Passes):
 
     # --- training --------------------------------------------------------------------------------
 
+    @property
+    def has_turns(self) -> bool:  # type: ignore[override]  # of others it is fixed
+        return bool(self._functions)
+
     def in_turn(self, turn: int) -> AbstractContextManager[Any]:
-        return self._functions[turn].training(self._model) if self._functions else nullcontext()
+        return self._functions[turn].training(self._model)
 
     def begin(self, run: Run) -> None:
         super().begin(run)
-        mine = self._plan.shares_of(self._rank)
         self._isolates_buffers = (
-            run.is_training
-            and bool(self._buffers)
-            and mine.start + 1 < min(mine.stop, run.num_filled)
+            self._has_buffers
+            and run.is_training
+            and self._mine.start + 1 < min(self._mine.stop, run.num_filled)
         )
         self._left_buffers = {}
 
@@ -98,20 +106,32 @@ class ModelPasses(Passes):
     def _offers_rows(self) -> bool:
         return super()._offers_rows or self._norms.use_batch_statistics
 
-    def run(self, run: Run, actions: Sequence[Action]) -> None:
+    def bound(self, actions: Sequence[Action]) -> Callable[[TrainingStep], None]:
         shares = _shares_of(actions)
-        if isinstance(actions[0], Forward):
-            self._run_together(run, shares, partial(self._forward, run))
-        else:
-            self._settle_weights(run)
-            with self._linears.taken(partial(self._put_product, shares)):
-                self._backward(run, shares)
+        is_forward = isinstance(actions[0], Forward)
+        return partial(self._go_forward if is_forward else self._go_backward, shares)
+
+    def _go_forward(self, shares: list[int], now: TrainingStep) -> None:
+        self._run_together(now.batch, shares, self._forward)
+
+    def _go_backward(self, shares: list[int], now: TrainingStep) -> None:
+        if self._joint or self._apart:
+            self._settle_weights(now.batch)
+        if not self._has_linears:
+            self._backward(now.batch, shares)
+            return
+        with self._linears.taken(partial(self._put_product, shares)):
+            self._backward(now.batch, shares)
 
     def _forward(self, run: Run, share: int) -> None:
         self._seed_streams(run, share)
         body = self._compute_by_function if self._functions else self._compute
-        self._refused[share] = self.call.attempt(partial(body, run, share))
-        self._side_effects.note()
+        if self.call.channels_last:
+            self._refused[share] = self.call.attempt(partial(body, run, share))
+        else:
+            body(run, share)
+        if self._side_effects.is_due:
+            self._side_effects.note()
 
     def _compute_by_function(self, run: Run, share: int) -> None:
         batch = self._read(run, share)
@@ -163,27 +183,27 @@ class ModelPasses(Passes):
         return share // max(self._group.shares_per_row, 1)
 
     def _backward(self, run: Run, shares: list[int]) -> None:
-        backward = partial(self._backward_of, run)
         for share in shares:
             self._put_loss(share)
         if len(shares) == 1:
-            with self._handing_over(run, shares[0]):
-                self._run_together(run, shares, backward)
+            if self._hands_over:
+                with self._handing_over(run, shares[0]):
+                    self._run_together(run, shares, self._backward_of)
+            else:
+                self._run_together(run, shares, self._backward_of)
             self._put(run, shares[0], [parameter.grad for parameter in self._trainable])
             return
         taken: dict[int, list[torch.Tensor | None]] = {
             share: [None] * len(self._trainable) for share in shares
         }
         with self._taking_gradients(lambda: taken[shares[self._interleaver.current]]):
-            self._run_together(run, shares, backward)
+            self._run_together(run, shares, self._backward_of)
         for share in shares:
             self._put(run, share, taken[share])
 
     def _handing_over(self, run: Run, share: int) -> AbstractContextManager[Any]:
         """Within the block the exchange gets each gradient of the last share once complete."""
-        mine = self._plan.shares_of(self._rank)
-        is_last = share + 1 == min(mine.stop, run.num_filled)
-        if not (is_last and self._exchange.gradients[_GROUP].is_early):
+        if share + 1 != min(self._mine.stop, run.num_filled):
             return nullcontext()
 
         def take(number: int) -> None:
@@ -198,7 +218,7 @@ class ModelPasses(Passes):
         loss.backward(self._denominator(run, loss))
 
     def _put_loss(self, share: int) -> None:
-        loss, refused = self._losses[share], self._refused.pop(share)
+        loss, refused = self._losses[share], self._refused.pop(share, False)
         self._exchange.write_loss(
             share, loss.total, loss.weight, is_refused=refused, is_guess=loss.is_guess
         )
@@ -292,9 +312,9 @@ class ModelPasses(Passes):
     def infer(self, run: Run, take: Take) -> None:
         actions = lower_forward(self._plan, self._rank, run.num_samples)
         for group in _together(actions, interleaved=self._plan.interleaved):
-            self._run_together(run, _shares_of(group), partial(self._infer_share, run, take))
+            self._run_together(run, _shares_of(group), partial(self._infer_share, take))
 
-    def _infer_share(self, run: Run, take: Take, share: int) -> None:
+    def _infer_share(self, take: Take, run: Run, share: int) -> None:
         self._seed_streams(run, share)
         if self.call.attempt(lambda: take(share, *self._output(run, share))):
             self.call.give_up_format()
@@ -304,20 +324,30 @@ class ModelPasses(Passes):
 
     # --- shared ----------------------------------------------------------------------------------
 
-    def _run_together(self, run: Run, shares: list[int], body: Callable[[int], None]) -> None:
+    def _run_together(self, run: Run, shares: list[int], body: Callable[[Run, int], None]) -> None:
         """Run ``body`` for shares at once: BatchNorm sees the whole batch, buffers change once."""
+        needs_others = self._has_norms and run.num_filled > 1
+        if len(shares) > 1 or needs_others or self._isolates_buffers or self.call.is_redirected:
+            self._interleaver.run([partial(self._run_share, run, shares, body, n) for n in shares])
+            return
+        self._interleaver.current = 0
+        if self._has_linears:
+            with self._linears.applied():
+                body(run, shares[0])
+        else:
+            body(run, shares[0])
 
-        def run_share(share: int) -> None:
-            statistics = self._global_statistics(run, share, is_last=share == shares[-1])
-            with statistics, self._linears.applied(), self.call.applied():
-                if not self._isolates_buffers:
-                    body(share)
-                    return
-                self._buffers.restore(self._left_buffers.get(share, self._first_buffers))
-                body(share)
-                self._left_buffers[share] = self._buffers.keep()
-
-        self._interleaver.run([partial(run_share, share) for share in shares])
+    def _run_share(
+        self, run: Run, shares: list[int], body: Callable[[Run, int], None], share: int
+    ) -> None:
+        statistics = self._global_statistics(run, share, is_last=share == shares[-1])
+        with statistics, self._linears.applied(), self.call.applied():
+            if not self._isolates_buffers:
+                body(run, share)
+                return
+            self._buffers.restore(self._left_buffers.get(share, self._first_buffers))
+            body(run, share)
+            self._left_buffers[share] = self._buffers.keep()
 
     def _global_statistics(
         self, run: Run, share: int, *, is_last: bool, part: float = 1.0

@@ -6,7 +6,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -31,6 +31,7 @@ from lockstep.parallel.data_parallel.staging import moved
 from lockstep.parallel.debug.module_watch import ModuleWatch
 from lockstep.parallel.loss.share_losses import JointLoss, ShareLoss, Sums
 from lockstep.parallel.loss.whole_batch import SharePart, WholeBatch
+from lockstep.parallel.training_step import TrainingStep
 from lockstep.parallel.workload import Workload
 from lockstep.plan.program.rank_program import Action
 
@@ -124,12 +125,15 @@ class Passes(ABC):
         """The program."""
 
     @abstractmethod
-    def run(self, run: Run, actions: Sequence[Action]) -> None:
-        """Run passes of a batch."""
+    def bound(self, actions: Sequence[Action]) -> Callable[[TrainingStep], None]:
+        """What runs these passes in a step; made once for a program."""
 
     def reseed(self, seed: int) -> None:
         """Change the seed of the random streams."""
         self._seed = seed
+
+    has_turns = False
+    """True if ``in_turn`` does something."""
 
     def in_turn(self, turn: int) -> AbstractContextManager[Any]:
         """Entered around the step of one of several train_step functions."""
@@ -148,7 +152,8 @@ class Passes(ABC):
             self._loss.begin(run.batch_size, run.num_filled, is_part=is_part)
         if run.is_training:
             self._exchange.expect(run.num_filled)
-            self._first_buffers = self._buffers.keep()
+            if self._buffers:
+                self._first_buffers = self._buffers.keep()
             self._side_effects.begin(is_divided=run.num_filled > 1)
             self._clear_gradients()
 
@@ -171,7 +176,8 @@ class Passes(ABC):
 
     def restore_buffers(self) -> None:
         """The step is skipped: restore the buffers from its beginning."""
-        self._buffers.restore(self._first_buffers)
+        if self._buffers:
+            self._buffers.restore(self._first_buffers)
 
     def settle_buffers(self) -> None:
         """The step is taken: set the buffers as one pass over the whole batch leaves them."""
@@ -297,6 +303,7 @@ class Passes(ABC):
             parameter.grad = None
 
     def _seed_streams(self, run: Run, share: int) -> None:
+        """Let the share's random numbers follow from its number, and from nothing before it."""
         if self.watch is not None:
             self.watch.begin(share)
         seed_streams(run.seed_of(share, self._seed))
@@ -329,7 +336,7 @@ class Passes(ABC):
                 weight = float(weight)
             else:  # with weight 0 gradients are 0 and unused
                 weight = weight.where(weight > 0, math.inf)
-        return weight / self._rules.scale
+        return weight if self._rules.loss_scale is None else weight / self._rules.scale
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

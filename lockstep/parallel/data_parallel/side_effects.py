@@ -31,6 +31,9 @@ class SideEffects:
         model: this rank's part of the model.
         free: names of buffers that may depend on the samples.
         is_shared: several ranks have the same parameters.
+
+    Attributes:
+        is_due: this step is checked.
     """
 
     def __init__(self, model: nn.Module, free: Collection[str], *, is_shared: bool) -> None:
@@ -42,7 +45,7 @@ class SideEffects:
         # Shortening the rows that a share looks up, only once, does not affect other shares.
         self._free = frozenset() if is_shared else _shortened(model)
         self._num_steps = 0
-        self._is_due = False
+        self.is_due = self._is_compared = False
         self._first: dict[str, float] = {}
         self._marks: dict[str, float] = {}
         self._parameters: dict[str, object] = {}
@@ -51,10 +54,10 @@ class SideEffects:
     def begin(self, *, is_divided: bool) -> None:
         """Begin a training batch, of several shares or of one."""
         self._num_steps += 1
-        is_due = not self._num_steps & (self._num_steps - 1)
-        self._places = self._places_now() if is_due else {}
-        self._is_due = is_divided and is_due
-        if self._is_due:
+        self.is_due = not self._num_steps & (self._num_steps - 1)
+        self._places = self._places_now() if self.is_due else {}
+        self._is_compared = is_divided and self.is_due
+        if self._is_compared:
             self._parameters = self._looks()
             self._first = self._marks_now()
             self._marks = {}
@@ -68,7 +71,7 @@ class SideEffects:
         for name, place in self._places_now().items() if self._places else ():
             if place != self._places.get(name, place):
                 raise _changes_parameter(name, ": it lies in other memory now (module.to, .data)")
-        if self._is_due:
+        if self._is_compared:
             for name, look in self._looks().items():
                 if look != self._parameters.get(name, look):
                     raise _changes_parameter(name)
@@ -82,7 +85,7 @@ class SideEffects:
         Raises:
             ModelError: on all ranks, with the first buffer that differs between shares.
         """
-        if not (self._is_due and self._names):
+        if not (self._is_compared and self._names):
             return
         changed = [name for name, mark in self._marks.items() if mark != self._first[name]]
         if not any(_gathered(board, float(len(changed)))):

@@ -48,6 +48,9 @@ class FunctionAdapter(LossAdapter):
     def __call__(self, output: Tree, batch: Batch) -> ShareLoss:
         if batch.targets is None:
             raise missing_targets()
+        by_class = ClassLoss.recognise(self.loss)
+        if by_class is not None and isinstance(output, torch.Tensor):
+            return self._by_class(by_class, output, batch)
         if self.sees_all or self.is_alone or self.is_certain:
             return self._read(output, batch)
         try:
@@ -79,14 +82,6 @@ class FunctionAdapter(LossAdapter):
         self._is_proven = False
         # Read again for every share: a loss may change between two fits, or in a callback.
         reduction = reduction_of(self.loss)
-        by_class = ClassLoss.recognise(self.loss)
-        if by_class is not None and isinstance(output, torch.Tensor):
-            total, weight = by_class(output, target, sample_weight)
-            if sample_weight is None and by_class.counts:
-                return ShareLoss(
-                    values=(total,), seeds=(1.0,), total=total.detach().double(), weight=weight
-                )
-            return _pair(total, weight)
         if sample_weight is not None and self._takes_weight:
             returned: Any = self.loss(output, target, sample_weight=sample_weight)
             return self._weighted_pair(returned, output)
@@ -100,6 +95,16 @@ class FunctionAdapter(LossAdapter):
         share = read_returned(returned, output, sample_weight, num_samples)
         is_sum = reduction == "sum" and returned.dim() == 0
         return self._sum(returned, num_samples) if is_sum else share
+
+    def _by_class(self, loss: ClassLoss, output: torch.Tensor, batch: Batch) -> ShareLoss:
+        self._is_proven = False
+        total, weight = loss(output, batch.targets, batch.sample_weight)
+        if batch.sample_weight is not None or loss.class_weight is not None:
+            return _pair(total, weight)
+        # The weight is a number of targets: valid, and maybe 0.
+        return ShareLoss(
+            values=(total,), seeds=(1.0,), total=total.detach().double(), weight=weight
+        )
 
     def _watched(
         self, output: Tree, target: Tree, sample_weight: torch.Tensor | None, num_samples: int

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lockstep.capture.seeding import seeded
+from lockstep.capture.seeding import go_backward
 from lockstep.data.batch_dims import TurnedLoss
 from lockstep.data.map_style.sources import Batch
 from lockstep.data.trees import Tree, tensors_of
@@ -110,16 +110,13 @@ class ShareLoss:
         """
         if not (isinstance(denominator, torch.Tensor) or denominator > 0):
             return
-        roots = [
-            (value, seed)
-            for value, seed in zip(self.values, self.seeds, strict=True)
-            if value.requires_grad
-        ]
+        roots, gradients = [], []
+        for value, seed in zip(self.values, self.seeds, strict=True):
+            if value.requires_grad:
+                roots.append(value)
+                gradients.append(_as_gradient(seed / denominator, value))
         if roots:
-            seeded(
-                [value for value, _ in roots],
-                [_as_gradient(seed / denominator, value) for value, seed in roots],
-            ).backward()
+            go_backward(roots, gradients)
 
 
 def _as_gradient(seed: torch.Tensor | float, value: torch.Tensor) -> torch.Tensor:

@@ -55,10 +55,6 @@ def unreduced(loss: Loss) -> Loss:
     return functools.partial(loss, reduction="none")
 
 
-def _attributes(module: nn.Module, *names: str) -> dict[str, Any]:
-    return {name: getattr(module, name) for name in names}
-
-
 @dataclass(frozen=True, kw_only=True)
 class ClassLoss:
     """Cross-entropy or NLL with mean reduction, as the pair (total, weight).
@@ -75,53 +71,56 @@ class ClassLoss:
 
     @classmethod
     def recognise(cls, loss: Loss) -> "ClassLoss | None":
+        if isinstance(loss, nn.Module):
+            return cls._of_module(loss)
+        if isinstance(loss, functools.partial) and loss.args:
+            return None
         inner, options = _options_of(loss)
-        forward = _forward_of(inner) if isinstance(inner, nn.Module) else inner
-        function: Callable[..., torch.Tensor]
-        if forward is nn.CrossEntropyLoss.forward:
-            function = F.cross_entropy
-            options = _attributes(inner, "weight", "ignore_index", "label_smoothing")
-        elif forward is nn.NLLLoss.forward:
-            function = F.nll_loss
-            options = _attributes(inner, "weight", "ignore_index")
-        elif forward in (F.cross_entropy, F.nll_loss):
-            function = inner
-        else:
+        if isinstance(inner, nn.Module):
+            return None if options else cls._of_module(inner)
+        if inner not in (F.cross_entropy, F.nll_loss) or reduction_of(loss) != "mean":
             return None
-        if reduction_of(loss) != "mean" or (isinstance(loss, functools.partial) and loss.args):
-            return None
-        options = {key: value for key, value in options.items() if key != "reduction"}
+        options.pop("reduction", None)
         return cls(
-            function=function,
+            function=inner,
             class_weight=options.get("weight"),
             ignore_index=options.get("ignore_index", -100),
             options=options,
         )
 
-    @property
-    def counts(self) -> bool:
-        """True if the denominator is a number of targets: a valid weight, which may be 0."""
-        return self.class_weight is None
+    @classmethod
+    def _of_module(cls, loss: nn.Module) -> "ClassLoss | None":
+        forward = _forward_of(loss)
+        options: dict[str, Any] = {}
+        function: Callable[..., torch.Tensor]
+        if forward is nn.CrossEntropyLoss.forward:
+            function, options = F.cross_entropy, {"label_smoothing": loss.label_smoothing}
+        elif forward is nn.NLLLoss.forward:
+            function = F.nll_loss
+        else:
+            return None
+        if loss.reduction != "mean":
+            return None
+        weight: Any = loss.weight
+        ignore_index: Any = loss.ignore_index
+        options |= {"weight": weight, "ignore_index": ignore_index}
+        return cls(
+            function=function, class_weight=weight, ignore_index=ignore_index, options=options
+        )
 
     def __call__(
         self, output: torch.Tensor, target: Any, sample_weight: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | int]:
-        options = self._options_for(output)
+        options = self.options
+        if self.class_weight is not None:
+            options = {**options, "weight": self.class_weight.to(output)}
+        weights = class_weights(output, target, self.class_weight, self.ignore_index)
         if sample_weight is None:
             total = self.function(output, target, reduction="sum", **options)
-            return total, self._weights(output, target).sum(dtype=torch.float64)
+            return total, weights.sum(dtype=torch.float64)
         losses = self.function(output, target, reduction="none", **options)
-        weights = self._weights(output, target)
         per_sample = sample_weight.to(losses).reshape(-1, *[1] * (losses.dim() - 1))
         return (losses * per_sample).sum(), (weights * per_sample).sum(dtype=torch.float64)
-
-    def _options_for(self, output: torch.Tensor) -> dict[str, Any]:
-        if self.class_weight is None:
-            return self.options
-        return {**self.options, "weight": self.class_weight.to(output)}
-
-    def _weights(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return class_weights(output, target, self.class_weight, self.ignore_index)
 
 
 def class_weights(

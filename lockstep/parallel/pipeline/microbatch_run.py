@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.capture.instructions import Input, Instruction, Output, run_instruction
-from lockstep.capture.seeding import seeded
+from lockstep.capture.seeding import go_backward
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.parallel.loss.share_losses import ShareLoss
 from lockstep.parallel.pipeline.partition import StagePart
@@ -126,7 +126,7 @@ class MicrobatchRun:
                         roots.append(tensor)
                         gradients.append(gradient)
         if roots:
-            seeded(roots, gradients).backward()
+            go_backward(roots, gradients)
         for leaves in self._leaves.values():
             leaves.complete()
 

@@ -35,6 +35,7 @@ from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.pipeline.microbatch_run import MicrobatchRun
 from lockstep.parallel.pipeline.partition import Partition
 from lockstep.parallel.pipeline.stage_mail import StageMail
+from lockstep.parallel.training_step import TrainingStep
 from lockstep.parallel.workload import Workload
 from lockstep.plan.program.lowering import lower_forward, lower_train
 from lockstep.plan.program.rank_program import (
@@ -118,11 +119,16 @@ class StagePasses(Passes):
         self._apart.clear()
         self._is_settled = not self._uses_whole_batch or run.num_filled == 1
 
-    def run(self, run: Run, actions: Sequence[Action]) -> None:
-        for action in actions:
-            if not (self._is_settled or isinstance(action, Forward)):
-                self._settle(run)
-            _HANDLERS[type(action)](self, run, action)
+    def bound(self, actions: Sequence[Action]) -> Callable[[TrainingStep], None]:
+        (action,) = actions
+        return partial(self._run, _HANDLERS[type(action)], action)
+
+    def _run(
+        self, handler: Callable[[Any, Run, Any], None], action: Action, now: TrainingStep
+    ) -> None:
+        if not (self._is_settled or isinstance(action, Forward)):
+            self._settle(now.batch)
+        handler(self, now.batch, action)
 
     def _forward(self, run: Run, action: Forward) -> None:
         stage, share = action.stage, action.microbatch

@@ -130,7 +130,8 @@ class FitDriver(RestartingDriver):
         if self._schedule is not None:
             self._schedule.end_step(is_update=result.weight > 0 and not result.is_skipped)
             self._publish_options()
-        self._journal.once(partial(self._show_step, index, result))
+        if self._display is not None or self._step_enders:
+            self._journal.once(partial(self._show_step, index, result))
 
     def _show_step(self, index: int, result: StepResult) -> None:
         if self._display is not None:

@@ -14,8 +14,9 @@ from lockstep.data.map_style.sources import Source
 from lockstep.data.order import BatchOrder
 from lockstep.data.records.bad_records import CheckedSource
 from lockstep.launch.health.failure import ending_with
-from lockstep.parallel.batch_run import StepBatch
+from lockstep.parallel.batch_run import Observe, StepBatch
 from lockstep.parallel.data_parallel.forward import modes_of
+from lockstep.parallel.debug.module_watch import Noted
 from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.loss.share_losses import ONE_LOSS, LossParts
 from lockstep.parallel.training_step import StepResult
@@ -32,10 +33,10 @@ from lockstep.train.fit.fit_hooks import FitHooks
 from lockstep.train.fit.position_recorder import PositionRecorder
 from lockstep.train.fit.snapshots import Snapshots
 from lockstep.train.fit.tasks import (
-    DataPass,
     Evaluation,
     MeansOfSamples,
     Task,
+    Validation,
     evaluate,
     joined_results,
 )
@@ -76,6 +77,7 @@ class _FitRun:
         source: the training data, read ahead.
         tracer: traces the steps that are due.
         recorder: records the positions at which states are taken.
+        observe: gets every share's outputs; None without metrics.
         num_epochs: epochs begun.
         num_steps: steps made.
     """
@@ -84,27 +86,9 @@ class _FitRun:
     source: Source | SharedStream
     tracer: StepTracer
     recorder: PositionRecorder
+    observe: Observe | None
     num_epochs: int = 0
     num_steps: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Validation:
-    """The evaluation after epochs.
-
-    Attributes:
-        data: what it is made on.
-        metrics: its own; None for those of training.
-        epochs: those that end with it; None for all.
-    """
-
-    data: DataPass
-    metrics: Metrics | None = None
-    epochs: tuple[int, ...] | None = None
-
-    def is_after(self, epoch: int) -> bool:
-        """True if the epoch ends with it."""
-        return self.epochs is None or epoch in self.epochs
 
 
 @dataclass(kw_only=True)
@@ -165,7 +149,13 @@ class FitTask(Task):
         tracer = StepTracer(self.traced)
         resume = None
         driver.hold_interrupts()
-        run = _FitRun(rank_sync=rank_sync, source=self.source, tracer=tracer, recorder=recorder)
+        run = _FitRun(
+            rank_sync=rank_sync,
+            source=self.source,
+            tracer=tracer,
+            recorder=recorder,
+            observe=self.metrics.update if self.metrics else None,
+        )
         with (
             ending_with(tracer.close),
             modes_of(worker.model, training=True),
@@ -233,9 +223,11 @@ class FitTask(Task):
                 if stops and self.stops_before_steps:
                     break
             results.append(self._make_step(run, batch, bad_records))
-            results[-2:-1] = [result.settled() for result in results[-2:-1]]  # a step later
+            if len(results) > 1:  # a device has computed it by now
+                results[-2] = results[-2].settled()
             run.num_epochs = epoch + 1
-            reports.end_batch(partial(self._report, rank_sync, results))
+            if reports.are_wanted:
+                reports.end_batch(partial(self._report, rank_sync, results))
             if self.hooks.state:
                 position = FitPosition(epoch, True, batch=index + 1, num_steps=run.num_steps)
                 run.recorder.end_step(position, results)
@@ -259,29 +251,40 @@ class FitTask(Task):
     def _make_step(
         self, run: _FitRun, given: GlobalBatch, bad_records: BadRecordFilter | None
     ) -> StepResult:
-        """One step on a batch, its trace and its Snapshot."""
-        rank_sync, tracer = run.rank_sync, run.tracer
+        """One step on a batch, and its Snapshot."""
+        rank_sync = run.rank_sync
         worker, (batch, indices) = rank_sync.worker, given
-        step, num_taken = self.first_step + run.num_steps, len(indices)
-        observe = self.metrics.update if self.metrics else None
+        step, num_taken = self.first_step + run.num_steps, indices.shape[0]
         if bad_records is not None:
             num_turns = max(len(self.turns.names), 1)
             batch, indices = bad_records.filtered(batch, indices, step, num_turns)
-        snapshots = self.snapshots or Snapshots()
-        with tracer.step(step), snapshots.noting(worker, step) as noted:
-            result = self._train_step(rank_sync, StepBatch(batch, indices, step, observe))
-        if worker.local_steps is None:  # else at the epoch's end
+        now = StepBatch(batch, indices, step, run.observe)
+        noted: Noted = {}
+        if self.snapshots is None and self.traced is None:
+            result = self._train_step(rank_sync, now)
+        else:
+            result, noted = self._watch_step(run, now)
+        if run.observe is not None and worker.local_steps is None:  # else at the epoch's end
             self.metrics.settle(rank_sync.control)
-        if num_taken > len(indices):
-            result = replace(result, num_bad=num_taken - len(indices))
+        num_samples = indices.shape[0]
+        if num_taken > num_samples:
+            result = replace(result, num_bad=num_taken - num_samples)
         run.num_steps += 1
-        if tracer.is_due(step + 1):
-            rank_sync.show_traces(tracer)
-        if worker.leaves_a_rank_idle(len(indices)):
+        if worker.leaves_a_rank_idle(num_samples):
             rank_sync.share_buffers()
         if self.snapshots is not None:
             self.snapshots.take(rank_sync, step, result, noted)
         return result
+
+    def _watch_step(self, run: _FitRun, now: StepBatch) -> tuple[StepResult, Noted]:
+        """The step with its trace, and what modules have computed in it."""
+        rank_sync, tracer = run.rank_sync, run.tracer
+        snapshots = self.snapshots or Snapshots()
+        with tracer.step(now.step), snapshots.noting(rank_sync.worker, now.step) as noted:
+            result = self._train_step(rank_sync, now)
+        if tracer.is_due(now.step + 1):
+            rank_sync.show_traces(tracer)
+        return result, noted
 
     def _end_step(
         self, rank_sync: RankSync, index: int, result: StepResult, begun: FitPosition
@@ -289,7 +292,7 @@ class FitTask(Task):
         """Let callbacks end a step; returns True to stop."""
         end_step = partial(rank_sync.driver.end_step, index, result)
         if not self.hooks.step_end:
-            if index >= begun.num_ended:
+            if index >= begun.num_ended and rank_sync.control.rank == 0:
                 rank_sync.act(end_step)
             rank_sync.act(rank_sync.driver.take_copies)
             rank_sync.check_halt()

@@ -24,9 +24,9 @@ from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.fault_tolerance.lost_hosts import fit_with_restarts
 from lockstep.train.fit.fit_hooks import FitHooks
 from lockstep.train.fit.fit_request import FitData, FitRequest
-from lockstep.train.fit.fit_task import FitTask, Validation
+from lockstep.train.fit.fit_task import FitTask
 from lockstep.train.fit.snapshots import Snapshots
-from lockstep.train.fit.tasks import DataPass
+from lockstep.train.fit.tasks import DataPass, Validation
 from lockstep.train.fit.training_run import run_training
 from lockstep.train.history import History
 from lockstep.train.input.bad_record_filter import skipping

@@ -120,6 +120,25 @@ class DataPass:
                     rank_sync.pause_validation(index)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """The evaluation after epochs.
+
+    Attributes:
+        data: what it is made on.
+        metrics: its own; None for those of training.
+        epochs: those that end with it; None for all.
+    """
+
+    data: DataPass
+    metrics: Metrics | None = None
+    epochs: tuple[int, ...] | None = None
+
+    def is_after(self, epoch: int) -> bool:
+        """True if the epoch ends with it."""
+        return self.epochs is None or epoch in self.epochs
+
+
 class Evaluation(ABC):
     """How batches are evaluated, and their losses so far."""
 

@@ -3,7 +3,6 @@
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -38,20 +37,18 @@ class InputClock:
         self._longest = 0.0  # single wait
         self._waits: list[float] = []  # since the last step
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the block as waiting for data."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._waits.append(time.perf_counter() - began)
+    def note_wait(self, began: float) -> None:
+        """Count the time since ``began``, of ``time.perf_counter``, as waiting for data."""
+        self._waits.append(time.perf_counter() - began)
 
     def awaited(self, items: Iterator[_T]) -> Iterator[_T]:
         """The items of an iterator; count the time until each one as waiting for data."""
         while True:
-            with self.waiting():
+            began = time.perf_counter()
+            try:
                 item = next(items, None)
+            finally:
+                self.note_wait(began)
             if item is None:
                 return
             yield item
@@ -59,9 +56,10 @@ class InputClock:
     def end_step(self) -> None:
         """A step has ended; waits after the last step do not count."""
         self._seconds = time.perf_counter() - self._began
-        self._waited += sum(self._waits)
-        self._longest = max(self._longest, *self._waits, 0.0)
-        self._waits.clear()
+        if self._waits:
+            self._waited += sum(self._waits)
+            self._longest = max(self._longest, *self._waits)
+            self._waits.clear()
 
     @property
     def share(self) -> float:
@@ -104,5 +102,8 @@ class ClockedSource(Source):
         return len(self._source)
 
     def read(self, indices: torch.Tensor, dtype: torch.dtype | None) -> Batch:
-        with self._clock.waiting():
+        began = time.perf_counter()
+        try:
             return self._source.read(indices, dtype)
+        finally:
+            self._clock.note_wait(began)

@@ -27,6 +27,9 @@ class Reports:
         times: after which batches.
         seconds: from one report to the next, if they are "timed"; equal on all ranks, 0 is never,
             None as often as a bar is drawn.
+
+    Attributes:
+        are_wanted: there are any.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Reports:
         self._seconds = 0.0
         if times == "timed":
             self._seconds = _SECONDS if seconds is None else seconds
+        self.are_wanted = self._is_each or bool(self._seconds)
         self._made, self._next = 0, 1
         self._began = time.perf_counter()
 

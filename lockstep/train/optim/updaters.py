@@ -34,6 +34,7 @@ from lockstep.parallel.update import (
     assemble_slots,
 )
 from lockstep.train.checkpointing.training_state import TrainingState
+from lockstep.train.optim.fused_step import fastest_form, step_adam
 from lockstep.train.optim.optimizer_state import optimizer_parts, option_values, set_optimizer
 from lockstep.train.runtime.shared_options import SharedOptions, options_spec
 
@@ -203,8 +204,11 @@ class TorchUpdater(Updater):
         if self._active is not self.optimizer:
             if self._shared_options is not None:
                 self._shared_options.read_into(self._active.param_groups)
-            with temporary_memory() if self._unstored else nullcontext():
-                _step_plainly(self._active)
+            memory = temporary_memory() if self._unstored else nullcontext()
+            with memory:
+                if not step_adam(self._active):
+                    with fastest_form(self._active):
+                        _step_plainly(self._active)
                 self._store_new_slots()
             vars(self.optimizer)["_opt_called"] = True  # torch's schedulers check it
         elif self._pieces:
@@ -239,10 +243,13 @@ class TorchUpdater(Updater):
         whole = [(self.parameters[bound.name], bound.tensor) for bound in self._pieces]
         for parameter, tensor in whole:
             parameter.grad = tensor.grad
-        if self.is_known and _has_plain_step(self.optimizer):
-            _step_plainly(self.optimizer)
-        else:
-            self.optimizer.step()
+        is_plain = self.is_known and _has_plain_step(self.optimizer)
+        if not (is_plain and step_adam(self.optimizer)):
+            with fastest_form(self.optimizer):
+                if is_plain:
+                    _step_plainly(self.optimizer)
+                else:
+                    self.optimizer.step()
         for parameter, tensor in whole:
             if parameter is not tensor:
                 parameter.grad = None
