@@ -67,7 +67,8 @@ class Trainer(StateMethods):
             for ``fit`` and ``evaluate``.
         optimizer: a torch optimizer over ``model.parameters()``, or a class or function that makes
             one from them, or the name of one of torch's, with its default options: "adam". Needed
-            for ``fit``.
+            for ``fit``. On CPUs, Adam, AdamW and Adagrad step in torch's fused form, unless they
+            name a form (``fused=False``, ``foreach=True``).
         metrics: torchmetrics metrics by name; or names, such as ``["accuracy"]``, whose meaning
             follows from the loss.
         strategy: where and how to train; None is the strategy of the enclosing ``scope()``, else

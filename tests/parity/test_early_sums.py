@@ -203,21 +203,6 @@ def test_the_guard_sees_it(ask: Any) -> None:
         ask(torch.ones(()))
 
 
-def test_a_step_asks_no_tensor_for_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses and norms stay tensors until all ranks have met, and lie on the host then."""
-    step, num_guarded = Worker.train_step, 0
-
-    def train_step(self: Worker, *args: Any) -> Any:
-        nonlocal num_guarded
-        num_guarded += 1
-        with guarded():
-            return step(self, *args)
-
-    monkeypatch.setattr(Worker, "train_step", train_step)
-    trained(perceptron(), GLOO(2))
-    assert num_guarded == 6
-
-
 class _Copied:
     """Stands in for ``torch.Event``: a copy that takes a while."""
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from lockstep.accelerators import fetched
+from lockstep import accelerators
 from lockstep.comm.shared_memory.status_board import StatusBoard, look_around_of
 from lockstep.errors import NonFiniteGradientError
 from lockstep.parallel.update import BoundPiece
@@ -108,7 +108,6 @@ class GradientJudge:
         self._counted = [one for one in self.pieces if one.name not in self.counted_elsewhere]
         self._needs_norm = self.rules.needs_norm
         self._clips = self.rules.clip_norm is not None or self.rules.clip_value is not None
-        self._is_on_device = any(one.tensor.device.type != "cpu" for one in self.pieces)
 
     @cached_property
     def _places(self) -> Mapping[str, int]:
@@ -155,12 +154,12 @@ class GradientJudge:
             used.append(gradient)
         norms = torch._foreach_norm(used) if used else ()
         found: torch.Tensor | list[float]
-        if norms and self._is_on_device:
+        if norms and accelerators.computes(norms[0]):
             found = self._fetched(torch.stack(norms).sum(dtype=torch.float64)[None])
         else:
             found = [sum(map(float, norms))]
         if self.board is None:
-            return math.isfinite(found[0])
+            return math.isfinite(found.numpy()[0] if isinstance(found, torch.Tensor) else found[0])
         gathered = self.board.all_gather(found)
         are_finite = math.isfinite(sum(number for (number,) in gathered))
         if not are_finite:
@@ -168,7 +167,7 @@ class GradientJudge:
         return are_finite
 
     def _fetched(self, numbers: torch.Tensor) -> torch.Tensor:
-        return fetched(numbers, look_around_of(self.board))
+        return accelerators.fetched(numbers, look_around_of(self.board))
 
     def _overflows(self, is_finite: bool) -> bool:
         """True if the loss scale was too large: the step is skipped, and the scale falls."""

@@ -1,0 +1,131 @@
+"""The form in which torch's own optimizers step: fused on CPUs, unless the user named one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from lockstep.train.optim.fused_step import fastest_form, step_adam
+
+Parameters = list[nn.Parameter]
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> Parameters:
+    """One contiguous, one in another order, one that is first used in a later step."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = (5, 40), (3, 4, 6, 6), (7,)
+    values = [torch.randn(size, generator=generator, dtype=dtype) for size in sizes]
+    values[1] = values[1].to(memory_format=torch.channels_last)
+    return [nn.Parameter(value) for value in values]
+
+
+def set_gradients(own: Parameters, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for number, one in enumerate(own):
+        values = torch.randn(one.shape, generator=generator, dtype=one.dtype)
+        is_used = number < 2 or step > 1
+        one.grad = torch.empty_like(one).copy_(values).detach() if is_used else None
+
+
+def trained(
+    make: Callable[[Parameters], optim.Optimizer], step: Callable[[optim.Optimizer], None]
+) -> tuple[Parameters, optim.Optimizer]:
+    own = parameters()
+    optimizer = make(own)
+    for number in range(4):
+        set_gradients(own, number)
+        step(optimizer)
+    return own, optimizer
+
+
+def step_itself(optimizer: optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def step_fast(optimizer: optim.Optimizer) -> None:
+    if not step_adam(optimizer):
+        with fastest_form(optimizer):
+            optimizer.step()
+
+
+OPTIONS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
+    (optim.Adam, {}),
+    (optim.Adam, {"amsgrad": True, "weight_decay": 0.1, "betas": (0.8, 0.9), "eps": 1e-3}),
+    (optim.Adam, {"maximize": True, "lr": 1}),
+    (optim.AdamW, {"weight_decay": 0.3}),
+    (optim.AdamW, {"amsgrad": True}),
+    (optim.Adagrad, {"lr_decay": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIONS)
+def test_it_is_torchs_fused_form_bit_by_bit(
+    kind: type[optim.Optimizer], options: dict[str, Any]
+) -> None:
+    makers: Any = kind
+    own, optimizer = trained(lambda given: makers(given, **options), step_fast)
+    theirs, reference = trained(lambda given: makers(given, fused=True, **options), step_itself)
+    assert all(map(torch.equal, own, theirs))
+    for mine, other in zip(own, theirs, strict=True):
+        slots, wanted = optimizer.state[mine], reference.state[other]
+        assert slots.keys() == wanted.keys()
+        assert all(torch.equal(slots[name], wanted[name]) for name in slots)
+    assert [group["fused"] for group in optimizer.param_groups] == [None]
+
+
+@pytest.mark.parametrize("form", ["fused", "foreach"])
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW, optim.Adagrad])
+def test_a_form_that_the_user_names_is_kept(kind: type[optim.Optimizer], form: str) -> None:
+    makers: Any = kind
+    own, _ = trained(lambda given: makers(given, **{form: False}), step_fast)
+    theirs, _ = trained(lambda given: makers(given, **{form: False}), step_itself)
+    fused, _ = trained(lambda given: makers(given, fused=True), step_itself)
+    assert all(map(torch.equal, own, theirs))
+    assert not all(map(torch.equal, own, fused))
+
+
+def _is_plain(optimizer: optim.Optimizer) -> bool:
+    with fastest_form(optimizer):
+        return not step_adam(optimizer) and not optimizer.param_groups[0]["fused"]
+
+
+def test_what_the_kernel_does_not_support_is_stepped_plainly() -> None:
+    """It reads memory in order: with strides that differ it would mix up elements."""
+    own = parameters()
+    set_gradients(own, 5)
+    assert not _is_plain(optim.Adam(own)), "else the rest shows nothing"
+    turned = nn.Parameter(torch.randn(4, 6))
+    turned.grad = torch.randn(6, 4).t()
+    with_holes = nn.Parameter(torch.randn(4, 6)[:, ::2])
+    with_holes.grad = torch.randn(4, 6)[:, ::2]
+    half = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
+    half.grad = torch.ones_like(half)
+    mixed = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.float64))]
+    for one in mixed:
+        one.grad = torch.ones_like(one)
+    sparse = nn.Parameter(torch.randn(5, 2))
+    sparse.grad = torch.ones(5, 2).to_sparse(1)
+    assert _is_plain(optim.Adam([turned]))
+    assert _is_plain(optim.Adam([with_holes]))
+    assert _is_plain(optim.Adam([half]))
+    assert _is_plain(optim.AdamW(mixed))
+    assert _is_plain(optim.Adagrad([sparse]))
+    assert _is_plain(optim.Adam(own, lr=torch.tensor(0.1)))
+    assert _is_plain(optim.Adam(own, differentiable=True))
+    assert _is_plain(optim.SGD(own, momentum=0.9))
+
+
+def test_the_form_is_given_back_after_an_error() -> None:
+    own = parameters()
+    set_gradients(own, 5)
+    optimizer = optim.Adam(own)
+
+    def fail() -> None:
+        assert optimizer.param_groups[0]["fused"]
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), fastest_form(optimizer):
+        fail()
+    assert optimizer.param_groups[0]["fused"] is None
