@@ -7,6 +7,7 @@ every group of parameters; and room for the mail between stages. One rank alone 
 On several hosts each has a region of its own (``comm.collectives.host_exchange``).
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from lockstep.comm.shared_memory.status_board import StatusBoard, look_around_of
 from lockstep.comm.transport import Transport
 from lockstep.comm.transports.process_group import ProcessGroups
 from lockstep.errors import ModelError
+
+_TINY = 1e-300
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,17 @@ class Exchange:
         device: in whose memory gradients lie; None for memory that ranks share.
 
     Attributes:
+        bounds_gradients: compute ``gradient_bound``.
+        gradient_bound: as of ``collect``, at least the norm of the sum of all ranks' gradients;
+            infinite if it is unknown, NaN if a gradient has one.
         rank: this rank.
         gradients: of the groups that this rank holds, by number.
         ranks_here: those of this host.
         residuals: see above.
     """
+
+    bounds_gradients = False
+    gradient_bound = math.inf
 
     def __init__(
         self,
@@ -99,7 +108,7 @@ class Exchange:
         lines = self._tensor(losses, torch.float64, (shares, 4))
         self._losses, self._late_losses = lines.numpy(), LateLosses(lines)
         self._own_shares = spec.shares_of([rank])
-        self._used = self._tensor(used, torch.int64, (spec.num_ranks,)).numpy()
+        self._bounds = self._tensor(used, torch.float64, (spec.num_ranks,)).numpy()
         self._rows = self._tensor(rows, torch.float64, (2, shares, spec.row_capacity))
         self._gradient_rows = {
             number: self._open_rows(group, offset)
@@ -247,7 +256,7 @@ class Exchange:
             num_filled: of the shares.
             needs_totals: before the update; otherwise a rank alone may get them late.
         """
-        self._used[self.rank] = self._is_used
+        self._bounds[self.rank] = self._own_bound() if self._is_used else 0.0
         groups = [
             (gradients, self._spec.groups[number].num_filled_rows(num_filled))
             for number, gradients in self.gradients.items()
@@ -262,6 +271,7 @@ class Exchange:
         self._meet()
         for gradients, num_rows in groups:
             gradients.collect(num_rows)
+        self.gradient_bound = math.fsum(self._bounds.tolist())
         totals, weights, refused, guessed = self._losses[:num_filled].T.tolist()
         return ShareTotals(totals, weights, any(refused), any(guessed), late)
 
@@ -271,7 +281,16 @@ class Exchange:
 
     def is_any_used(self) -> bool:
         """Whether any rank has a gradient of any parameter, as ``collect`` has found."""
-        return any(self._used.tolist())
+        return any(self._bounds.tolist())
+
+    def _own_bound(self) -> float:
+        """A bound of this rank's gradients, not 0."""
+        if not self.bounds_gradients:
+            return math.inf
+        bound = 0.0
+        for gradients in self.gradients.values():
+            bound += gradients.bound()
+        return bound or _TINY
 
     # --- waiting ---------------------------------------------------------------------------------
 

@@ -62,6 +62,9 @@ class UpdateWorker:
         if self.board is not None and not self._changes_weights:
             self.board.own_nothing()
         self._rules = rules
+        needs_bound = rules.needs_norm and rules.clip_norm is None
+        exchange.bounds_gradients = needs_bound and bool(groups)
+        self._factor = 1.0  # of the sum of the gradients
         blocks = [sizes for group in groups for sizes in group.blocks]
         self._judge = GradientJudge(rules, bound, blocks, names, self.board, counted_elsewhere)
 
@@ -135,6 +138,7 @@ class UpdateWorker:
 
     def _sum_gradients(self, factor: float, *, is_void: bool = False) -> None:
         """Sum the gradients of all shares for this rank's pieces, and multiply them by a factor."""
+        self._factor = factor
         for group, pieces in zip(self._groups, self._pieces, strict=True):
             exchanged = self.exchange.gradients[group.number]
             exchanged.factor = factor
@@ -148,7 +152,7 @@ class UpdateWorker:
     def _step(self, step: int) -> bool:
         """Update the pieces, and bring them to the other domains; False to skip the step."""
         assert self.updater is not None
-        if not self._judge.settle(step):
+        if not self._judge.settle(step, abs(self._factor) * self.exchange.gradient_bound):
             return False
         board = self.board if self._changes_weights else None
         with nullcontext() if board is None else board.updating(step):

@@ -13,12 +13,14 @@ sum of the pieces that it updates (reduce-scatter), and the updated pieces are b
 - ``CompressedSums`` (``comm.compression.compressed_sums``): the sums are compressed, and not exact.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from lockstep import accelerators
 from lockstep.plan.layout import Extent, Piece, flat_offsets
 from lockstep.plan.program.sum_tree import additions
 
@@ -87,6 +89,14 @@ class GroupGradients(ABC):
             inputs: shape (n, ins).
             output_gradients: shape (n, outs).
         """
+
+    def bound(self) -> float:
+        """At least the norm of all that this rank has put, each row by itself; infinite if unknown.
+
+        By the triangle inequality no element of the sum over all ranks is larger than the sum of
+        their bounds.
+        """
+        return math.inf
 
     def expect(self, num_rows: int) -> None:
         """A step begins in which the first ``num_rows`` rows will be filled."""
@@ -168,6 +178,9 @@ class OwnGradients(GroupGradients):
     ) -> None:
         raise NotImplementedError("one rank alone keeps the gradients that autograd makes")
 
+    def bound(self) -> float:
+        return sum(norms_on_host([one for one in self._gradients if one is not None]))
+
     def collect(self, num_rows: int) -> None:
         return
 
@@ -176,6 +189,20 @@ class OwnGradients(GroupGradients):
 
     def summed(self, parameter: int) -> torch.Tensor | None:
         return self._gradients[parameter]
+
+
+# A norm below 1e37 says that elements of these dtypes, and their sum, are finite.
+_BOUND_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def norms_on_host(tensors: list[torch.Tensor]) -> list[float]:
+    """The norms of tensors of one device; infinite if they are not plain ones in host memory."""
+    is_known = not (tensors and accelerators.computes(tensors[0]))
+    for one in tensors:
+        is_known &= one.dtype in _BOUND_DTYPES and not (one.is_sparse or one.requires_grad)
+    if not (tensors and is_known):
+        return [math.inf] * len(tensors)
+    return list(map(float, torch._foreach_norm(tensors)))
 
 
 def added(sums: list[torch.Tensor | None], gradients: Gradients) -> list[torch.Tensor | None]:

@@ -83,7 +83,7 @@ class HostExchange(Exchange):
         ranks = self._hosts[host]
         lines: list[_Lines] = [
             (self._losses, self._spec.shares_of(ranks)),
-            (self._used, ranks),
+            (self._bounds, ranks),
         ]
         if host == 0:
             lines += [(one, range(len(one))) for one in map(_as_lines, self._mirrored)]

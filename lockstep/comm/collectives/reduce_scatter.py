@@ -121,6 +121,9 @@ class ReduceScatter(GroupGradients):
     ) -> None:
         self._rows.write_product(row, parameter, inputs, output_gradients)
 
+    def bound(self) -> float:
+        return self._rows.bound()
+
     def places(self, row: int) -> Sequence[torch.Tensor] | None:
         return self._rows.places(row)
 

@@ -19,9 +19,9 @@ has one number everywhere. The table and the factors of other hosts' shares are 
 (``comm.collectives.host_exchange``); their gradients never are, and have no memory.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,13 +30,14 @@ from lockstep.comm.collectives.gradient_spec import GradientSpec
 from lockstep.comm.collectives.gradients import (
     Gradients,
     GroupGradients,
-    Levels,
     add_levels,
     add_up,
     cut_piece,
     levels_of,
+    norms_on_host,
     views_in,
 )
+from lockstep.comm.collectives.prepared_sums import PreparedSums
 from lockstep.comm.collectives.products import multiply
 from lockstep.comm.collectives.shm_gradient_memory import GradientMemory
 from lockstep.comm.collectives.shm_touched_rows import TouchedRows, sum_of_rows
@@ -58,22 +59,6 @@ class _Own:
 
 
 _UNUSED = _Own()
-
-
-class _Reduction(NamedTuple):
-    """What a rank does to sum its pieces, as long as rows publish the same kinds of gradients.
-
-    Attributes:
-        targets: where the sums are placed; None for parameters that no row has used.
-        levels: the additions of rows.
-        products: pieces to which products of factors are added, and whether rows are there, too.
-        sparse: numbers of the pieces whose sums are rows.
-    """
-
-    targets: list[torch.Tensor | None]
-    levels: Levels
-    products: list[tuple[Piece, torch.Tensor, bool]]
-    sparse: list[int]
 
 
 class SharedGradientBuffer(GroupGradients):
@@ -114,7 +99,7 @@ class SharedGradientBuffer(GroupGradients):
         self._own: dict[tuple[int, int], _Own] = {}
         self._found: list[list[tuple[int, int, int]]] = []
         self._pattern: object = None  # the contents of the table behind ``_found``
-        self._reduction: tuple[Sequence[Piece], _Reduction] | None = None
+        self._prepared: tuple[Sequence[Piece], PreparedSums] | None = None
         self._published: dict[int, list[tuple[int, int]]] = {}  # this rank's rows of the table
         self._factors_of_rows: Sequence[float] | None = None
 
@@ -175,6 +160,21 @@ class SharedGradientBuffer(GroupGradients):
     def places(self, row: int) -> Sequence[torch.Tensor] | None:
         return self._rows[row]
 
+    def bound(self) -> float:
+        formed: list[torch.Tensor] = []
+        factors: list[torch.Tensor] = []
+        for (row, parameter), own in self._own.items():
+            if own.kind == _GRADIENT:
+                formed.append(self._rows[row][parameter])
+            elif own.kind in _PRODUCTS:
+                factors += self._factors(row, parameter, own.kind, own.num_rows)
+            elif own.kind == _ROWS:
+                return math.inf
+        bound, norms = sum(norms_on_host(formed)), norms_on_host(factors)
+        for inputs, gradients in zip(norms[::2], norms[1::2], strict=True):
+            bound += inputs * gradients
+        return bound
+
     def _own_of(self, share: int, parameter: int) -> _Own:
         own = self._own.get((share, parameter))
         return self._own.setdefault((share, parameter), _Own()) if own is None else own
@@ -204,7 +204,7 @@ class SharedGradientBuffer(GroupGradients):
         pattern = columns.tobytes()
         if pattern == self._pattern:
             return
-        self._pattern, self._reduction = pattern, None
+        self._pattern, self._prepared = pattern, None
         table = columns.tolist()
         self._found = [
             [
@@ -223,25 +223,25 @@ class SharedGradientBuffer(GroupGradients):
         self._factors_of_rows = factors
 
     def reduce_scatter(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
-        if self._reduction is None or self._reduction[0] is not pieces:
-            self._reduction = pieces, self._reduction_of(pieces)
-        reduction = self._reduction[1]
-        results = list(reduction.targets)
-        for number in reduction.sparse:
+        if self._prepared is None or self._prepared[0] is not pieces:
+            self._prepared = pieces, self._prepared_sums(pieces)
+        prepared = self._prepared[1]
+        results = list(prepared.targets)
+        for number in prepared.sparse:
             results[number] = self._sum_touched(pieces[number])
         self._weigh_rows(pieces)
-        add_levels(reduction.levels)
-        for piece, target, adds in reduction.products:
+        add_levels(prepared.levels)
+        for piece, target, adds in prepared.products:
             self._add_product(target, piece, adds=adds)
         return results
 
-    def _reduction_of(self, pieces: Sequence[Piece]) -> _Reduction:
+    def _prepared_sums(self, pieces: Sequence[Piece]) -> PreparedSums:
         is_sparse = [self._spec.is_sparse(piece.parameter) for piece in pieces]
         targets = [
             self.target(piece) if self._found[piece.parameter] and not sparse else None
             for piece, sparse in zip(pieces, is_sparse, strict=True)
         ]
-        return _Reduction(
+        return PreparedSums(
             targets=targets,
             levels=levels_of(self._rows_to_sum(pieces)),
             products=self._products_to_add(pieces, targets),

@@ -9,6 +9,7 @@ One rank of a domain exchanges a tensor, with the rank of the same place in each
 writes the result into the row that all ranks of the domain read.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,9 @@ class CompressedSums(ReduceScatter):
         residuals: of this domain, by the number of the parameter; changed by ``commit``.
         options: see ``ReduceScatter``.
     """
+
+    def bound(self) -> float:
+        return math.inf  # residuals are added
 
     def __init__(
         self,

@@ -31,6 +31,9 @@ _STEPS_UNTIL_GROWTH = 2000
 _TERMS = 3
 _NOTHING_BAD = -1.0
 
+# Sums of gradients with a smaller norm are finite in every dtype of parameters.
+_SAFE_BOUND = 1e37
+
 
 @dataclass
 class LossScale:
@@ -113,8 +116,12 @@ class GradientJudge:
     def _places(self) -> Mapping[str, int]:
         return {name: place for place, name in enumerate(self.names)}
 
-    def settle(self, step: int) -> bool:
+    def settle(self, step: int, bound: float) -> bool:
         """Clip the gradients of the pieces; every rank calls it after the sum.
+
+        Args:
+            step: the number of the step.
+            bound: at least the norm of all ranks' gradients; infinite or NaN if it is unknown.
 
         Returns:
             True to take the step, False to skip it.
@@ -127,7 +134,8 @@ class GradientJudge:
                 self._clip(math.inf)
             return True
         norm, bad = 0.0, _NOTHING_BAD
-        if self.rules.clip_norm is not None or not self._are_finite():
+        is_known = bound < _SAFE_BOUND  # by all ranks alike, which need not meet for a verdict
+        if self.rules.clip_norm is not None or not (is_known or self._are_finite()):
             norm, bad = self._norm()
         is_finite = math.isfinite(norm)
         if self.rules.loss_scale is not None and self._overflows(is_finite):
