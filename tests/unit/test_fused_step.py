@@ -117,6 +117,22 @@ def test_what_the_kernel_does_not_support_is_stepped_plainly() -> None:
     assert _is_plain(optim.SGD(own, momentum=0.9))
 
 
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW, optim.Adagrad])
+def test_slots_in_another_order_than_their_parameter_are_stepped_plainly(
+    kind: type[optim.Optimizer],
+) -> None:
+    """As after a model was converted to channels-last, with its optimizer's state made before."""
+    makers: Any = kind
+    own = parameters()
+    optimizer = makers(own)
+    set_gradients(own, 5)
+    step_fast(optimizer)
+    assert not _is_plain(optimizer), "else the rest shows nothing"
+    own[1].data = own[1].detach().contiguous()
+    set_gradients(own, 6)
+    assert _is_plain(optimizer)
+
+
 def test_the_form_is_given_back_after_an_error() -> None:
     own = parameters()
     set_gradients(own, 5)

@@ -23,7 +23,7 @@ def fastest_form(optimizer: optim.Optimizer) -> Iterator[None]:
     groups = [
         group
         for group in (optimizer.param_groups if type(optimizer) in _KINDS else ())
-        if group["fused"] is None and _is_fused(group)
+        if group["fused"] is None and _is_fused(group, optimizer.state)
     ]
     for group in groups:
         group["fused"] = True
@@ -44,7 +44,7 @@ def step_adam(optimizer: optim.Optimizer) -> bool:
         return False
     state, calls = optimizer.state, []
     for group in optimizer.param_groups:
-        if not _is_fused(group):
+        if not _is_fused(group, state):
             return False
         tensors: tuple[list[torch.Tensor], ...] = ([], [], [], [], [], [])
         used, gradients, means, squares, largest, steps = tensors
@@ -83,7 +83,7 @@ def step_adam(optimizer: optim.Optimizer) -> bool:
     return True
 
 
-def _is_fused(group: Mapping[str, Any]) -> bool:
+def _is_fused(group: Mapping[str, Any], state: Mapping[torch.Tensor, Any]) -> bool:
     """True if the user chose the fused form or none, and its kernel supports the group."""
     is_chosen = group["fused"] or (group["fused"] is None and group["foreach"] is None)
     if not is_chosen or group["differentiable"] or group.get("capturable"):
@@ -97,12 +97,17 @@ def _is_fused(group: Mapping[str, Any]) -> bool:
         if gradient is None:
             continue
         dtype = dtype or parameter.dtype
-        is_fit = parameter.is_cpu and dtype in _DTYPES and gradient.layout == torch.strided
-        if not (is_fit and parameter.dtype == gradient.dtype == dtype):
+        if not parameter.is_cpu or dtype not in _DTYPES or parameter.dtype != dtype:
             return False
         # The kernel reads memory in order, and ignores strides.
-        if not (gradient.is_contiguous() and parameter.is_contiguous()):
-            own = torch.empty_like(parameter).stride()  # another if there are holes
-            if not parameter.stride() == gradient.stride() == own:
+        is_contiguous = parameter.is_contiguous()
+        if not is_contiguous and parameter.stride() != torch.empty_like(parameter).stride():
+            return False  # there are holes
+        slots = [one for name, one in state.get(parameter, {}).items() if name != "step"]
+        for one in (gradient, *slots):
+            if one.layout != torch.strided or one.dtype != dtype:
+                return False
+            is_alike = is_contiguous and one.is_contiguous()
+            if not (is_alike or one.stride() == parameter.stride()):
                 return False
     return True
