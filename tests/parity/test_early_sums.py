@@ -229,7 +229,7 @@ class _DeviceGuard(_Guard):
     def __init__(self, worker: Worker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         exchange = worker.exchange
-        self._lines = [exchange._late_losses._lines]
+        self._lines = [torch.from_numpy(exchange._late_losses._lines)]
         self._lines += [] if exchange.board is None else [exchange.board._own_numbers]
         self.on_host: list[Tensor] = []
 
@@ -273,7 +273,7 @@ def test_the_guard_sees_a_copy_to_the_board(monkeypatch: pytest.MonkeyPatch) -> 
 
     def assign(self: LateLosses, share: int, *numbers: Any) -> None:
         for place, number in enumerate(numbers):
-            self._lines[share, place] = number
+            torch.from_numpy(self._lines)[share, place] = number
 
     monkeypatch.setattr(LateLosses, "put", assign)
     with pytest.raises(AssertionError, match="a copy that is waited for"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lockstep.train.optim.fused_step import fastest_form, step_adam
+from lockstep.train.optim.fused_step import fastest_form, step_adam, step_in_fastest_form
 
 Parameters = list[nn.Parameter]
 
@@ -45,9 +45,7 @@ def step_itself(optimizer: optim.Optimizer) -> None:
 
 
 def step_fast(optimizer: optim.Optimizer) -> None:
-    if not step_adam(optimizer):
-        with fastest_form(optimizer):
-            optimizer.step()
+    step_in_fastest_form(optimizer, optimizer.step)
 
 
 OPTIONS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [

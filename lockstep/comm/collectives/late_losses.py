@@ -43,7 +43,7 @@ class LateLosses:
     """
 
     def __init__(self, lines: torch.Tensor) -> None:
-        self._lines, self._values = lines, lines.numpy()
+        self._lines = lines.numpy()
         self._num_due = 0
         self._numbers: dict[tuple[int, int], torch.Tensor] = {}  # by share and place in its line
         self._fetch: accelerators.Fetch | None = None
@@ -64,7 +64,7 @@ class LateLosses:
             if accelerators.computes(number):
                 self._numbers[share, place] = number
             else:
-                self._values[share, place] = float(number)  # takes a tenth of the tensor's time
+                self._lines[share, place] = float(number)  # takes a tenth of the tensor's time
         self._num_due -= 1
         if self._numbers and not self._num_due:
             self._fetch = self._fetched()
@@ -79,7 +79,7 @@ class LateLosses:
         if self._numbers:
             found = (self._fetch or self._fetched()).wait(look_around).numpy()
             for place, number in zip(self._numbers, found, strict=True):
-                self._values[place] = number
+                self._lines[place] = number
             self._numbers.clear()
 
     def leave(self, num_shares: int) -> LateTotal | None:
@@ -90,7 +90,7 @@ class LateLosses:
         if not self._numbers or any(place for _, place in self._numbers):
             return None
         known = [share for share in range(num_shares) if (share, 0) not in self._numbers]
-        total = LateTotal(self._fetch or self._fetched(), self._values[known, 0].tolist())
+        total = LateTotal(self._fetch or self._fetched(), self._lines[known, 0].tolist())
         self._numbers.clear()
         return total
 

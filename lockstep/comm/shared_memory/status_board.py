@@ -181,7 +181,7 @@ class StatusBoard:
 
     def barrier(self) -> None:
         """Wait until every rank has entered this barrier as often as this one."""
-        if self.wants_halt is not _never and not self._own.halt and self.wants_halt():
+        if not self._own.halt and self.wants_halt():
             self._own.halt = self._own.barriers + 1
         self._meet_here()
 
@@ -194,8 +194,7 @@ class StatusBoard:
         self._own.barriers = entered
         self.ring()
         for rank in self.ranks_here:
-            if self._lines[rank].barriers < entered:
-                self._wait(rank, lambda line: line.barriers >= entered)
+            self._wait(rank, lambda line: line.barriers >= entered)
 
     def all_gather(self, numbers: Sequence[float] | torch.Tensor) -> list[list[float]]:
         """Gather every rank's numbers, by rank; all have as many.
@@ -251,9 +250,7 @@ class StatusBoard:
 
     def ring(self) -> None:
         """Wake the ranks that wait for this one."""
-        bell = self._bells[self.rank]
-        bell.value += 1
-        futex.wake_all(bell)
+        self.wake(self.rank)
 
     def wake(self, rank: int) -> None:
         """Wake the ranks that sleep on a rank's bell."""

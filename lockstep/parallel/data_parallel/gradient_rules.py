@@ -2,7 +2,8 @@
 
 Both need the whole gradient: one that is not finite must not reach the weights, and clipping needs
 the norm. Each rank has the pieces that it updates, so ranks exchange their norms
-(``StatusBoard.all_gather``) and all reach the same decision.
+(``StatusBoard.all_gather``) and all reach the same decision. They need not where a bound of the
+gradient (``Exchange.gradient_bound``) says that it is finite, and nothing is clipped by norm.
 
 The norm does not depend on the number of ranks: it is computed from fixed blocks
 (``plan.layout.block_sizes``), and a rank's sum of their squares is exact.
@@ -267,7 +268,7 @@ def _blocks_of(piece: BoundPiece, sizes: Sequence[int] | None) -> Sequence[torch
 
 
 def _elements(gradient: torch.Tensor) -> torch.Tensor:
-    """All elements of a gradient; for a sparse one those of its rows, each of them once."""
+    """All elements of a gradient, without history; of a sparse one those of its rows, each once."""
     return (gradient._values() if gradient.is_sparse else gradient).detach()
 
 

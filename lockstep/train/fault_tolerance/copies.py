@@ -134,7 +134,7 @@ class Copies:
         return bool(self._due)
 
     def is_due(self, num_steps: int) -> bool:
-        """True if a copy is taken after the step just made.
+        """Decide whether ``take_due`` takes a copy after the step just made; True if it does.
 
         Args:
             num_steps: made so far, those before the ``fit`` included.

@@ -204,7 +204,8 @@ class RestartingDriver(FollowerDriver):
         fit = copied(copy.state.position["fit"])
         self.history = History(fit["history"], fit["epochs"], restarts)
         result = "" if self._runner.plan.is_stale else ", to the same result"
-        self._report_restart(error, f"resuming {_after(self._copies.last_step or 0)}{result}")
+        last_step = copy.state.position["steps"] - 1
+        self._report_restart(error, f"resuming {_after(last_step)}{result}")
         return copy.resume
 
     def _spend(self, place: object, *, is_free: bool) -> bool:

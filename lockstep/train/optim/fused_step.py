@@ -5,7 +5,7 @@ makes up to ten. Results differ from the plain form's by rounding. A user who na
 ``fused=False`` or ``foreach=True``, keeps it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,13 @@ from torch import optim
 # Not SGD: its kernel gains little, and refuses parameters that are first used in a later step.
 _KINDS = frozenset({optim.Adam, optim.AdamW, optim.Adagrad})
 _DTYPES = (torch.float32, torch.float64)
+
+
+def step_in_fastest_form(optimizer: optim.Optimizer, step: Callable[[], object]) -> None:
+    """Step one of torch's own optimizers without hooks: by ``step``, or by the kernel alone."""
+    if not step_adam(optimizer):
+        with fastest_form(optimizer):
+            step()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from lockstep.parallel.update import (
     assemble_slots,
 )
 from lockstep.train.checkpointing.training_state import TrainingState
-from lockstep.train.optim.fused_step import fastest_form, step_adam
+from lockstep.train.optim.fused_step import fastest_form, step_in_fastest_form
 from lockstep.train.optim.optimizer_state import optimizer_parts, option_values, set_optimizer
 from lockstep.train.runtime.shared_options import SharedOptions, options_spec
 
@@ -206,9 +207,7 @@ class TorchUpdater(Updater):
                 self._shared_options.read_into(self._active.param_groups)
             memory = temporary_memory() if self._unstored else nullcontext()
             with memory:
-                if not step_adam(self._active):
-                    with fastest_form(self._active):
-                        _step_plainly(self._active)
+                step_in_fastest_form(self._active, partial(_step_plainly, self._active))
                 self._store_new_slots()
             vars(self.optimizer)["_opt_called"] = True  # torch's schedulers check it
         elif self._pieces:
@@ -243,13 +242,11 @@ class TorchUpdater(Updater):
         whole = [(self.parameters[bound.name], bound.tensor) for bound in self._pieces]
         for parameter, tensor in whole:
             parameter.grad = tensor.grad
-        is_plain = self.is_known and _has_plain_step(self.optimizer)
-        if not (is_plain and step_adam(self.optimizer)):
+        if self.is_known and _has_plain_step(self.optimizer):
+            step_in_fastest_form(self.optimizer, partial(_step_plainly, self.optimizer))
+        else:
             with fastest_form(self.optimizer):
-                if is_plain:
-                    _step_plainly(self.optimizer)
-                else:
-                    self.optimizer.step()
+                self.optimizer.step()
         for parameter, tensor in whole:
             if parameter is not tensor:
                 parameter.grad = None
