@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import keras
 import pytest
 import torch
 import torchmetrics
@@ -80,33 +79,32 @@ def test_the_seed_matters() -> None:
     assert any(not torch.equal(value, other[name]) for name, value in model.state_dict().items())
 
 
-def histories(devices: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of a Trainer and of Keras, with metrics that are sums of floating point numbers."""
-    x = torch.randn(203, 6, generator=torch.Generator().manual_seed(0))
-    y = (x[:, :1] * 2 + x[:, 1:2].cos() > 0.8).float()
-    data, held_out = (x[:150], y[:150]), (x[150:], y[150:])
-    strategy = lockstep.MirroredStrategy(devices, num_shares=4)
+def histories(devices: int) -> dict[str, Any]:
+    """With metrics that are sums of floating point numbers."""
+    x, y = metric_data()
     torch.manual_seed(0)
     trainer = lockstep.Trainer(
         torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 1)),
         loss=torch.nn.MSELoss(),
         optimizer=torch.optim.Adam,
         metrics={"mae": torchmetrics.MeanAbsoluteError(), "r2": torchmetrics.R2Score()},
-        strategy=strategy,
+        strategy=lockstep.MirroredStrategy(devices, num_shares=4),
     )
-    found = trainer.fit(data, batch_size=22, validation_data=held_out, epochs=2, verbose=0).history
+    held_out = x[150:], y[150:]
+    found = trainer.fit(
+        (x[:150], y[:150]), batch_size=22, validation_data=held_out, epochs=2, verbose=0
+    ).history
     trainer.close()
-    keras.utils.set_random_seed(0)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), keras.layers.Dense(1)])
-        model.compile("adam", "mse", metrics=["mae", keras.metrics.AUC(name="auc")])
-    options = {"validation_data": tuple(part.numpy() for part in held_out), "epochs": 2}
-    arrays = [part.numpy() for part in data]
-    return found, model.fit(*arrays, batch_size=22, verbose=0, **options).history
+    return found
+
+
+def metric_data() -> tuple[Tensor, Tensor]:
+    """Inputs and targets of 203 samples."""
+    x = torch.randn(203, 6, generator=torch.Generator().manual_seed(0))
+    return x, (x[:, :1] * 2 + x[:, 1:2].cos() > 0.8).float()
 
 
 def test_metrics_have_the_same_bits_on_any_number_of_replicas() -> None:
-    alone, several = histories(1), histories(3)
-    assert alone == several
-    assert {"mae", "val_mae", "r2"} <= alone[0].keys()
-    assert {"mae", "val_mae", "auc"} <= alone[1].keys()
+    alone = histories(1)
+    assert alone == histories(3)
+    assert {"mae", "val_mae", "r2"} <= alone.keys()

@@ -5,13 +5,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import lockstep
 from lockstep.errors import DeviceError, OptionError
-from tests.parity.test_local_sgd import fit, keras_model, local_case, local_trainer, simulate
+from tests.parity.test_local_sgd import fit, local_case, local_trainer, simulate
 from tests.thorough import core_of
 from tests.zoo import case, make_job
 
@@ -155,10 +154,3 @@ def test_what_stages_cannot_do_is_refused() -> None:
         local_trainer(one, TWO(2), compile=True).fit((one.inputs, one.targets), verbose=0)
     with pytest.raises(OptionError, match="Every microbatch needs a sample"):
         local_trainer(one, TWO(2)).fit((one.inputs, one.targets), batch_size=3, verbose=0)
-
-
-def test_a_keras_model_in_pipelines_is_refused() -> None:
-    with TWO("epoch").scope():
-        model = keras_model()
-    with pytest.raises(OptionError, match="needs a PyTorch model"):
-        model.fit(np.zeros((40, 8)), np.zeros(40, int), batch_size=10, verbose=0)

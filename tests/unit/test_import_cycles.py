@@ -1,4 +1,4 @@
-"""No file imports itself by way of others, be it only for type checkers or within a function."""
+"""What files import: never themselves by way of others, and Keras where their name says so."""
 
 import ast
 from collections.abc import Iterator
@@ -55,3 +55,16 @@ def test_no_file_imports_itself() -> None:
     known = modules()
     graph = {name: {*imports_of(path, known)} - {name} for name, path in known.items()}
     assert cycle_in(graph) == []
+
+
+def test_only_tests_of_keras_import_it() -> None:
+    """Scripts of hosts import what they share with tests, and Keras takes seconds."""
+    files = (Path(__file__).parents[1] / "parity").glob("*.py")
+    others = {path: path.read_text() for path in files if "keras" not in path.name}
+    assert others
+    assert [
+        path.name
+        for path, text in others.items()
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Import) and "keras" in [one.name for one in node.names]
+    ] == []
