@@ -4,14 +4,16 @@ import json
 import os
 import signal
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
 from tests.launchers import BEGINNING, lines, lines_of_all, on_loopback
 from tests.netns import HostProcess
-from tests.thorough import core_of
+from tests.thorough import core_of, wanted
 
 SECONDS = 250.0
 
@@ -37,36 +39,83 @@ def strategy(staleness=0):
     return lockstep.ParameterServerStrategy(servers, workers, staleness, timeout_seconds=60)
 """
 
-PROVE = """
+# The jobs of a layout's one start. Rows that are touched, and slots, are those of a plain loop; its
+# last batch is short. The gradients of `Sums` do not depend on the weights: its result shows
+# whether each sample counted.
+JOBS = """
+from tests.parity.test_parameter_servers import EPOCHS, Sums, plain, trained
+
+def prove(name):
+    one = case(name)
+    job = lockstep.Job(
+        model=one.make_model(), loss=one.loss, optimizer=one.optimizer,
+        data=(one.inputs, one.targets), batch_size=one.batch_size)
+    report = lockstep.verify(job, strategy(), steps=5)
+    tell(["models", name, report.passed, str(report), strategy().num_replicas_in_sync])
+
+def rate(name):
+    optimizer_of, has_dense = SPARSE_OPTIMIZERS[name], name != "SparseAdam"
+    expected, other = plain_ratings(optimizer_of, has_dense=has_dense)
+    model = Rated(has_dense=has_dense).double()
+    trainer = lockstep.Trainer(
+        model, loss=nn.MSELoss(), optimizer=optimizer_of, strategy=strategy(), precision="fp64")
+    for _ in range(2):
+        trainer.fit(ratings(), batch_size=13, shuffle=False, verbose=0)
+    assert_equal(model, expected)
+    for slots, found in zip(other.state.values(), trainer.optimizer.state.values()):
+        for slot, value in slots.items():
+            gap = torch.as_tensor(found[slot] - value, dtype=torch.float64).norm()
+            assert gap <= 1e-12 * max(torch.as_tensor(value).double().norm(), 1), slot
+    tell(["ranks", name, trainer.plan.hosts])
+
+def add_up(staleness):
+    model = Sums(seconds=0.005)
+    history = trained(strategy(staleness), model)
+    assert_equal(model, plain(EPOCHS))
+    tell(["staleness", history.history["staleness"]])
+
+wanted = json.loads(sys.argv[3])
 with keep_teams():
-    for name in sys.argv[3:]:
-        one = case(name)
-        job = lockstep.Job(
-            model=one.make_model(), loss=one.loss, optimizer=one.optimizer,
-            data=(one.inputs, one.targets), batch_size=one.batch_size)
-        report = lockstep.verify(job, strategy(), steps=5)
-        tell([name, report.passed, str(report), strategy().num_replicas_in_sync])
+    for models in wanted["models"]:
+        for name in models:
+            prove(name)
+    if wanted["ranks"]:
+        for name in SPARSE_OPTIMIZERS:
+            rate(name)
+    for staleness in wanted["staleness"]:
+        add_up(staleness)
 """
 
-# Rows that are touched, and slots, are those of a plain loop; the last batch is short.
-RATE = """
-with keep_teams():
-    for name, optimizer_of in SPARSE_OPTIMIZERS.items():
-        has_dense = name != "SparseAdam"
-        expected, other = plain_ratings(optimizer_of, has_dense=has_dense)
-        model = Rated(has_dense=has_dense).double()
-        trainer = lockstep.Trainer(
-            model, loss=nn.MSELoss(), optimizer=optimizer_of, strategy=strategy(),
-            precision="fp64")
-        for _ in range(2):
-            trainer.fit(ratings(), batch_size=13, shuffle=False, verbose=0)
-        assert_equal(model, expected)
-        for slots, found in zip(other.state.values(), trainer.optimizer.state.values()):
-            for slot, value in slots.items():
-                gap = torch.as_tensor(found[slot] - value, dtype=torch.float64).norm()
-                assert gap <= 1e-12 * max(torch.as_tensor(value).double().norm(), 1), slot
-        tell([name, trainer.plan.hosts])
-"""
+# Hosts or tasks, servers, and workers of each host.
+LAYOUTS: dict[str, tuple[int | str, int, int]] = {
+    "2 hosts, a server": (2, 1, 1),
+    "2 hosts of 2, 2 servers": (2, 2, 2),
+    "3 hosts, 2 servers": (3, 2, 1),
+    "3 hosts of 2, 2 servers": (3, 2, 2),
+    **{tasks: (tasks, 0, 0) for tasks in ("a server", "servers of two hosts")},
+}
+
+# By the name of a job's argument, what the process of a host has told.
+Told = dict[str, list[Any]]
+
+
+@pytest.fixture
+def layout(request: pytest.FixtureRequest) -> tuple[str, list[Told]]:
+    """A layout, and what its one start has told for all tests."""
+    jobs = {each: wanted(request, each) for each in ("models", "ranks", "staleness")}
+    return request.param, started(request.param, json.dumps(jobs))
+
+
+@cache
+def started(layout: str, jobs: str) -> list[Told]:
+    hosts, servers, workers = LAYOUTS[layout]
+    found: list[Told] = []
+    with TemporaryDirectory() as folder:
+        for told in told_by_all(Path(folder), JOBS, hosts, [servers, workers, jobs]):
+            found.append({each: [] for each in json.loads(jobs)})
+            for kind, *values in told:
+                found[-1][kind].append(values)
+    return found
 
 
 def told_by_all(
@@ -86,54 +135,55 @@ def on_hosts(hosts: int | str, script: list[str]) -> AbstractContextManager[list
 
 
 @pytest.mark.parametrize(
-    ("hosts", "servers", "workers", "models"),
-    [
-        (2, 1, 1, ["mlp", "gpt_tied"]),
-        pytest.param("a server", 0, 0, ["mlp"], marks=pytest.mark.thorough),
-        pytest.param(
-            *("servers of two hosts", 0, 0, ["cnn_batch_norm"]), marks=pytest.mark.thorough
-        ),
-        pytest.param(
-            *(2, 2, 2, ["unused_branch", "wide"]),
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(3, 2, 1, ["resnet"], marks=pytest.mark.thorough),
-    ],
+    ("layout", "models"),
+    core_of(
+        [
+            ("2 hosts, a server", ("mlp", "gpt_tied")),
+            ("a server", ("mlp",)),
+            ("servers of two hosts", ("cnn_batch_norm",)),
+            ("2 hosts of 2, 2 servers", ("unused_branch", "wide")),
+            ("3 hosts, 2 servers", ("resnet",)),
+        ],
+        lambda layout, _: layout == "2 hosts, a server",
+    ),
+    indirect=["layout"],
 )
 def test_workers_that_wait_train_as_one_device(
-    hosts: int | str, servers: int, workers: int, models: list[str], tmp_path: Path
+    layout: tuple[str, list[Told]], models: tuple[str, ...]
 ) -> None:
-    everywhere = told_by_all(tmp_path, PROVE, hosts, [servers, workers, *models])
+    name, everywhere = layout
     for told in everywhere:
-        assert [name for name, *_ in told] == models
-        for _, passed, report, num_workers in told:
+        assert [name for name, *_ in told["models"]] == list(models)
+        for _, passed, report, num_workers in told["models"]:
             assert passed, report
-            assert num_workers == workers_of(hosts, workers)
+            assert num_workers == num_workers_of(name)
 
 
-def workers_of(hosts: int | str, workers: int) -> int:
+def num_workers_of(layout: str) -> int:
+    hosts, _, workers = LAYOUTS[layout]
     if isinstance(hosts, int):
         return hosts * workers
     return sum(len(tasks) for role, tasks in TASKS[hosts].items() if role != "ps")
 
 
 @pytest.mark.parametrize(
-    ("hosts", "servers", "workers", "ranks"),
+    ("layout", "ranks"),
     core_of(
         [
-            (2, 1, 1, (1, 2)),
-            ("a server", 0, 0, (1, 1, 1)),
-            ("servers of two hosts", 0, 0, (1, 1, 1)),
-            (3, 2, 2, (2, 2, 4)),
+            ("2 hosts, a server", (1, 2)),
+            ("a server", (1, 1, 1)),
+            ("servers of two hosts", (1, 1, 1)),
+            ("3 hosts of 2, 2 servers", (2, 2, 4)),
         ],
-        [("a server", 0, 0, (1, 1, 1))],
+        lambda layout, _: layout == "a server",
     ),
+    indirect=["layout"],
 )
 def test_rows_of_embeddings_are_those_of_one_device(
-    hosts: int | str, servers: int, workers: int, ranks: tuple[int, ...], tmp_path: Path
+    layout: tuple[str, list[Told]], ranks: tuple[int, ...]
 ) -> None:
-    for told in told_by_all(tmp_path, RATE, hosts, [servers, workers]):
-        assert told == [[name, list(ranks)] for name in ("SGD", "Adagrad", "SparseAdam")]
+    for told in layout[1]:
+        assert told["ranks"] == [[name, list(ranks)] for name in ("SGD", "Adagrad", "SparseAdam")]
 
 
 COUNT = """
@@ -182,31 +232,25 @@ def test_only_rows_that_are_touched_travel(tmp_path: Path) -> None:
 
 # --- workers that do not wait ---------------------------------------------------------------------
 
-# A loss whose gradients do not depend on the weights: its result shows whether each sample counted.
-SUM = """
-from tests.parity.test_parameter_servers import EPOCHS, Sums, plain, trained
-model = Sums(seconds=0.005)
-history = trained(strategy(json.loads(sys.argv[3])), model)
-assert_equal(model, plain(EPOCHS))
-tell(history.history["staleness"])
-"""
-
 
 @pytest.mark.parametrize(
-    ("hosts", "servers", "workers", "staleness"),
+    ("layout", "staleness"),
     core_of(
         [
-            *((2, 1, 1, 4), (3, 2, 1, 2), (2, 2, 2, None), ("a server", 0, 0, 2)),
+            ("2 hosts, a server", 4),
+            ("3 hosts, 2 servers", 2),
+            ("2 hosts of 2, 2 servers", None),
+            ("a server", 2),
         ],
-        [(2, 1, 1, 4)],
+        lambda layout, _: layout == "2 hosts, a server",
     ),
+    indirect=["layout"],
 )
 def test_every_sample_counts_once_and_no_worker_is_too_far_ahead(
-    hosts: int | str, servers: int, workers: int, staleness: int | None, tmp_path: Path
+    layout: tuple[str, list[Told]], staleness: int | None
 ) -> None:
-    arguments = [servers, workers, json.dumps(staleness)]
-    first, *others = told_by_all(tmp_path, SUM, hosts, arguments)
-    (leads,) = first
+    first, *others = (told["staleness"] for told in layout[1])
+    ((leads,),) = first
     assert len(others) >= 1
     assert all(each == first for each in others)
     assert max(leads) >= 1  # somebody was ahead
