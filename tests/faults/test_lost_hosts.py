@@ -26,6 +26,7 @@ ROWS = [
     (strategy, fault)
     for strategy in host_faults.STRATEGIES
     for fault in host_faults.faults_of(strategy)
+    if fault == "host" or not strategy.startswith("Keras")
 ]
 # Its launchers start as users start them; the others are forks of warm interpreters.
 FRESH = [("replicas on 2 hosts", "host")]

@@ -27,7 +27,7 @@ from tests.proxy import BACK, THERE, Fault, Proxy, detour
 from tests.thorough import core_of
 
 FIT = str(Path(__file__).with_name("tampered_fit.py"))
-NUM_FLIPS, NUM_INJECTIONS = 200, 100
+NUM_FLIPS, NUM_INJECTIONS = 100, 50
 # Connections in the order in which host 1 makes them.
 CIRCLE, LARGE, SMALL = range(3)
 STREAMS = [(number, way) for number in (CIRCLE, LARGE, SMALL) for way in (THERE, BACK)]
@@ -207,9 +207,9 @@ def test_training_through_a_proxy_that_changes_nothing() -> None:
 
 # The ranks of host 0 are 0 and 1, and each has a partner on host 1: a channel of the process that
 # leads, and one of a helper's. Before these come the control group and the heartbeats.
-TENSORS = [Fault(number, way, 50_000, bit=7) for number in (2, 3) for way in (THERE, BACK)]
+TENSORS = [Fault(number, way, 50_000, bit=7) for number, way in ((2, THERE), (3, BACK))]
 MESSAGES = [Fault(0, way, 5_000, bit=0) for way in (THERE, BACK)]
-LATER = [Fault(number, BACK, 300_000, bit=3) for number in (2, 3)]  # in the second call of fit
+LATER = [Fault(3, BACK, 300_000, bit=3)]  # in the second call of fit
 FAULTS = {
     f"{name} {number}": fault
     for name, faults in (("tensors", TENSORS), ("messages", MESSAGES), ("later", LATER))
@@ -217,7 +217,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", core_of(FAULTS, ["tensors 3"]))
+@pytest.mark.parametrize("name", core_of(FAULTS, ["tensors 1"]))
 def test_training_ends_with_an_error_on_both_hosts(name: str) -> None:
     ends, has_fired = fit(FAULTS[name])
     assert has_fired, ends

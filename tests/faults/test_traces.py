@@ -155,7 +155,7 @@ def test_failing_fits_leak_nothing() -> None:
         del trainer
         gc.collect()
 
-    check_no_leak(act, 5)
+    check_no_leak(act, 3)
 
 
 class _Look(lockstep.Callback):

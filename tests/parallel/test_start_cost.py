@@ -62,7 +62,6 @@ print([name for name in {slow} if name in sys.modules])
     ("strategy", "optimizer", "loss"),
     [
         ("SingleDeviceStrategy()", "Adam", "nn.MSELoss()"),
-        ("MirroredStrategy(2)", "SGD", "nn.MSELoss()"),
         ("PipelineStrategy(2)", "AdamW", "nn.MSELoss()"),
         ("MirroredStrategy(2)", "Adam", "lambda out, y: (out - y).square().mean().sqrt()"),
     ],
