@@ -110,10 +110,13 @@ class ClassLoss:
 
     def __call__(
         self, output: torch.Tensor, target: Any, sample_weight: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | int]:
+    ) -> tuple[torch.Tensor, torch.Tensor | float]:
         options = self.options
         if self.class_weight is not None:
             options = {**options, "weight": self.class_weight.to(output)}
+        elif sample_weight is None and self._counts_all(target):
+            total = self.function(output, target, reduction="sum", **options)
+            return total, float(target.numel())
         weights = class_weights(output, target, self.class_weight, self.ignore_index)
         if sample_weight is None:
             total = self.function(output, target, reduction="sum", **options)
@@ -121,6 +124,11 @@ class ClassLoss:
         losses = self.function(output, target, reduction="none", **options)
         per_sample = sample_weight.to(losses).reshape(-1, *[1] * (losses.dim() - 1))
         return (losses * per_sample).sum(), (weights * per_sample).sum(dtype=torch.float64)
+
+    def _counts_all(self, target: torch.Tensor) -> bool:
+        """True if no target is ``ignore_index``, as far as a glance at the smallest one says."""
+        is_glance = target.is_cpu and not target.is_floating_point() and target.numel() > 0
+        return is_glance and int(target.min()) > self.ignore_index
 
 
 def class_weights(
