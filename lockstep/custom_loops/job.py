@@ -27,6 +27,7 @@ from lockstep.comm.exchange import Exchange
 from lockstep.comm.exchange_spec import ExchangeSpec
 from lockstep.comm.shared_memory.gathering import gather_bytes
 from lockstep.comm.shared_memory.shared_region import SharedRegion
+from lockstep.comm.transports.process_group import CPU
 from lockstep.custom_loops.watchdog import LoopWatchdog
 from lockstep.errors import OptionError, WorkerError
 from lockstep.launch.workers.external_workers import Attachment, attach
@@ -37,6 +38,7 @@ from lockstep.parallel.exchange.engine import Endpoint, Neighbours
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.storage.allocator import keep_freed_memory
 from lockstep.plan.decision import Axis, LocalUpdate, ProcessGroup, SharedMemory, SlicedUpdate
+from lockstep.plan.engines import backend_for, check_leave
 from lockstep.plan.spec import Plan
 from lockstep.train.multihost.discovery import find_hosts
 from lockstep.train.multihost.followers import host_key
@@ -141,9 +143,11 @@ class Job:
             groups=(),
             row_capacity=_ROW_NUMBERS,
         )
+        plan = self.plan()
         if self.leads:
-            shared = self.share([spec.create(self.ranks_here)] if self.num_replicas > 1 else [])
-        return self.exchange(spec, shared, lambda: "a call that all replicas make")
+            made = [spec.create(self.ranks_here)] if self.num_replicas > 1 else []
+            shared = self.share(plan, made)
+        return self.exchange(plan, spec, shared, lambda: "a call that all replicas make")
 
     @property
     def ranks_here(self) -> range:
@@ -151,13 +155,27 @@ class Job:
         start = sum(self.hosts[: self.host])
         return range(start, start + self.hosts[self.host])
 
-    def plan(self) -> Plan:
-        """The Plan that the replicas follow."""
-        count = self.num_replicas
+    def plan(self, devices: Sequence[str] | None = None) -> Plan:
+        """The Plan that the replicas follow.
+
+        Args:
+            devices: the accelerator of each; None for cores.
+
+        Raises:
+            DeviceError: replicas share an accelerator, and no engine is named.
+            OptionError: the engine is one of other devices, or there are several hosts.
+        """
+        count, backend = self.num_replicas, self.engine
+        if devices is not None:
+            _check_accelerators(devices, backend, self.hosts)
+            backend = backend_for(backend, devices)
+        engine: SharedMemory | ProcessGroup = SharedMemory()
+        if backend is not None and (count > 1 or devices is None):
+            engine = ProcessGroup(backend=backend)
         return Plan(
             strategy="loop of one's own",
             mesh=(Axis(name="data", size=count),),
-            devices=tuple(f"cpu:{rank}" for rank in range(count)),
+            devices=tuple(devices or (f"cpu:{rank}" for rank in range(count))),
             threads_per_device=None,
             num_shares=count,
             interleaved=False,
@@ -165,21 +183,24 @@ class Job:
             update=LocalUpdate() if count == 1 else SlicedUpdate(),
             precision="fp32",
             hosts=self.hosts if len(self.hosts) > 1 else (),
-            engine=SharedMemory() if self.engine is None else ProcessGroup(backend=self.engine),
+            engine=engine,
         )
 
     def share(
-        self, regions: Sequence[SharedRegion], groups: Sequence[ParameterGroup] = ()
+        self,
+        plan: Plan,
+        regions: Sequence[SharedRegion],
+        groups: Sequence[ParameterGroup] = (),
     ) -> Shared:
         """Share the regions that each host's leader has made; every replica calls it.
 
         Args:
+            plan: the Plan that what is shared serves.
             regions: on a leader, those that it has made; on others, empty.
             groups: parameters whose gradients are exchanged with other hosts.
         """
         if self._attachment is not None:
             return self._take(self._attachment)
-        plan = self.plan()
         connected = HostChannels.of(self._others, plan, groups, self.timeout_seconds, reuses=False)
         shared = Shared(
             hosts=self.hosts,
@@ -214,18 +235,23 @@ class Job:
 
     def exchange(
         self,
+        plan: Plan,
         spec: ExchangeSpec,
         shared: Shared,
         position: Callable[[], str],
+        *,
         mirrored: Sequence[torch.Tensor] = (),
+        device: torch.device = CPU,
     ) -> Exchange:
         """This replica's end of an exchange.
 
         Args:
+            plan: the Plan that it serves.
             spec: its layout.
             shared: has the memory for it.
             position: says which call all replicas must make, for messages.
             mirrored: see ``Neighbours``.
+            device: of the parameters.
         """
         watchdog = LoopWatchdog(
             rank=self.rank,
@@ -242,11 +268,12 @@ class Job:
             crossing = None if others is None else others.crossing(watchdog.look_around)
             neighbours = replace(neighbours, mirrored=mirrored, crossing=crossing)
         endpoint = Endpoint(
-            plan=self.plan(),
+            plan=plan,
             spec=spec,
             rank=self.rank,
             region=shared.region,
             look_around=watchdog.look_around,
+            device=device,
             neighbours=neighbours,
             meeting=shared.connections.meeting,
         )
@@ -362,6 +389,17 @@ def _check_devices() -> None:
             "In a loop of one's own each process is one replica.",
             received=f"{devices} devices for one process",
             fix=f"Start them with `lockstep run --processes {devices}` or torchrun.",
+        )
+
+
+def _check_accelerators(devices: Sequence[str], engine: str | None, hosts: Sequence[int]) -> None:
+    """Refuse accelerators that several replicas share, and those of several hosts."""
+    check_leave(devices, engine)
+    if len(hosts) > 1:
+        raise OptionError(
+            "Replicas on accelerators are joined on one host so far.",
+            received=f"{devices[0]!r} with {len(hosts)} hosts",
+            fix="Use a Trainer with MultiWorkerMirroredStrategy, or keep the model on the CPU.",
         )
 
 

@@ -12,16 +12,20 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import nn, optim
 
+from lockstep import accelerators
 from lockstep.comm.collectives.gradients import Gradients, TensorSpec
 from lockstep.comm.exchange_spec import ExchangeSpec
+from lockstep.comm.transports.process_group import CPU
 from lockstep.custom_loops.job import Job, Shared
+from lockstep.data.trees import map_tensors
 from lockstep.errors import DeviceError, ModelError, OptionError
 from lockstep.parallel.build import owned_groups
 from lockstep.parallel.data_parallel.gradient_rules import GradientRules
 from lockstep.parallel.exchange.exchange_layout import group_spec
 from lockstep.parallel.groups import ParameterGroup
+from lockstep.parallel.storage.device_store import DeviceStore
 from lockstep.parallel.storage.store import (
     TensorStore,
     check_separate,
@@ -31,6 +35,7 @@ from lockstep.parallel.storage.store import (
 )
 from lockstep.parallel.update import SlotKey, Updater
 from lockstep.parallel.update_worker import UpdateWorker
+from lockstep.train.optim.optimizer_state import place_slots
 from lockstep.train.runtime.serving import open_store
 from lockstep.train.runtime.stores import Access
 
@@ -108,20 +113,36 @@ class ReplicaUpdate:
         self._updater, self._optimizer = updater, optimizer
         self._slots: dict[SlotKey, torch.Tensor] = {}
         self._options: list[torch.Tensor] = []
-        self._plan = job.plan()
+        self._device = _device_of(parameters)
         ranks = tuple(range(job.num_replicas))
         self._group = ParameterGroup(ranks=ranks, names=tuple(self._names))
-        _check_on_cpu(parameters)
         check_separate(parameters.items(), values.items())
         described = _described({**parameters, **values})
-        job.check_equal({**facts, "the model's parameters": described})
+        facts = {
+            **facts,
+            "the model's parameters": described,
+            "the kind of their device": self._device.type,
+        }
+        devices = job.check_equal(facts, str(self._device))
+        self._on_accelerator = self._device != CPU
+        accelerators.use(self._device)
+        self._plan = job.plan(devices if self._on_accelerator else None)
         spec = self._layout()
         # Kept, since the exchange needs it for as long as it is used.
-        self._shared = job.share([]) if self._is_alone else self._become_alike(spec, values)
+        self._shared = (
+            job.share(self._plan, []) if self._is_alone else self._become_alike(spec, values)
+        )
         neighbours = self._shared.neighbours
         for channel in () if neighbours is None else neighbours.all_channels:
             weakref.finalize(self, channel.close)
-        exchange = job.exchange(spec, self._shared, self._position, self._options)
+        exchange = job.exchange(
+            self._plan,
+            spec,
+            self._shared,
+            self._position,
+            mirrored=self._options,
+            device=self._device,
+        )
         self._worker = UpdateWorker(
             plan=self._plan,
             rank=job.rank,
@@ -140,20 +161,30 @@ class ReplicaUpdate:
         # The script may change gradients before `step`: none is reduced early.
         group = group_spec(self._plan, self._group, tensors, {}, frozenset(), is_early=False)
         ranks = self._group.ranks
-        return ExchangeSpec(num_ranks=len(ranks), share_ranks=ranks, groups=(group,))
+        return ExchangeSpec(
+            num_ranks=len(ranks),
+            share_ranks=ranks,
+            groups=(group,),
+            on_accelerators=self._on_accelerator,
+        )
 
     # --- being alike -----------------------------------------------------------------------------
 
     def _become_alike(self, spec: ExchangeSpec, values: Mapping[str, torch.Tensor]) -> Shared:
-        """Make one copy of the parameters on this host, with the first replica's values."""
+        """Give all replicas the first one's values.
+
+        On cores the replicas of a host then have one copy of the parameters, in shared memory; on
+        accelerators each has its own, and shared memory only brings it the values.
+        """
         job, updater = self._job, self._updater
         keys = updater.slot_keys()
         options = updater.options_spec()
         assert options is not None
+        slots = [slot_spec(key, self._parameters[key.parameter]) for key in keys]
         layouts: list[list[TensorSpec]] = [
             [tensor_spec(name, one) for name, one in self._parameters.items()],
             [tensor_spec(name, one) for name, one in values.items()],
-            [slot_spec(key, self._parameters[key.parameter]) for key in keys],
+            [] if self._on_accelerator else slots,
             [options],
         ]
         stores = [*map(TensorStore.create, layouts)] if job.leads else []
@@ -161,14 +192,18 @@ class ReplicaUpdate:
             copy_to_views(store.views, list(named.values()))
         regions = [store.region for store in stores]
         made = [spec.create(job.ranks_here)] if job.leads else []
-        shared = job.share([*made, *regions], [self._group])
+        shared = job.share(self._plan, [*made, *regions], [self._group])
         for region in regions[:2]:
             job.bring(region)
         job.barrier()
         views = [store.views for store in stores] or self._open(shared.stores, layouts)
-        for parameter, view in zip(self._parameters.values(), views[0], strict=True):
-            parameter.data = view
         copy_to_views(list(values.values()), views[1])
+        if self._on_accelerator:
+            copy_to_views(DeviceStore.of(list(self._parameters.items())).views, views[0])
+            views[2] = DeviceStore.zeros(slots, self._device).views
+        else:
+            for parameter, view in zip(self._parameters.values(), views[0], strict=True):
+                parameter.data = view
         self._options = views[3]
         updater.share_options(views[3][0])
         self._slots = dict(zip(keys, views[2], strict=True))
@@ -179,7 +214,7 @@ class ReplicaUpdate:
         self, stores: Sequence[int], layouts: Sequence[Sequence[TensorSpec]]
     ) -> list[list[torch.Tensor]]:
         """The stores that the leader of this host has made."""
-        access: Access = "shared" if self._job.engine is None else "copied"
+        access: Access = "shared" if self._plan.engine.shares_memory else "copied"
         options: dict[str, Any] = {"rank": self._job.rank, "ranks": self._job.ranks_here}
         return [
             # Of slots and options each replica writes only its own.
@@ -263,7 +298,7 @@ class ReplicaUpdate:
         """
         if self._is_alone:
             return
-        shares = self._job.engine is None and len(self._job.ranks_here) > 1
+        shares = self._plan.engine.shares_memory and len(self._job.ranks_here) > 1
         now = self._present_versions()
         for name, before, after in zip(self._names, self._versions, now, strict=True):
             if before[0] != after[0]:
@@ -300,15 +335,16 @@ class ReplicaUpdate:
         if self._is_alone:
             return
         if not updater.is_known:  # only the first replica steps it
-            gathered = self._job.all_gather(
-                self._optimizer.state_dict() if self._job.rank == 0 else None
-            )
+            own = self._optimizer.state_dict() if self._job.rank == 0 else None
+            gathered = self._job.all_gather(map_tensors(torch.Tensor.cpu, own))
             if self._job.rank:
                 self._optimizer.load_state_dict(gathered[0])
             return
         self._worker.gather_slots()
-        parts = [part for gathered in self._job.all_gather(updater.slots()) for part in gathered]
-        updater.take_slots(parts)
+        own = map_tensors(torch.Tensor.cpu, updater.slots())
+        updater.take_slots([part for gathered in self._job.all_gather(own) for part in gathered])
+        if self._on_accelerator and isinstance(self._optimizer, optim.Optimizer):
+            place_slots(self._optimizer)
         self._job.barrier()
 
     def take_state(self, state: dict[str, Any]) -> None:
@@ -322,14 +358,28 @@ class ReplicaUpdate:
         self._worker.rebind()
 
 
-def _check_on_cpu(parameters: Mapping[str, nn.Parameter]) -> None:
-    for name, parameter in parameters.items():
-        if parameter.device.type != "cpu":
-            raise DeviceError(
-                "Replicas exchange gradients of parameters on CPUs.",
-                received=f"{name} on {parameter.device}",
-                fix="Leave the model on the CPU.",
-            )
+def _device_of(parameters: Mapping[str, nn.Parameter]) -> torch.device:
+    """The device of a model: the CPU, or one accelerator.
+
+    Raises:
+        DeviceError: its parameters are on several devices, or on one that is not supported.
+    """
+    devices = {parameter.device: name for name, parameter in parameters.items()}
+    if len(devices) > 1:
+        listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise DeviceError(
+            "All parameters of a replica must be on one device.",
+            received=listed,
+            fix="Move the model to one device, before the optimizer is made.",
+        )
+    (device,) = devices or (CPU,)
+    if device.type not in ("cpu", accelerators.kind()):
+        raise DeviceError(
+            "Replicas exchange gradients of parameters on CPUs and accelerators.",
+            received=f"parameters on {device}",
+            fix="Leave the model on the CPU.",
+        )
+    return device
 
 
 def _described(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -115,7 +115,8 @@ def all_mean(value: Any, weight: float = 1.0) -> Any:
     mean = total[1:] / total[0] if total[0] else torch.full_like(flat, math.nan)
     if not is_tensor:
         return float(mean)
-    return mean.view(tensor.shape).to(tensor.dtype if tensor.is_floating_point() else mean.dtype)
+    dtype = tensor.dtype if tensor.is_floating_point() else mean.dtype
+    return mean.view(tensor.shape).to(tensor.device, dtype)
 
 
 def check_weight(weight: object) -> None:

@@ -1,5 +1,7 @@
 """A loop of one's own, as every replica runs it: its arguments are the engine and the loops to run.
 
+The engine may be followed by a kind of accelerator ("gloo@cuda"), on which the replicas then train.
+
 Each loop trains with ``CrossReplicaOptimizer`` on this replica's parts, then the first replica does
 the same with a plain optimizer on whole batches. It tells by how much each tensor differs.
 """
@@ -99,10 +101,11 @@ def steps(batches: Batches, parts: int) -> Iterator[Batches]:
         yield batches[first : first + parts]
 
 
-def replicated(model: nn.Module, loop: str) -> dict[str, Any]:
+def replicated(model: nn.Module, loop: str, device: str) -> dict[str, Any]:
     """Train on this replica's parts; the optimizer's state."""
     load, loss_of, make, own = LOOPS[loop]
-    _, batches = load()
+    _, loaded = load()
+    batches = [(inputs.to(device), targets.to(device)) for inputs, targets in loaded]
     options = {name: value for name, value in own.items() if name != "holds"}
     if lockstep.rank():  # the first replica's count
         for one in model.parameters():
@@ -165,11 +168,11 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [one for one in model.parameters() if one.requires_grad]
 
 
-def differences(loop: str) -> dict[str, float]:
+def differences(loop: str, device: str) -> dict[str, float]:
     """By tensor: ‖a − b‖ / max(‖b‖, S), with S the norm of all tensors of its kind."""
     make_model = LOOPS[loop][0]()[0]
-    model, reference = make_model(True).double(), make_model(False).double()
-    state, expected = replicated(model, loop), plain(reference, loop)
+    model, reference = make_model(True).double().to(device), make_model(False).double()
+    state, expected = replicated(model, loop, device), plain(reference, loop)
     found = {}
     pairs: dict[str, Any] = {
         "parameters": (dict(model.named_parameters()), dict(reference.named_parameters()))
@@ -183,15 +186,20 @@ def differences(loop: str) -> dict[str, float]:
         assert own.keys() == wanted.keys()
         scale = torch.stack([one.detach().double().norm() for one in wanted.values()]).norm()
         for name, one in wanted.items():
-            found[name] = float((own[name] - one).detach().norm() / scale)
+            found[name] = float((own[name].cpu() - one).detach().norm() / scale)
     return found
 
 
 if __name__ == "__main__":
-    engine, *loops = sys.argv[1:]
+    where, *loops = sys.argv[1:]
+    engine, _, kind = where.partition("@")
     torch.set_default_dtype(torch.float64)
     lockstep.init(timeout_seconds=60, engine=None if engine == "shared" else engine)
+    device = "cpu"
+    if kind:
+        device = f"{kind}:{lockstep.rank() % torch.accelerator.device_count()}"
     for loop in loops:
-        told = {"loop": loop, "replicas": lockstep.num_replicas(), "found": differences(loop)}
+        found = differences(loop, device)
+        told = {"loop": loop, "replicas": lockstep.num_replicas(), "found": found}
         line = json.dumps({"rank": lockstep.rank(), **told})
         sys.stdout.write(f"{line}\n")
