@@ -61,6 +61,18 @@ def rank_device(devices: Sequence[str], rank: int) -> torch.device:
     return torch.device("cpu") if device.type == "cpu" else device
 
 
+def identity(device: torch.device) -> str:
+    """Tells a device from the others of its host, whatever number a process has for it.
+
+    Launchers may show each process one device, which is number 0 for all of them.
+    """
+    module = torch.get_device_module(device.type)
+    try:
+        return str(module.get_device_properties(device).uuid)
+    except (AttributeError, NotImplementedError, RuntimeError):  # a kind without such properties
+        return str(device)
+
+
 def current(kind_: str) -> torch.device:
     """This thread's current device, of a kind."""
     return torch.device(kind_, torch.accelerator.current_device_index())

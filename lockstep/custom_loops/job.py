@@ -162,12 +162,10 @@ class Job:
             devices: the accelerator of each; None for cores.
 
         Raises:
-            DeviceError: replicas share an accelerator, and no engine is named.
-            OptionError: the engine is one of other devices, or there are several hosts.
+            OptionError: the engine is one of other devices.
         """
         count, backend = self.num_replicas, self.engine
         if devices is not None:
-            _check_accelerators(devices, backend, self.hosts)
             backend = backend_for(backend, devices)
         engine: SharedMemory | ProcessGroup = SharedMemory()
         if backend is not None and (count > 1 or devices is None):
@@ -392,13 +390,24 @@ def _check_devices() -> None:
         )
 
 
-def _check_accelerators(devices: Sequence[str], engine: str | None, hosts: Sequence[int]) -> None:
-    """Refuse accelerators that several replicas share, and those of several hosts."""
-    check_leave(devices, engine)
-    if len(hosts) > 1:
+def check_accelerators(job: Job, devices: Sequence[tuple[str, str]]) -> None:
+    """Refuse accelerators that several replicas share, and those of several hosts.
+
+    Args:
+        job: the replicas.
+        devices: of each replica, the name and the identity (``accelerators.identity``).
+
+    Raises:
+        DeviceError: replicas share an accelerator, and no engine is named.
+        OptionError: there are several hosts.
+    """
+    names, identities = zip(*devices, strict=True)
+    if len(set(identities)) < len(identities):
+        check_leave(names, job.engine)
+    if len(job.hosts) > 1:
         raise OptionError(
             "Replicas on accelerators are joined on one host so far.",
-            received=f"{devices[0]!r} with {len(hosts)} hosts",
+            received=f"{names[0]!r} with {len(job.hosts)} hosts",
             fix="Use a Trainer with MultiWorkerMirroredStrategy, or keep the model on the CPU.",
         )
 

@@ -18,7 +18,7 @@ from lockstep import accelerators
 from lockstep.comm.collectives.gradients import Gradients, TensorSpec
 from lockstep.comm.exchange_spec import ExchangeSpec
 from lockstep.comm.transports.process_group import CPU
-from lockstep.custom_loops.job import Job, Shared
+from lockstep.custom_loops.job import Job, Shared, check_accelerators
 from lockstep.data.trees import map_tensors
 from lockstep.errors import DeviceError, ModelError, OptionError
 from lockstep.parallel.build import owned_groups
@@ -84,7 +84,7 @@ class ReplicaUpdate:
         rules: for gradients.
 
     Raises:
-        DeviceError: a parameter that is not on the CPU.
+        DeviceError: parameters on several devices, or replicas that share an accelerator.
         OptionError: on all replicas, with what differs.
 
     Attributes:
@@ -123,10 +123,13 @@ class ReplicaUpdate:
             "the model's parameters": described,
             "the kind of their device": self._device.type,
         }
-        devices = job.check_equal(facts, str(self._device))
         self._on_accelerator = self._device != CPU
-        accelerators.use(self._device)
-        self._plan = job.plan(devices if self._on_accelerator else None)
+        identity = accelerators.identity(self._device) if self._on_accelerator else ""
+        devices = job.check_equal(facts, (str(self._device), identity))
+        if self._on_accelerator:
+            check_accelerators(job, devices)
+            accelerators.use(self._device)
+        self._plan = job.plan([name for name, _ in devices] if self._on_accelerator else None)
         spec = self._layout()
         # Kept, since the exchange needs it for as long as it is used.
         self._shared = (

@@ -30,7 +30,7 @@ class CrossReplicaOptimizer(TorchReplicaOptimizer):
     Raises:
         OptionError: an invalid argument; an optimizer that cannot step across replicas; on all
             replicas, models or optimizers that differ.
-        DeviceError: parameters that are not on the CPU.
+        DeviceError: parameters on several devices, or replicas that share an accelerator.
         ModelError: parameters that share memory without being one Parameter; a Keras model that is
             not built.
         WorkerError: another replica does not come.

@@ -5,13 +5,17 @@ every row.
 """
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 import lockstep
 from lockstep.strategies.base import Strategy
-from tests.devices.found import ranks_on_devices
+from tests.devices.found import KIND, ranks_on_devices
+from tests.launching import STRICT, STRICT_BUT_KERAS
+from tests.parity.loop_processes import KERAS_SCRIPT, SCRIPT, assert_exact, run_as_torchrun
+from tests.parity.own_loop import LOOPS
 from tests.thorough import core_of
 from tests.zoo import case, cases, make_job
 
@@ -83,3 +87,16 @@ def _trained(name: str, count: int) -> dict[str, torch.Tensor]:
     )
     trainer.fit((job.inputs, job.targets), batch_size=job.batch_size, epochs=2, verbose=0)
     return {key: value.cpu() for key, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("count", core_of([1, 2, 3], [2]))
+def test_a_loop_of_ones_own_equals_one_device(count: int) -> None:
+    words = [*STRICT, SCRIPT, f"gloo@{KIND}", *LOOPS]
+    assert_exact(run_as_torchrun(words, count), list(LOOPS))
+
+
+@pytest.mark.skipif(find_spec("keras") is None, reason="no Keras here")
+def test_a_loop_of_keras_equals_one_device() -> None:
+    loops = ("mlp, Adam", "mlp, averaged", "words", "cnn")
+    words = [*STRICT_BUT_KERAS, KERAS_SCRIPT, f"gloo@{KIND}", *loops]
+    assert_exact(run_as_torchrun(words, 2, like="keras"), loops)

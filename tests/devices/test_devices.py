@@ -77,6 +77,18 @@ def test_a_model_is_moved_and_stays() -> None:
     assert bool(moments.any())
 
 
+def test_means_of_a_loop_stay_on_the_device() -> None:
+    value = torch.tensor([1.0, 2.0], device=ACCELERATORS[0])
+    assert str(lockstep.all_mean(value).device) == ACCELERATORS[0]
+
+
+def test_a_model_on_two_devices_has_no_loop() -> None:
+    model = make_model()
+    model[0].to(ACCELERATORS[0])
+    with pytest.raises(DeviceError, match=f"2.bias on cpu, .*0.bias on {ACCELERATORS[0]}|one dev"):
+        lockstep.CrossReplicaOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
 def test_a_second_fit_and_a_state_go_on() -> None:
     once, twice = make_trainer(two(), precision="fp64"), make_trainer(two(), precision="fp64")
     once.fit((X, Y), batch_size=8, epochs=2, verbose=0)

@@ -12,7 +12,7 @@ from tests.fuzz.families import family
 from tests.fuzz.nets import Shape
 from tests.fuzz.refusals import reason_of
 from tests.fuzz.running import Outcome, run
-from tests.parity.test_own_loops import run_as_torchrun
+from tests.parity.loop_processes import run_as_torchrun
 from tests.thorough import core_of
 
 SEEDS = {"fit": range(70), "bits": range(20), "keras": range(20)}

@@ -259,9 +259,13 @@ def differences(loop: str) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    engine, *loops = sys.argv[1:]
+    where, *loops = sys.argv[1:]
+    engine, _, kind = where.partition("@")
     lockstep.init(timeout_seconds=60, engine=None if engine == "shared" else engine)
-    with zoo.true_float64():
+    device = "cpu"
+    if kind:
+        device = f"{kind}:{lockstep.rank() % torch.accelerator.device_count()}"
+    with zoo.true_float64(), keras.device(device):
         for loop in loops:
             told = {"loop": loop, "replicas": lockstep.num_replicas(), "found": differences(loop)}
             line = json.dumps({"rank": lockstep.rank(), **told})

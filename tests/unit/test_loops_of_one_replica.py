@@ -3,6 +3,7 @@
 import math
 import os
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,14 +12,29 @@ from torch import nn, optim
 
 import lockstep
 from lockstep.cluster.environment import find_place
+from lockstep.custom_loops.job import check_accelerators
 from lockstep.custom_loops.optimizer import check_embeddings
-from lockstep.errors import DataError, ModelError, OptionError
+from lockstep.errors import DataError, DeviceError, ModelError, OptionError
 
 
 def make(**options: Any) -> tuple[nn.Linear, lockstep.CrossReplicaOptimizer]:
     model = nn.Linear(3, 2).double()
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return model, lockstep.CrossReplicaOptimizer(optimizer, model, **options)
+
+
+def job_of(engine: str | None = None, hosts: tuple[int, ...] = (2,)) -> Any:
+    return SimpleNamespace(engine=engine, hosts=hosts)
+
+
+def test_an_accelerator_has_one_replica() -> None:
+    """Processes that see one device each call them all number 0."""
+    check_accelerators(job_of(), [("cuda:0", "one"), ("cuda:0", "other")])
+    check_accelerators(job_of("gloo"), [("cuda:0", "one"), ("cuda:0", "one")])
+    with pytest.raises(DeviceError, match="'cuda:0' 2 times"):
+        check_accelerators(job_of(), [("cuda:0", "one"), ("cuda:0", "one")])
+    with pytest.raises(OptionError, match="one host so far"):
+        check_accelerators(job_of(hosts=(1, 1)), [("cuda:0", "one"), ("cuda:0", "other")])
 
 
 X = torch.arange(12.0, dtype=torch.float64).view(4, 3) / 10
