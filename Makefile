@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Hundreds of interpreters are started: all but the first read what was compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-exhaustive check fuzz lint format api-docs bench bench-architectures bench-checkpoints bench-compression bench-hosts bench-input bench-keras-tests bench-overhead bench-pipelines bench-small-calls bench-starting gpu soak wheel clean
+.PHONY: demo test test-all test-exhaustive test-tpu check fuzz lint format api-docs bench bench-architectures bench-checkpoints bench-compression bench-hosts bench-input bench-keras-tests bench-overhead bench-pipelines bench-small-calls bench-starting gpu soak wheel clean
 demo: .venv/.installed-demo
 	$(BIN)/lockstep demo
 
@@ -18,6 +18,10 @@ test-all: .venv/.installed-dev
 
 test-exhaustive: .venv/.installed-dev
 	$(BIN)/python -m pytest --numprocesses 2 --exhaustive
+
+# The tests of TPUs on Google's torch_tpu, whose runtime drives XLA's plugin for CPUs; needs a C compiler.
+test-tpu: .venv-tpu/.installed
+	.venv-tpu/bin/python tests/stand_ins/tpu/run.py -m pytest --exhaustive tests/tpu
 
 # Random trainings against plain loops on one device; prints what became of them, and how to repeat it.
 fuzz: MINUTES = 10
@@ -102,7 +106,7 @@ wheel: | .venv/bin/python
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf dist .venv .venv-bench bench/results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf dist .venv .venv-bench .venv-tpu bench/results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -116,6 +120,13 @@ clean:
 # What tests and checks need is four times as large, and comes when they are asked for.
 .venv/.installed-dev: .venv/.installed-demo
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+# With torch_tpu, torch is another: it stays out of .venv. The plugin's own needs are not used here.
+.venv-tpu/.installed: pyproject.toml constraints.txt tests/stand_ins/tpu/requirements.txt
+	$(PYTHON) -m venv .venv-tpu
+	.venv-tpu/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --requirement tests/stand_ins/tpu/requirements.txt --editable .
+	.venv-tpu/bin/python -m pip install --quiet --no-compile --no-deps lammps-jax-pjrt-cpu==0.11.2
 	touch $@
 
 # The other libraries stay out of .venv.

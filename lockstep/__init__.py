@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     )
     from lockstep.strategies.pipeline import PipelineStrategy as PipelineStrategy
     from lockstep.strategies.single import SingleDeviceStrategy as SingleDeviceStrategy
+    from lockstep.strategies.tpu import TPUClusterResolver as TPUClusterResolver
+    from lockstep.strategies.tpu import TPUStrategy as TPUStrategy
+    from lockstep.strategies.tpu import initialize_tpu_system as initialize_tpu_system
     from lockstep.train.batch_size_search.batch_size import BatchSizeSearch as BatchSizeSearch
     from lockstep.train.callbacks.callback import Callback as Callback
     from lockstep.train.checkpointing.checkpoints import Checkpoint as Checkpoint
@@ -92,6 +95,8 @@ _HOMES = {
     "Schedule": ("lockstep.train.optim.learning_rates", "Schedule"),
     "SingleDeviceStrategy": ("lockstep.strategies.single", "SingleDeviceStrategy"),
     "Strategy": ("lockstep.strategies.base", "Strategy"),
+    "TPUClusterResolver": ("lockstep.strategies.tpu", "TPUClusterResolver"),
+    "TPUStrategy": ("lockstep.strategies.tpu", "TPUStrategy"),
     "TopK": ("lockstep.plan.program.compression", "TopK"),
     "Trainer": ("lockstep.train.trainer", "Trainer"),
     "all_mean": ("lockstep.custom_loops.replicas", "all_mean"),
@@ -100,6 +105,7 @@ _HOMES = {
     "data": ("lockstep.data", ""),
     "device": ("lockstep.capture.scopes", "device"),
     "init": ("lockstep.custom_loops.replicas", "init"),
+    "initialize_tpu_system": ("lockstep.strategies.tpu", "initialize_tpu_system"),
     "num_replicas": ("lockstep.custom_loops.replicas", "num_replicas"),
     "rank": ("lockstep.custom_loops.replicas", "rank"),
     "share": ("lockstep.custom_loops.replicas", "share"),

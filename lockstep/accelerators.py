@@ -5,20 +5,31 @@ uses one device of it. So the current device is this rank's, and the functions h
 random stream and memory. They never initialise an accelerator that the process does not use yet:
 training on CPUs does not touch it.
 
+Not every maker's backend has all that CUDA's has. What a device can do is tried here, once, and the
+rest of Lockstep asks no more: ``pins_memory``, ``keep_until``, ``updates_running_statistics``.
+
 Apple GPUs are not supported: several cannot be joined, and they have no float64.
 """
 
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeGuard
 
 import torch
+import torch.nn.functional as F
+
+from lockstep.cluster import tpu
+from lockstep.errors import DeviceError
 
 # How long a host sleeps between two polls of its device: far less than a step.
 _NAP_SECONDS = 50e-6
 _LOOK_AROUND_SECONDS = 0.02
+
+# Of float64: what is more comes from arithmetic in less.
+_ROUNDING = 1e-12
 
 
 @cache
@@ -56,9 +67,54 @@ def kept_device() -> Iterator[None]:
 
 
 def rank_device(devices: Sequence[str], rank: int) -> torch.device:
-    """A rank's device in torch, where all cores are one."""
-    device = torch.device(devices[rank])
-    return torch.device("cpu") if device.type == "cpu" else device
+    """The device, in torch, of a rank whose process this is; all cores are one.
+
+    Raises:
+        DeviceError: the process cannot have that device any more.
+    """
+    kind, _, number = devices[rank].partition(":")
+    if kind == tpu.KIND:
+        return _own_tpu(int(number or 0), is_alone=len(devices) == 1)
+    return torch.device("cpu") if kind == "cpu" else torch.device(devices[rank])
+
+
+# The chip of this process, once it has begun to use it.
+_chips: list[int] = []
+
+
+def take_tpu(chip: int) -> None:
+    """Begin to use one of the host's TPUs, unless this process uses TPUs already."""
+    if not torch.get_device_module(tpu.KIND).is_initialized():
+        _begin_tpu(chip)
+        _chips.append(chip)
+
+
+def _own_tpu(chip: int, *, is_alone: bool) -> torch.device:
+    """This process's TPU, whatever its number in torch."""
+    take_tpu(chip)
+    if _chips != [chip] and (_chips or not is_alone):
+        raise DeviceError(
+            "A process can use one TPU, and the same one from then on.",
+            received=f"{tpu.KIND}:{chip}, in a process that already uses "
+            + (f"{tpu.KIND}:{_chips[0]}" if _chips else "TPUs, begun without Lockstep"),
+            fix="Call lockstep.initialize_tpu_system(), or make the TPUStrategy, before anything "
+            "that begins to use TPUs, such as torch.manual_seed; and name the same devices.",
+        )
+    return torch.device(tpu.KIND, torch.accelerator.current_device_index())
+
+
+def _begin_tpu(chip: int) -> None:
+    """Begin with a chip alone; the variables for it are not those of processes started later."""
+    before = set(os.environ)
+    for name, value in tpu.chip_variables(chip).items():
+        os.environ.setdefault(name, value)
+    try:
+        torch.get_device_module(tpu.KIND).distributed.set_tpu_launch_env(nproc_per_node=1)
+        torch.empty(0, device=tpu.KIND)
+        torch.accelerator.synchronize()
+    finally:
+        for name in os.environ.keys() - before:
+            del os.environ[name]
 
 
 def identity(device: torch.device) -> str:
@@ -91,14 +147,29 @@ def seed(number: int) -> None:
 def random_state() -> torch.Tensor | None:
     """The state of the device's random stream; None if no device is in use."""
     module = in_use()
-    state: torch.Tensor | None = None if module is None else module.get_rng_state()
+    if module is None:
+        return None
+    generator = _generator(module)
+    state: torch.Tensor = module.get_rng_state() if generator is None else generator.get_state()
     return state
 
 
 def set_random_state(state: torch.Tensor | None) -> None:
     """Set the state of the device's random stream."""
-    if state is not None:
-        torch.get_device_module(kind()).set_rng_state(state)
+    if state is None:
+        return
+    module = torch.get_device_module(kind())
+    generator = _generator(module)
+    if generator is None:
+        module.set_rng_state(state)
+    else:
+        generator.set_state(state)
+
+
+def _generator(module: Any) -> torch.Generator | None:
+    """The current device's, where its module shows it: ``get_rng_state`` may be torch's alone."""
+    generators = getattr(module, "default_generators", None)
+    return generators[torch.accelerator.current_device_index()] if generators else None
 
 
 # --- waiting --------------------------------------------------------------------------------------
@@ -146,7 +217,9 @@ def synchronize() -> None:
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A host tensor copied to a device without waiting; the tensor itself on a CPU."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu" or not pins_memory():
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def computes(number: torch.Tensor | float) -> TypeGuard[torch.Tensor]:
@@ -165,7 +238,7 @@ class Fetch:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copy = pinned(tensor.nbytes, tensor.device).view(tensor.dtype).view(tensor.shape)
-        self._copy.copy_(tensor, non_blocking=True)
+        self._copy.copy_(tensor, non_blocking=pins_memory())
         self._copied = torch.Event(tensor.device.type)
         self._copied.record()
 
@@ -183,14 +256,42 @@ def fetched(tensor: torch.Tensor, look_around: Callable[[float], None]) -> torch
 # --- memory ---------------------------------------------------------------------------------------
 
 
+@cache
+def pins_memory() -> bool:
+    """Whether host memory can be pinned, for copies that do not wait; this process has a device."""
+    try:
+        torch.empty(1, pin_memory=True)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
 def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Pinned host memory, for asynchronous copies; plain memory for a CPU."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    """Host memory for asynchronous copies, pinned if possible; plain memory for a CPU."""
+    is_pinned = device.type != "cpu" and pins_memory()
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+
+
+def keep_until(stream: torch.Stream, tensors: Iterable[torch.Tensor]) -> None:
+    """Keep a device's tensors, made on another stream, until this one has used them."""
+    for tensor in tensors:
+        if tensor.device.type != "cpu" and _records_streams(tensor.device):
+            tensor.record_stream(stream)
+
+
+@cache
+def _records_streams(device: torch.device) -> bool:
+    """Whether memory may be reused too soon. Runtimes without this call see to that themselves."""
+    try:
+        torch.empty(1, device=device).record_stream(torch.accelerator.current_stream(device))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def peak_bytes() -> int | None:
-    """The peak memory of tensors on this process's device; None without one."""
-    return None if in_use() is None else int(torch.accelerator.max_memory_allocated())
+    """The peak memory of tensors on this process's device; None without one, and if unknown."""
+    return None if in_use() is None else int(torch.accelerator.max_memory_allocated()) or None
 
 
 def forget_peak() -> None:
@@ -202,10 +303,63 @@ def forget_peak() -> None:
 def limit_bytes() -> int | None:
     """The memory of the device that this process's tensors can have in total.
 
-    None without a device, and before torch 2.10, which does not report it.
+    None without a device, if its backend does not know, and before torch 2.10.
     """
     ask = getattr(torch.accelerator, "get_memory_info", None)
     if ask is None or in_use() is None:
         return None
-    free, _ = ask()
-    return int(free) + int(torch.accelerator.memory_reserved())
+    free, total = ask()
+    return int(free) + int(torch.accelerator.memory_reserved()) if total else None
+
+
+# --- arithmetic -----------------------------------------------------------------------------------
+
+
+@cache
+def updates_running_statistics(device: torch.device) -> bool:
+    """Whether ``F.batch_norm`` updates running statistics in training; a backend may leave them."""
+    if device.type == "cpu":
+        return True
+    mean, variance = torch.zeros(1, device=device), torch.ones(1, device=device)
+    with torch.no_grad():
+        values = torch.ones(2, 1, device=device)
+        torch.batch_norm(values, None, None, mean, variance, True, 0.5, 1e-5, False)
+    return float(mean) != 0
+
+
+@cache
+def rounds_attention(device: torch.device) -> bool:
+    """Whether attention in float64 goes backward in less, as fused kernels may."""
+    if device.type == "cpu":
+        return False
+    query = torch.linspace(-1, 1, 8, dtype=torch.float64, device=device).reshape(1, 1, 4, 2)
+    query.requires_grad_()
+    gradients = [
+        torch.autograd.grad(attend(query, query, query)[..., 0].sum(), query)[0]
+        for attend in (F.scaled_dot_product_attention, attention_in_steps)
+    ]
+    return float((gradients[0] - gradients[1]).abs().max()) > _ROUNDING
+
+
+def attention_in_steps(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,  # as F.scaled_dot_product_attention names it
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """``F.scaled_dot_product_attention`` by products and a softmax, without a fused kernel."""
+    output: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )[0]
+    return output

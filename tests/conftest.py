@@ -32,7 +32,7 @@ settings.register_profile("core", settings.get_profile("all"), max_examples=20)
 # Folders whose tests mostly wait, and those whose tests compute, in the order of their runs:
 # the longest files first, so that both workers end together.
 _WAITING = ("faults", "parallel")
-_COMPUTING = ("parity", "fuzz", "devices", "unit", "property", "golden")
+_COMPUTING = ("parity", "fuzz", "devices", "tpu", "unit", "property", "golden")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -23,6 +23,7 @@ from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.strategies.parameter_server import ParameterServerStrategy
 from lockstep.strategies.pipeline import PipelineStrategy
 from lockstep.strategies.single import SingleDeviceStrategy
+from lockstep.strategies.tpu import TPUStrategy
 
 
 def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +110,10 @@ def _mirrored(options: argparse.Namespace) -> Strategy:
     return MirroredStrategy(options.devices, num_shares=options.shares)
 
 
+def _tpu(options: argparse.Namespace) -> Strategy:
+    return TPUStrategy(options.devices, num_shares=options.shares)
+
+
 def _local(options: argparse.Namespace) -> Strategy:
     every: Any = options.every or "16"  # the strategy raises for other values
     return LocalSGDStrategy(
@@ -164,6 +169,7 @@ def _replicas(text: str | None) -> int | list[int]:
 _STRATEGIES: dict[str, Callable[[argparse.Namespace], Strategy]] = {
     "single": _single,
     "mirrored": _mirrored,
+    "tpu": _tpu,
     "pipeline": _pipeline,
     "hybrid": _hybrid,
     "local": _local,

@@ -7,11 +7,14 @@ import os
 import platform
 import socket
 import sys
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from lockstep.cluster import tpu
 from lockstep.cluster.environment import find_devices
 from lockstep.cluster.topology import Cluster, Device, Host
 
@@ -88,20 +91,36 @@ def discover() -> Cluster:
 
 
 def _may_have_accelerators() -> bool:
-    return "torch" in sys.modules or any(path.exists() for path in _DRIVERS)
+    has_driver = any(path.exists() for path in _DRIVERS)
+    return "torch" in sys.modules or has_driver or tpu.is_installed()
 
 
 def _accelerators() -> list[Device]:
     """Those of the one kind that torch was built for; initializes no device."""
+    if "torch" not in sys.modules and tpu.is_installed() and tpu.missing_part() is not None:
+        return []  # else the import would end this process
     import torch
 
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None or kind.type == "mps":  # Apple's has no float64 and no collectives
         return []
     return [
-        Device(kind=kind.type, index=index, memory_bytes=0)
-        for index in range(torch.accelerator.device_count())
+        Device(kind=kind.type, index=index, memory_bytes=0) for index in range(_count(kind.type))
     ]
+
+
+def _count(kind: str) -> int:
+    import torch
+
+    return _count_of_tpus() if kind == tpu.KIND else torch.accelerator.device_count()
+
+
+@cache
+def _count_of_tpus() -> int:
+    """Counted once: a process that has begun to use its TPU may see no other."""
+    import torch
+
+    return torch.accelerator.device_count()
 
 
 def described(device: Device) -> Device:
@@ -112,7 +131,10 @@ def described(device: Device) -> Device:
     import torch
 
     read = getattr(torch.get_device_module(device.kind), "get_device_properties", None)
-    properties: Any = None if read is None else read(device.index)
+    properties: Any = None
+    if read is not None:
+        with suppress(RuntimeError):  # a backend may not know this model
+            properties = read(device.index)
     return msgspec.structs.replace(
         device,
         memory_bytes=int(getattr(properties, "total_memory", 0)),

@@ -8,6 +8,7 @@ backend, so all of them are of one kind.
 import re
 from collections.abc import Sequence
 
+from lockstep.cluster import tpu
 from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Host
 from lockstep.errors import DeviceError, Problems
 
@@ -134,6 +135,9 @@ def check_there(names: Sequence[str], host: Host) -> None:
     missing = [name for name in names if kind_of(name) != "cpu" and name not in there]
     if not missing:
         return
+    part = tpu.missing_part() if kind_of(missing[0]) == tpu.KIND else None
+    if part is not None:
+        raise DeviceError(part[0], received=", ".join(missing), fix=f"Run `{part[1]}`.")
     has = f"This host's accelerators are: {', '.join(there)}." if there else host.lack
     raise DeviceError(
         has or "This host has no accelerator.",

@@ -55,6 +55,7 @@ def test_devices_are_those_asked_for(
     [
         ("cuda", None, "nccl"),
         ("xpu", None, "xccl"),
+        ("tpu", None, "gloo"),
         ("other", None, "gloo"),
         ("cuda", "gloo", "gloo"),
         ("cpu", "gloo", "gloo"),

@@ -158,6 +158,49 @@ def note_lone_sample(error: BaseException) -> None:
         )
 
 
+@contextmanager
+def updating_statistics(*, is_compiled: bool = False) -> Iterator[None]:
+    """Within the block ``F.batch_norm`` updates running statistics on devices where it does not.
+
+    ``GlobalStatistics`` that are applied stay so.
+    """
+    with _redirection.to(_updating_batch_norm, is_compiled=is_compiled):
+        yield
+
+
+def _updating_batch_norm(
+    input: torch.Tensor,  # as F.batch_norm names it
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    applied = _current.get()
+    if applied is not None:
+        return applied.batch_norm(
+            input, running_mean, running_var, weight, bias, training, momentum, eps
+        )
+    if not training:
+        output: torch.Tensor = _redirection.plain(
+            input, running_mean, running_var, weight, bias, False, momentum, eps
+        )
+        return output
+    exact, dims = exact_type(input), [dim for dim in range(input.dim()) if dim != 1]
+    variance, mean = torch.var_mean(input.to(exact), dims, correction=0)
+    if running_mean is not None and running_var is not None:
+        count = input.numel() // input.shape[1]
+        _update_running(
+            running_mean, running_var, mean.detach(), variance.detach(), count, momentum
+        )
+    scale = torch.rsqrt(variance + eps) if weight is None else torch.rsqrt(variance + eps) * weight
+    shift = -mean * scale if bias is None else bias - mean * scale
+    shape = [1, -1] + [1] * (input.dim() - 2)
+    return (input.to(exact) * scale.reshape(shape) + shift.reshape(shape)).to(input.dtype)
+
+
 _redirection = Redirection("batch_norm")
 _current: ContextVar[GlobalStatistics | None] = ContextVar("global_statistics", default=None)
 

@@ -14,9 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.accelerators import (
+    attention_in_steps,
+    rounds_attention,
+    updates_running_statistics,
+)
 from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.order import restore_streams, stream_states
 from lockstep.data.trees import Tree, map_tensors
+from lockstep.parallel.data_parallel.batch_norm import BatchNorms, updating_statistics
 from lockstep.parallel.data_parallel.buffers import Buffers
 from lockstep.parallel.data_parallel.functional_patch import Redirection
 from lockstep.parallel.settings import rounds_float32
@@ -71,7 +77,10 @@ class ModelCall:
         is_broken = device.type == "cpu" and breaks_channels_last(model)
         self.channels_last = plan.channels_last and not is_broken
         self._converts = False
-        self.is_redirected = plan.precision in _LOW_PRECISION and device.type == "cpu"
+        self._widens = plan.precision in _LOW_PRECISION and device.type == "cpu"
+        self._keeps_statistics = bool(BatchNorms(model)) and not updates_running_statistics(device)
+        self._attends_in_steps = plan.precision == "fp64" and rounds_attention(device)
+        self.is_redirected = self._widens or self._keeps_statistics or self._attends_in_steps
         # The model takes inputs and returns outputs as they are.
         self._is_plain = not (self._is_low or dims)
         self._given_up: set[bool] = set()  # the model's modes, training or not
@@ -147,7 +156,11 @@ class ModelCall:
         """Entered around a forward or backward pass that calls the model or parts of it."""
         is_compiled = self._plan.compiled
         stack = ExitStack()
-        if self.is_redirected:
+        if self._keeps_statistics:
+            stack.enter_context(updating_statistics(is_compiled=is_compiled))
+        if self._attends_in_steps:
+            stack.enter_context(_attention.to(attention_in_steps, is_compiled=is_compiled))
+        if self._widens:
             stack.enter_context(running_lstms(self._plan.precision, is_compiled=is_compiled))
             if has_slow_bfloat16_attention():
                 stack.enter_context(_attention.to(attend_in_float32, is_compiled=is_compiled))

@@ -33,9 +33,8 @@ class Staged:
         """The batch, for work on the device's current stream."""
         stream = torch.accelerator.current_stream(self.device)
         stream.wait_event(self.copied)
-        for tensor in tensors_of((self.batch.inputs, self.batch.targets, self.batch.sample_weight)):
-            if tensor.device.type != "cpu":
-                tensor.record_stream(stream)  # else its memory may be reused too soon
+        parts = self.batch.inputs, self.batch.targets, self.batch.sample_weight
+        accelerators.keep_until(stream, tensors_of(parts))
         return self.batch
 
 

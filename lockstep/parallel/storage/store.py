@@ -5,6 +5,7 @@ of any rank changes the script's model, and ``model.state_dict()`` is always up 
 (momenta, averages) of the script's optimizer are likewise in a second store.
 """
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -141,9 +142,16 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 def move_model(model: nn.Module, device: torch.device) -> None:
     """Move a model to a device; its Parameters and buffers stay the same objects."""
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    for module in recurrent:
+        module._flat_weight_refs = []  # tensors with weak references cannot be swapped
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device != device:
             set_data(tensor, tensor.detach().to(device))
+    for module in recurrent:
+        module._flat_weight_refs = [
+            one if one is None else weakref.ref(one) for one in module._flat_weights
+        ]
 
 
 def _same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:
