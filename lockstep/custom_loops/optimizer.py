@@ -31,6 +31,12 @@ from lockstep.units import first_few
 class TorchReplicaOptimizer(ReplicaSteps, optim.Optimizer):
     """``CrossReplicaOptimizer`` for torch optimizers."""
 
+    # A GradScaler calls ``step`` even if this replica's gradients overflow, with these set: else
+    # the other replicas would wait for it.
+    _step_supports_amp_scaling = True
+    grad_scale: torch.Tensor | float = 1.0
+    found_inf: torch.Tensor | int = 0
+
     def __init__(
         self,
         optimizer: optim.Optimizer,
@@ -101,7 +107,8 @@ class TorchReplicaOptimizer(ReplicaSteps, optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, *, weight: float | None = None) -> Any:
         """Update the parameters with the gradients of all replicas; every replica calls it.
 
-        Afterwards ``.grad`` of the parameters is None.
+        Afterwards ``.grad`` of the parameters is None. Under a ``torch.amp.GradScaler`` all
+        replicas skip the update if the gradients of one have overflowed.
 
         Args:
             closure: computes the loss and goes backward; called once.
@@ -123,7 +130,12 @@ class TorchReplicaOptimizer(ReplicaSteps, optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        self._add([one.grad for one in self._update.trained], weight)
+        self._add(
+            [one.grad for one in self._update.trained],
+            weight,
+            scale=float(self.grad_scale),
+            is_finite=not self.found_inf,
+        )
         return result
 
     def _update_places(self) -> None:

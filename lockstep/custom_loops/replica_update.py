@@ -60,7 +60,7 @@ class Contribution:
 
     Attributes:
         gradients: one per trained parameter; None if it has none.
-        factor: multiplies them, which makes them sums over samples.
+        factor: multiplies them, which makes them sums over samples; NaN if they have overflowed.
         weight: the number of samples.
         is_given: the script has passed this number.
     """
@@ -260,7 +260,8 @@ class ReplicaUpdate:
         )
         is_mixed = gathered.is_refused and gathered.is_guess
         is_over = all(factor == _JOINED for factor in gathered.totals)
-        if any(gathered.weights) and not is_mixed and not is_over:
+        has_overflowed = any(map(math.isnan, gathered.totals))
+        if any(gathered.weights) and not (is_mixed or is_over or has_overflowed):
             self._update(gathered.totals, gathered.weights)
         self._worker.exchange.end_step()  # no replica sends anything else before all have read it
         if is_mixed:

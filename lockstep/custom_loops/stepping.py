@@ -4,6 +4,7 @@ Subclasses wrap one library's optimizer, and get the gradients from the script
 (``custom_loops.optimizer``, and a front end's).
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,7 +33,12 @@ class ReplicaSteps:
         self._is_accumulating = False
 
     def _add(
-        self, gradients: Sequence[torch.Tensor | None], weight: float | None, scale: float = 1.0
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        weight: float | None,
+        *,
+        scale: float = 1.0,
+        is_finite: bool = True,
     ) -> None:
         """Add the gradients of a backward pass, and update if that is due.
 
@@ -40,14 +46,16 @@ class ReplicaSteps:
             gradients: one per trained parameter.
             weight: see ``step``.
             scale: the factor by which the loss was multiplied.
+            is_finite: False if gradients have overflowed: no replica updates.
         """
         if weight is not None:
             check_weight(weight)
         self._check_frozen()
         own = 1.0 if weight is None else float(weight)
+        counts = bool(own and is_finite)
         now = Contribution(
-            gradients=list(gradients) if own else [None] * len(gradients),
-            factor=own / scale,
+            gradients=list(gradients) if counts else [None] * len(gradients),
+            factor=own / scale if counts or not own else math.nan,
             weight=own,
             is_given=weight is not None,
         )
@@ -132,7 +140,7 @@ class _PendingGradients:
 
     def __init__(self, num_parameters: int) -> None:
         self._sums: list[torch.Tensor | None] = [None] * num_parameters
-        self._weight = 0.0
+        self._weight, self._factor = 0.0, 1.0
         self._kinds: set[bool] = set()
         self.count = 0
 
@@ -141,6 +149,8 @@ class _PendingGradients:
         """Add a contribution, in the gradients' places if there are any."""
         self.count += 1
         self._weight += more.weight
+        if math.isnan(more.factor):
+            self._factor = math.nan
         self._kinds.add(more.is_given)
         if len(self._kinds) > 1:
             raise OptionError(
@@ -164,5 +174,5 @@ class _PendingGradients:
         """The sum of all contributions."""
         (is_given,) = self._kinds
         return Contribution(
-            gradients=self._sums, factor=1.0, weight=self._weight, is_given=is_given
+            gradients=self._sums, factor=self._factor, weight=self._weight, is_given=is_given
         )

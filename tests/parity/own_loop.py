@@ -7,6 +7,7 @@ the same with a plain optimizer on whole batches. It tells by how much each tens
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -92,6 +93,10 @@ LOOPS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
     "gpt": (partial(of_zoo, "gpt_tied"), token_loss, SGD, {}),
     "embedding": (words, mean_loss, SGD, {}),
     "wide": (partial(of_zoo, "wide"), mean_loss, ADAM, {}),
+    "mlp, scaled": (partial(of_zoo, "mlp"), mean_loss, ADAM, {"scales": True}),
+    "mlp, scaled and accumulated": (
+        *(partial(of_zoo, "mlp"), mean_loss, ADAM, {"scales": True, "accumulate": 2}),
+    ),
 }
 
 
@@ -101,12 +106,38 @@ def steps(batches: Batches, parts: int) -> Iterator[Batches]:
         yield batches[first : first + parts]
 
 
+class Scaling:
+    """Steps with a ``GradScaler`` where a loop scales its loss, and without one elsewhere."""
+
+    def __init__(self, device: str, *, is_on: bool) -> None:
+        kind = device.partition(":")[0]
+        self._scaler = torch.amp.GradScaler(kind, init_scale=8.0, growth_interval=2, enabled=is_on)
+
+    def backward(self, loss: Tensor) -> None:
+        self._scaler.scale(loss).backward()
+
+    def step(self, optimizer: Any, **options: Any) -> None:
+        self._scaler.step(optimizer, **options)
+        self._scaler.update()
+
+
+def loaded(loop: str) -> Batches:
+    """The batches of a loop; of one that scales, a sample in the third overflows."""
+    load, _, _, own = LOOPS[loop]
+    batches: Batches = load()[1]
+    if own.get("scales"):
+        inputs, targets = batches[2]
+        batches[2] = inputs.clone(), targets
+        batches[2][0][-1] = math.inf
+    return batches
+
+
 def replicated(model: nn.Module, loop: str, device: str) -> dict[str, Any]:
     """Train on this replica's parts; the optimizer's state."""
-    load, loss_of, make, own = LOOPS[loop]
-    _, loaded = load()
-    batches = [(inputs.to(device), targets.to(device)) for inputs, targets in loaded]
-    options = {name: value for name, value in own.items() if name != "holds"}
+    _, loss_of, make, own = LOOPS[loop]
+    batches = [(inputs.to(device), targets.to(device)) for inputs, targets in loaded(loop)]
+    options = {name: value for name, value in own.items() if name not in ("holds", "scales")}
+    scaling = Scaling(device, is_on=bool(own.get("scales")))
     if lockstep.rank():  # the first replica's count
         for one in model.parameters():
             nn.init.zeros_(one)
@@ -118,12 +149,12 @@ def replicated(model: nn.Module, loop: str, device: str) -> dict[str, Any]:
             inputs, targets = lockstep.share(batch)
             optimizer.zero_grad()
             loss, weight = loss_of(model, inputs, targets)
-            loss.backward()
+            scaling.backward(loss)
             if own.get("holds") and number < parts - 1:
                 with optimizer.no_sync():
-                    optimizer.step(weight=weight)
+                    scaling.step(optimizer, weight=weight)
             else:
-                optimizer.step(weight=weight)
+                scaling.step(optimizer, weight=weight)
         schedule.step()
     optimizer.join()
     saved = optimizer.state_dict()
@@ -131,16 +162,16 @@ def replicated(model: nn.Module, loop: str, device: str) -> dict[str, Any]:
     inputs, targets = lockstep.share(batches[0])
     for _ in range(own.get("accumulate", 1)):
         loss, weight = loss_of(model, inputs, targets)
-        loss.backward()
-        optimizer.step(weight=weight)
+        scaling.backward(loss)
+        scaling.step(optimizer, weight=weight)
     return optimizer.state_dict()
 
 
 def plain(model: nn.Module, loop: str) -> dict[str, Any]:
     """The same on one device: what makes an update is one batch."""
-    load, loss_of, make, own = LOOPS[loop]
-    _, batches = load()
-    optimizer = make(_trained(model))
+    _, loss_of, make, own = LOOPS[loop]
+    batches = loaded(loop)
+    optimizer, scaling = make(_trained(model)), Scaling("cpu", is_on=bool(own.get("scales")))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     updates = [
         tuple(torch.cat(each) for each in zip(*update, strict=True))
@@ -150,10 +181,10 @@ def plain(model: nn.Module, loop: str) -> dict[str, Any]:
         optimizer.zero_grad()
         loss, weight = loss_of(model, *batch)
         if weight:
-            loss.backward()
+            scaling.backward(loss)
             if "clip_norm" in own:
                 nn.utils.clip_grad_norm_(model.parameters(), own["clip_norm"])
-            optimizer.step()
+            scaling.step(optimizer)
         if number < len(updates):
             schedule.step()
     state: dict[str, Any] = optimizer.state_dict()

@@ -138,7 +138,7 @@ class KerasReplicaOptimizer(ReplicaSteps):
 
     def _apply(self, gradients: Sequence[torch.Tensor | None], weight: float | None) -> None:
         with torch.no_grad():
-            self._add(gradients, weight, self._optimizer.loss_scale_factor or 1.0)
+            self._add(gradients, weight, scale=self._optimizer.loss_scale_factor or 1.0)
 
     def zero_grad(self) -> None:
         """Forget gradients that no ``step`` has taken."""
