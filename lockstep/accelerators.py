@@ -6,7 +6,7 @@ random stream and memory. They never initialise an accelerator that the process 
 training on CPUs does not touch it.
 
 Not every maker's backend has all that CUDA's has. What a device can do is tried here, once, and the
-rest of Lockstep asks no more: ``pins_memory``, ``keep_until``, ``updates_running_statistics``.
+rest of Lockstep asks no more: ``pins_memory``, ``keep_until``, ``has_whole_batch_norm``.
 
 Apple GPUs are not supported: several cannot be joined, and they have no float64.
 """
@@ -316,8 +316,11 @@ def limit_bytes() -> int | None:
 
 
 @cache
-def updates_running_statistics(device: torch.device) -> bool:
-    """Whether ``F.batch_norm`` updates running statistics in training; a backend may leave them."""
+def has_whole_batch_norm(device: torch.device) -> bool:
+    """Whether ``F.batch_norm`` updates running statistics in training.
+
+    A backend that leaves them as they are rounds ``eps`` to float32, too.
+    """
     if device.type == "cpu":
         return True
     mean, variance = torch.zeros(1, device=device), torch.ones(1, device=device)

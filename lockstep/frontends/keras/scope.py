@@ -47,6 +47,7 @@ def _hooked() -> Iterator[None]:
     global _open_scopes
     if "keras" in sys.modules:
         check_backend()
+        _make_where_keras_does()
     with _lock:
         _open_scopes += 1
         if _open_scopes == 1:
@@ -75,6 +76,13 @@ def check_backend() -> None:
             fix="Put this line at the top of the script, before any other import: "
             'import os; os.environ["KERAS_BACKEND"] = "torch"',
         )
+
+
+def _make_where_keras_does() -> None:
+    """Have new models made there, wherever one was trained before; ``fit`` moves them."""
+    from lockstep.frontends.keras.settings import compute_on
+
+    compute_on("cpu")
 
 
 def _hook() -> None:

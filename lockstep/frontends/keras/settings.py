@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import keras
 from keras.src.backend.common import dtypes
+from keras.src.backend.torch import core
 from keras.src.utils import rng_utils
 
 
@@ -18,6 +19,7 @@ class KerasSettings:
         policy: the default dtype policy of layers, by name.
         flash_attention: True if flash attention may be used.
         double: the dtype that Keras uses for float64 values; float32, except in proofs.
+        device: where Keras makes tensors, and moves those that it is given.
     """
 
     floatx: str
@@ -26,6 +28,7 @@ class KerasSettings:
     policy: str
     flash_attention: bool
     double: str
+    device: str
 
     @classmethod
     def current(cls) -> "KerasSettings":
@@ -37,6 +40,7 @@ class KerasSettings:
             policy=keras.config.dtype_policy().name,
             flash_attention=keras.config.is_flash_attention_enabled() is not False,
             double=dtypes.BIT64_TO_BIT32_DTYPE["float64"],
+            device=core.DEFAULT_DEVICE,
         )
 
     def apply(self) -> None:
@@ -50,6 +54,15 @@ class KerasSettings:
         else:
             keras.config.disable_flash_attention()
         dtypes.BIT64_TO_BIT32_DTYPE["float64"] = self.double
+        core.DEFAULT_DEVICE = self.device
+
+
+_OWN_DEVICE = core.DEFAULT_DEVICE
+
+
+def compute_on(kind: str) -> None:
+    """Have Keras make tensors on devices of a kind; by itself it looks for a few kinds only."""
+    core.DEFAULT_DEVICE = _OWN_DEVICE if kind in ("cpu", "meta") else kind
 
 
 def random_seed() -> int:

@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
+import torch
+
 from lockstep.cluster.devices import discover
 from lockstep.data.map_style.sources import ArraySource, Source
 from lockstep.data.order import stream_seed
@@ -49,8 +51,9 @@ from lockstep.frontends.keras.model_analysis import ModelAnalysis
 from lockstep.frontends.keras.optim.optimizer_copy import options_of, set_options
 from lockstep.frontends.keras.optim.updater import KerasUpdater, is_elementwise
 from lockstep.frontends.keras.optim.updater_set import KerasUpdaterSet, OptimizerList, parts_of
-from lockstep.frontends.keras.settings import random_seed
+from lockstep.frontends.keras.settings import compute_on, random_seed
 from lockstep.parallel.transfer.serialization import reducing
+from lockstep.plan.devices import kind_of
 from lockstep.plan.makers.data_parallel import Maker, SingleDevice
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks.driver import Logs, TaskDriver
@@ -70,6 +73,7 @@ from lockstep.train.runtime.front_end import FrontEnd
 from lockstep.train.runtime.job_context import JobContext, StrategyLike
 from lockstep.train.runtime.runner import Runner
 from lockstep.train.trainer_protocol import TrainerProtocol
+from lockstep.train.validation.checks import device_of
 from lockstep.units import first_few
 
 _T = TypeVar("_T")
@@ -365,6 +369,13 @@ class KerasTrainer(FrontEnd):
         if self._custom is not None:
             check_plan(plan)
 
+    def place(self, device: torch.device) -> None:
+        compute_on(device.type)
+        if device.type != "cpu" and self.optimizer is not None:
+            for one in self._optimizers:
+                for variable in one.variables:
+                    variable._value = variable._value.to(device)
+
     def set_new_options(
         self, begun: Any, found: FitState, asked: Facts, taken: Sequence[Difference]
     ) -> None:
@@ -382,6 +393,7 @@ class KerasTrainer(FrontEnd):
     def running(self, loss: Any) -> Iterator[ModelFingerprint | None]:
         if self._job_context.hosts is not None:
             self._job_context.check_equal(facts_of(self.model.model))
+        compute_on(kind_of(device_of(self.model)))
         fingerprint = self._analysis.fingerprint()
         is_rank_zero_only = self._job_context.is_rank_zero_only
         try:

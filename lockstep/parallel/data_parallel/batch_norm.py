@@ -16,11 +16,12 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.accelerators import sent
+from lockstep.accelerators import has_whole_batch_norm, sent
 from lockstep.capture.layers import BatchLayer, num_features_of
 from lockstep.errors import LockstepError, ModelError
 from lockstep.launch.health.failure import add_note
@@ -183,11 +184,9 @@ def _updating_batch_norm(
         return applied.batch_norm(
             input, running_mean, running_var, weight, bias, training, momentum, eps
         )
-    if not training:
-        output: torch.Tensor = _redirection.plain(
-            input, running_mean, running_var, weight, bias, False, momentum, eps
-        )
-        return output
+    if not training and running_mean is not None and running_var is not None:
+        return _normalised(input, running_mean, running_var, weight, bias, eps)
+    F._verify_batch_size(list(input.shape))  # type: ignore[attr-defined]
     exact, dims = exact_type(input), [dim for dim in range(input.dim()) if dim != 1]
     variance, mean = torch.var_mean(input.to(exact), dims, correction=0)
     if running_mean is not None and running_var is not None:
@@ -195,10 +194,24 @@ def _updating_batch_norm(
         _update_running(
             running_mean, running_var, mean.detach(), variance.detach(), count, momentum
         )
-    scale = torch.rsqrt(variance + eps) if weight is None else torch.rsqrt(variance + eps) * weight
+    return _normalised(input, mean, variance, weight, bias, eps)
+
+
+def _normalised(
+    inputs: torch.Tensor,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """What a batch norm computes with given statistics, by products and sums."""
+    inverse = torch.rsqrt(variance + eps)
+    scale = inverse if weight is None else inverse * weight
     shift = -mean * scale if bias is None else bias - mean * scale
-    shape = [1, -1] + [1] * (input.dim() - 2)
-    return (input.to(exact) * scale.reshape(shape) + shift.reshape(shape)).to(input.dtype)
+    shape = [1, -1] + [1] * (inputs.dim() - 2)
+    normal = inputs.to(variance.dtype) * scale.reshape(shape) + shift.reshape(shape)
+    return normal.to(inputs.dtype)
 
 
 _redirection = Redirection("batch_norm")
@@ -289,7 +302,10 @@ class _GlobalBatchNorm(torch.autograd.Function):
             )
         mean, variance = mean.to(exact), variance.to(exact)
         factor, shift = _in(exact, weight), _in(exact, bias)
-        output = torch.batch_norm(inputs, factor, shift, mean, variance, False, 0.0, eps, False)
+        if has_whole_batch_norm(inputs.device):
+            output = torch.batch_norm(inputs, factor, shift, mean, variance, False, 0.0, eps, False)
+        else:
+            output = _normalised(inputs, mean, variance, factor, shift, eps)
         ctx.save_for_backward(inputs, weight, mean, variance)
         ctx.eps, ctx.total, ctx.statistics, ctx.dims = eps, total, statistics, dims
         ctx.has_bias = bias is not None

@@ -16,8 +16,8 @@ from torch import nn
 
 from lockstep.accelerators import (
     attention_in_steps,
+    has_whole_batch_norm,
     rounds_attention,
-    updates_running_statistics,
 )
 from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.order import restore_streams, stream_states
@@ -78,7 +78,7 @@ class ModelCall:
         self.channels_last = plan.channels_last and not is_broken
         self._converts = False
         self._widens = plan.precision in _LOW_PRECISION and device.type == "cpu"
-        self._keeps_statistics = bool(BatchNorms(model)) and not updates_running_statistics(device)
+        self._keeps_statistics = bool(BatchNorms(model)) and not has_whole_batch_norm(device)
         self._attends_in_steps = plan.precision == "fp64" and rounds_attention(device)
         self.is_redirected = self._widens or self._keeps_statistics or self._attends_in_steps
         # The model takes inputs and returns outputs as they are.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn, optim
 
 from lockstep.parallel.loss.share_losses import LossAdapter
@@ -50,6 +51,10 @@ class FrontEnd(ABC):
 
     def check_plan(self, plan: Plan) -> None:
         """Refuse a Plan by which the call cannot be made."""
+        return
+
+    def place(self, device: torch.device) -> None:
+        """Move what belongs to the model, which is on this device by now, unless it is torch's."""
         return
 
     @abstractmethod

@@ -368,6 +368,7 @@ class Runner:
         check_backend(plan)
         self.front_end.check_plan(plan)
         device = place_model(self.model, self.front_end.torch_optimizers, plan)
+        self.front_end.place(device)
         if updater is not None:
             check_divisible(self.model, self.front_end.optimizer, plan, is_known=updater.is_known)
             check_local_sgd(plan, updater, self.update_config.averages, self.precision)

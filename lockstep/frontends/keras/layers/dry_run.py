@@ -18,6 +18,7 @@ from lockstep.capture.state import ModelState
 from lockstep.data.map_style.sources import ArraySource, Batch
 from lockstep.data.trees import Tree
 from lockstep.frontends.keras.model import KerasModel, giving_losses
+from lockstep.parallel.data_parallel.staging import moved
 from lockstep.parallel.independence.split_test import halves, on_halves, rows_of
 
 _FEW = 8
@@ -134,11 +135,14 @@ def values_restored(variables: Iterable[Any]) -> Iterator[None]:
 
 
 def few_samples(module: KerasModel, source: ArraySource, *, is_divided: bool = True) -> Batch:
-    """A few samples, picked evenly; if batches are not divided, as many as the model needs."""
+    """A few samples on the model's device, picked evenly.
+
+    If batches are not divided, they are as many as the model needs.
+    """
     fixed = None if is_divided else fixed_batch_size(module.model)
     indices = torch.linspace(0, len(source) - 1, fixed or _FEW).long()
-    dtype = next((one.dtype for one in module.parameters()), torch.get_default_dtype())
-    return source.read(indices, dtype)
+    first = next(module.parameters(), torch.empty(0))
+    return moved(source.read(indices, first.dtype), first.device)
 
 
 def fixed_batch_size(model: Any) -> int | None:

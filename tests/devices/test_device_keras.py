@@ -1,0 +1,42 @@
+"""Keras models on accelerators, also of kinds that Keras does not look for."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.strategies.base import Strategy
+from tests.devices.found import KIND, ranks_on_devices
+
+INPUTS = np.random.default_rng(0).normal(size=(24, 8)).astype("float32")
+TARGETS = np.arange(24) % 3
+
+
+def trained(strategy: Strategy) -> list[Any]:
+    """The weights, the predictions and the loss of an evaluation."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        given = keras.Input((8,))
+        hidden = keras.layers.Dense(16, activation="tanh")(given)
+        hidden = keras.layers.BatchNormalization()(hidden)
+        hidden = keras.layers.Concatenate()([hidden, given])
+        model = keras.Model(given, keras.layers.Dense(3)(hidden))
+        model.compile(
+            optimizer=keras.optimizers.SGD(0.1, momentum=0.9),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    model.fit(INPUTS, TARGETS, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    loss = model.evaluate(INPUTS, TARGETS, batch_size=8, verbose=0)
+    return [*model.get_weights(), model.predict(INPUTS, batch_size=8, verbose=0), np.array(loss)]
+
+
+@pytest.mark.skipif(KIND in ("cuda", "xpu"), reason="there Keras makes every model on the device")
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_model_trains_as_on_a_cpu(count: int) -> None:
+    engine = None if count == 1 else "gloo"
+    found = trained(lockstep.MirroredStrategy(ranks_on_devices(count), engine=engine))
+    expected = trained(lockstep.SingleDeviceStrategy("cpu"))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
