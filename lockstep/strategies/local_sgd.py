@@ -10,10 +10,11 @@ from lockstep.cluster.environment import find_devices, find_place
 from lockstep.cluster.place import Reach
 from lockstep.errors import DeviceError, OptionError, Problems
 from lockstep.options import check_choice, check_flag, check_timeout
-from lockstep.plan.devices import device_names
+from lockstep.plan.devices import Devices, check_devices, device_names
+from lockstep.plan.engines import backend_for, check_engine, check_leave, over
 from lockstep.plan.makers.averaging import AveragedUpdate, Every, Nesterov, is_every
 from lockstep.plan.makers.compressed import compressed
-from lockstep.plan.makers.data_parallel import LocalSteps, Maker
+from lockstep.plan.makers.data_parallel import LocalSteps, Maker, Mirrored
 from lockstep.plan.makers.many_hosts import MirroredHosts
 from lockstep.plan.pipeline.pipelines import Pipelined, PipelinesOnHosts
 from lockstep.plan.pipeline.schedules import SCHEDULES
@@ -43,7 +44,8 @@ class LocalSGDStrategy(Strategy):
         every: steps from one average to the next, or ``"epoch"``. The end of an epoch always
             averages.
         devices: number of CPU replicas on each host; None is the launcher's number, or else one per
-            usable core, at most 8. With ``stages`` it is the number of all ranks of pipelines.
+            usable core, at most 8. With ``stages`` it is the number of all ranks of pipelines. Or
+            names of accelerators of one host, such as ``["cuda:0", "cuda:1"]``.
         stages: ranks of a pipeline; None is replicas of one device.
         cuts: as in ``PipelineStrategy``.
         microbatches: likewise, of each replica's part of a batch.
@@ -55,6 +57,7 @@ class LocalSGDStrategy(Strategy):
         compression: of the changes that hosts send each other: see
             ``MultiWorkerMirroredStrategy``.
         channels_last: see ``MirroredStrategy``.
+        engine: moves the averages of accelerators; see ``MirroredStrategy``.
         timeout_seconds: longest wait for a replica; a longer one is an error. With few averages it
             limits by how long one replica may be behind.
 
@@ -68,7 +71,7 @@ class LocalSGDStrategy(Strategy):
     def __init__(
         self,
         every: Every,
-        devices: int | None = None,
+        devices: Devices = None,
         *,
         stages: int | None = None,
         cuts: Sequence[str] | None = None,
@@ -78,28 +81,41 @@ class LocalSGDStrategy(Strategy):
         average_optimizer: bool = False,
         compression: str | Compression | None = None,
         channels_last: bool | None = None,
+        engine: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
-        check_number("devices", devices)
         problems = Problems()
+        check_engine(problems, engine)
         _check_averaging(problems, every, outer, average_optimizer)
         check_format(problems, channels_last)
         check_timeout(problems, timeout_seconds)
         _check_stages(problems, stages, cuts=cuts, microbatches=microbatches, schedule=schedule)
         _check_whole(problems, stages, average_optimizer, channels_last)
         self._compression = find_compression(problems, compression)
+        _check_accelerators(problems, devices, engine, stages=stages, compression=compression)
         problems.raise_if_any(OptionError)
-        if devices is None and find_place(os.environ) is None:
-            devices = find_devices(os.environ)
-        self.devices = devices
         self.stages = stages
         self.timeout_seconds = timeout_seconds
-        self._mirrored = MirroredHosts(devices_per_host=devices, channels_last=channels_last)
         self._update = AveragedUpdate(
             every=every, outer=outer, averages_optimizer=average_optimizer
         )
-        names = device_names(self.devices, discover().cores.hosts[0])
+        self._engine = engine
+        self._mirrored: MirroredHosts | Mirrored
         self._pipelines: PipelinesOnHosts | None = None
+        if isinstance(devices, Sequence):
+            check_devices(devices)
+            check_leave(devices, engine)
+            backend_for(engine, device_names(devices, discover().hosts[0]))
+            self.reach = "one host"
+            self.devices: Devices = devices
+            self._mirrored = Mirrored(devices=tuple(devices), channels_last=channels_last)
+            return
+        check_number("devices", devices)
+        if devices is None and find_place(os.environ) is None:
+            devices = find_devices(os.environ)
+        self.devices = devices
+        self._mirrored = MirroredHosts(devices_per_host=devices, channels_last=channels_last)
+        names = device_names(devices, discover().cores.hosts[0])
         if stages is not None:
             _check_multiple(len(names), devices, stages)
             options = {"stages": stages, "microbatches": microbatches, "schedule": schedule}
@@ -110,11 +126,16 @@ class LocalSGDStrategy(Strategy):
         if self._pipelines is not None:
             on_each = replace(self._pipelines.on_each, precision=precision)
             maker = replace(self._pipelines, on_each=on_each)
+        if isinstance(self.devices, Sequence):
+            steps = LocalSteps(maker=maker, update=self._update, on_cores=False)
+            return over(self._engine, steps)
         return compressed(self._compression, LocalSteps(maker=maker, update=self._update))
 
     @property
     def num_replicas_in_sync(self) -> int:
         """Replicas of all hosts; see ``MultiWorkerMirroredStrategy``."""
+        if isinstance(self._mirrored, Mirrored):
+            return len(device_names(self.devices, discover().hosts[0]))
         ranks = num_replicas(self._mirrored, self.timeout_seconds, on_cores=True)
         return ranks // (self.stages or 1)
 
@@ -136,6 +157,27 @@ def _check_averaging(
         )
     fix = "Leave it out for an optimizer of each replica's own."
     check_flag("average_optimizer", average_optimizer, problems, fix=fix)
+
+
+def _check_accelerators(
+    problems: Problems, devices: Devices, engine: str | None, **options: Any
+) -> None:
+    """Note options that are for cores where accelerators are named, and the other way round."""
+    if not isinstance(devices, Sequence):
+        if engine is not None:
+            problems.add(
+                "`engine` is for replicas on accelerators.",
+                received=f"engine={engine!r} with devices={devices!r}",
+                fix='Name the accelerators, devices=["cuda:0", "cuda:1"], or leave it out.',
+            )
+        return
+    given = {name: one for name, one in options.items() if one is not None}
+    if given:
+        problems.add(
+            "Replicas on accelerators are of one device and one host each.",
+            received=", ".join(f"{name}={one!r}" for name, one in given.items()),
+            fix="Leave it out, or train on cores: devices=2, for example.",
+        )
 
 
 def _pipelines(replicas: int, cuts: Sequence[str] | None, **options: Any) -> PipelinesOnHosts:

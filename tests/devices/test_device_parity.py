@@ -66,6 +66,27 @@ def test_training_equals_one_device(model: str, strategy: str) -> None:
     assert not report.undetermined
 
 
+APART: dict[str, Callable[[], Strategy]] = {
+    "every-2-on-2": lambda: lockstep.LocalSGDStrategy(2, ranks_on_devices(2), engine="gloo"),
+    "epoch-on-3": lambda: lockstep.LocalSGDStrategy("epoch", ranks_on_devices(3), engine="gloo"),
+    "diloco-on-2": lambda: lockstep.LocalSGDStrategy(
+        2, ranks_on_devices(2), outer=lockstep.Nesterov(), average_optimizer=True, engine="gloo"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    core_of(
+        [(model, strategy) for model in ("mlp", "cnn_dropout", "gpt_tied") for strategy in APART],
+        [("gpt_tied", "every-2-on-2")],
+    ),
+)
+def test_replicas_that_train_apart_equal_their_simulation(model: str, strategy: str) -> None:
+    report = lockstep.verify(make_job(case(model)), APART[strategy](), steps=5)
+    assert report.passed, str(report)
+
+
 @pytest.mark.parametrize("name", ["cnn_batch_norm", "cnn_dropout", "gpt_tied"])
 def test_the_bits_do_not_depend_on_the_number_of_ranks(name: str) -> None:
     """Nor on the run: deterministic kernels, and random draws of the device by share."""

@@ -303,6 +303,12 @@ def test_what_replicas_cannot_do_is_refused(
         (lambda: lockstep.LocalSGDStrategy(0), "every=0"),
         (lambda: lockstep.LocalSGDStrategy("step"), "every='step'"),  # type: ignore[arg-type]
         (lambda: lockstep.LocalSGDStrategy(2, outer="sgd"), "outer='sgd'"),  # type: ignore[arg-type]
+        (lambda: lockstep.LocalSGDStrategy(2, 2, engine="gloo"), "is for replicas on accelerators"),
+        (lambda: lockstep.LocalSGDStrategy(2, ["cuda:0", "cuda:1"], stages=2), "stages=2"),
+        (
+            lambda: lockstep.LocalSGDStrategy(2, ["cuda:0"], compression="bf16"),
+            "compression='bf16'",
+        ),
         (lambda: lockstep.Nesterov(lr=0), "lr=0"),
         (lambda: lockstep.Nesterov(momentum=1), "momentum=1"),
     ],

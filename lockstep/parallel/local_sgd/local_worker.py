@@ -179,7 +179,7 @@ class LocalWorker(Worker, LocalSteps):
 def build_local_worker(work: Workload, endpoint: Endpoint) -> LocalWorker:
     """The Worker of a rank that takes local steps; for the arguments see ``build_worker``."""
     assert work.updater is not None
-    exchange = endpoint.exchange()
+    exchange = endpoint.exchange(endpoint.process_groups())
     in_common = replace(work, updater=None, functions=())
     return LocalWorker(
         in_common,

@@ -314,15 +314,17 @@ INEXACT = "Replicas train apart between averages: the result is not that of one 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSteps(Wrapping):
-    """Data parallelism on cores in which every replica has parameters of its own.
+    """Data parallelism in which every replica has parameters of its own.
 
     Attributes:
         maker: makes the replicas as they would be if they shared their parameters: of one rank
             each, or pipelines.
         update: how often they average, and what they do with the average.
+        on_cores: whatever accelerators there are.
     """
 
     update: AveragedUpdate
+    on_cores: bool = True
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
         """Make the Plan for global batches of ``batch_size`` samples.
@@ -330,7 +332,7 @@ class LocalSteps(Wrapping):
         Raises:
             DeviceError: more replicas than a host can hold.
         """
-        plan = self.maker(graph, cluster.cores, batch_size)
+        plan = self.maker(graph, cluster.cores if self.on_cores else cluster, batch_size)
         # There may be nothing to average.
         is_alone = plan.num_replicas == 1 and self.update.outer is None
         return msgspec.structs.replace(

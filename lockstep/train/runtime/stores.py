@@ -98,7 +98,8 @@ class Stores:
             for own, here in zip(members, is_here, strict=True)
         ]
         mapped = _mapped(assignment, stores, "on its device")
-        if assignment.updater is not None:
+        is_apart = isinstance(assignment.plan.update, AveragedUpdate)
+        if assignment.updater is not None and not is_apart:  # else each rank has its own
             slots: list[TensorStore] = [
                 DeviceStore.zeros(specs, assignment.device) if here else TensorStore.create(specs)
                 for specs, here in zip(_slots(assignment)[1], is_here, strict=True)
