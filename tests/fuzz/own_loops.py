@@ -42,6 +42,7 @@ class LoopCase(Repr):
         options: ``accumulate`` and ``clip_norm``.
         holds: every other step is made within ``no_sync``.
         schedule: the learning rate has one.
+        scales: the loss is scaled, and a ``GradScaler`` steps.
     """
 
     training: Case = field(default_factory=Case)
@@ -50,6 +51,7 @@ class LoopCase(Repr):
     options: dict[str, Any] = field(default_factory=dict)
     holds: bool = False
     schedule: bool = False
+    scales: bool = False
 
     @property
     def parts(self) -> int:
@@ -75,12 +77,14 @@ def draw(seed: int) -> LoopCase:
     holds = rng.random() < 0.2
     if not holds and rng.random() < 0.3:
         options["accumulate"] = 2
+    missing = rng.choice((0, 1, batch_size - 1))
+    is_whole = "complex" in (*own.body, *own.tail)  # Fourier transforms refuse an empty share
     training = Case(
         shape=own,
         loss=rng.choice(losses),
         optimizer=optimizer,
         groups=rng.random() < 0.3,
-        count=4 * batch_size - rng.choice((0, 1, batch_size - 1)),
+        count=4 * batch_size - (0 if is_whole else missing),
         batch_size=batch_size,
         seed=seed,
     )
@@ -91,6 +95,7 @@ def draw(seed: int) -> LoopCase:
         options=options,
         holds=holds,
         schedule=rng.random() < 0.3,
+        scales=rng.random() < 0.2,
     )
 
 
@@ -122,16 +127,18 @@ def replicated(case: LoopCase) -> Values:
     own = make_optimizer(training.optimizer, model.parameters(), groups=training.groups)
     optimizer = lockstep.CrossReplicaOptimizer(own, model, **case.options)
     schedule = make_schedule(optimizer) if case.schedule else None
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1, enabled=case.scales)
     losses: list[float] = []
     for update in updates(case):
         for number, batch in enumerate(update):
             loss, weight = mean_loss(training, model, lockstep.share(batch))
-            loss.backward()
+            scaler.scale(loss).backward()
             if case.holds and number < case.parts - 1:
                 with optimizer.no_sync():
-                    optimizer.step(weight=weight)
+                    scaler.step(optimizer, weight=weight)
             else:
-                optimizer.step(weight=weight)
+                scaler.step(optimizer, weight=weight)
+            scaler.update()
             losses.append(float(lockstep.all_mean(loss.item() if weight else 0.0, weight)))
         if schedule is not None:
             schedule.step()
@@ -155,7 +162,8 @@ def plain(case: LoopCase, mix: int | None = None) -> Values:
         whole = sum(weight for _, weight in pairs)
         torch.stack([loss * (weight / whole) for loss, weight in pairs]).sum().backward()
         if "clip_norm" in case.options:
-            nn.utils.clip_grad_norm_(model.parameters(), case.options["clip_norm"])
+            stepped = [one for group in optimizer.param_groups for one in group["params"]]
+            nn.utils.clip_grad_norm_(stepped, case.options["clip_norm"])
         optimizer.step()
         losses += [loss.item() for loss, _ in pairs]
         if schedule is not None:
