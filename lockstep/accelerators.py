@@ -105,7 +105,9 @@ def _own_tpu(chip: int, *, is_alone: bool) -> torch.device:
 
 def _begin_tpu(chip: int) -> None:
     """Begin with a chip alone; the variables for it are not those of processes started later."""
-    before = set(os.environ)
+    before = dict(os.environ)
+    for name in tpu.LAUNCHERS_VARIABLES:
+        os.environ.pop(name, None)
     for name, value in tpu.chip_variables(chip).items():
         os.environ.setdefault(name, value)
     try:
@@ -113,8 +115,9 @@ def _begin_tpu(chip: int) -> None:
         torch.empty(0, device=tpu.KIND)
         torch.accelerator.synchronize()
     finally:
-        for name in os.environ.keys() - before:
+        for name in os.environ.keys() - before.keys():
             del os.environ[name]
+        os.environ.update(before)
 
 
 def identity(device: torch.device) -> str:
@@ -122,6 +125,8 @@ def identity(device: torch.device) -> str:
 
     Launchers may show each process one device, which is number 0 for all of them.
     """
+    if device.type == tpu.KIND and _chips:
+        return f"{tpu.KIND}:{_chips[0]}"
     module = torch.get_device_module(device.type)
     try:
         return str(module.get_device_properties(device).uuid)

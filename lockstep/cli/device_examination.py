@@ -12,11 +12,13 @@ def accelerators() -> tuple[Device, ...]:
 
 
 def accelerator_lines() -> tuple[str, ...]:
-    """The accelerators' names, models and memory."""
-    return tuple(
-        " ".join(filter(None, (one.name, one.model, format_bytes(one.memory_bytes))))
-        for one in map(described, accelerators())
-    )
+    """The accelerators' names, models and memory, as far as they are known."""
+    return tuple(map(_line, map(described, accelerators())))
+
+
+def _line(one: Device) -> str:
+    memory = format_bytes(one.memory_bytes) if one.memory_bytes else ""
+    return " ".join(filter(None, (one.name, one.model, memory)))
 
 
 def backend_line() -> str:

@@ -15,6 +15,9 @@ KIND = "tpu"
 # libtpu's variables, for a process that is alone on one chip of its host.
 _ONE_CHIP = {"TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_PROCESS_BOUNDS": "1,1,1"}
 
+# With these torch_tpu's runtime expects the chips of all processes to form one slice.
+LAUNCHERS_VARIABLES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
+
 _BOUND = re.compile(r"(>=|<=|==|<|>)\s*(\d+(?:\.\d+)*)")
 _RELEASE = re.compile(r"\d+(?:\.\d+)*")
 

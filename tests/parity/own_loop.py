@@ -229,7 +229,10 @@ if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
     lockstep.init(timeout_seconds=60, engine=None if engine == "shared" else engine)
     device = "cpu"
-    if kind:
+    if kind == "tpu":
+        lockstep.initialize_tpu_system()
+        device = kind
+    elif kind:
         device = f"{kind}:{lockstep.rank() % torch.accelerator.device_count()}"
     for loop in loops:
         found = differences(loop, device)

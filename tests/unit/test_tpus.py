@@ -44,7 +44,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, installed: Callable[..., None]) -> Ite
 
     def begin(*size: int, device: str) -> None:
         module.begun = True
-        module.began_with.append({name: os.environ[name] for name in _NAMES})
+        module.began_with.append({name: os.environ[name] for name in _NAMES if name in os.environ})
 
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda **_: SimpleNamespace(type="tpu")
@@ -59,7 +59,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, installed: Callable[..., None]) -> Ite
     devices._count_of_tpus.cache_clear()
 
 
-_NAMES = ("TPU_VISIBLE_CHIPS", "TPU_PROCESS_BOUNDS", "TORCH_TPU_TOPOLOGY")
+_NAMES = ("TPU_VISIBLE_CHIPS", "TPU_PROCESS_BOUNDS", "TORCH_TPU_TOPOLOGY", "WORLD_SIZE")
 
 
 def _set_launch_env(*, nproc_per_node: int) -> None:
@@ -107,9 +107,7 @@ def test_a_process_begins_with_its_own_chip(fake: Any) -> None:
     """And leaves the environment as it was: other processes have other chips."""
     before = dict(os.environ)
     strategy = lockstep.TPUStrategy(lockstep.TPUClusterResolver(tpu=""))
-    assert fake.began_with == [
-        {"TPU_VISIBLE_CHIPS": "0", "TPU_PROCESS_BOUNDS": "1,1,1", "TORCH_TPU_TOPOLOGY": "1,1,1"}
-    ]
+    assert list(fake.began_with[0].values()) == ["0", "1,1,1", "1,1,1"]
     assert dict(os.environ) == before
     assert strategy.num_replicas_in_sync == 2
     assert lockstep.initialize_tpu_system() == ("tpu:0", "tpu:1")
@@ -121,10 +119,14 @@ def test_a_process_begins_with_its_own_chip(fake: Any) -> None:
 def test_each_process_of_a_launcher_has_the_next(
     fake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And the runtime takes it for the only process: else it would count the chips of all."""
     place = SimpleNamespace(process=1)
     monkeypatch.setattr("lockstep.strategies.tpu.find_place", lambda environ: place)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     lockstep.TPUStrategy()
     assert fake.began_with[0]["TPU_VISIBLE_CHIPS"] == "1"
+    assert "WORLD_SIZE" not in fake.began_with[0]
+    assert os.environ["WORLD_SIZE"] == "2"
 
 
 def test_names_choose(fake: Any) -> None:
@@ -132,6 +134,8 @@ def test_names_choose(fake: Any) -> None:
     assert fake.began_with[0]["TPU_VISIBLE_CHIPS"] == "1"
     with pytest.raises(DeviceError, match=r"already uses tpu:1.*initialize_tpu_system"):
         accelerators.rank_device(["tpu:0", "tpu:1"], 0)
+    # In torch it is the first of every process.
+    assert accelerators.identity(SimpleNamespace(type="tpu", index=0)) == "tpu:1"  # type: ignore[arg-type]
 
 
 def test_a_process_that_took_all_tpus_can_train_on_one_alone(fake: Any) -> None:

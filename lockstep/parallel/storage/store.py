@@ -176,8 +176,8 @@ def check_separate(
         *((name, tensor, False) for name, tensor in buffers),
     ]
     spans = sorted((*_span(tensor), name, moves) for name, tensor, moves in named if tensor.numel())
-    for (_, end, name, moves), (start, _, other, other_moves) in pairwise(spans):
-        if start < end and (moves or other_moves):
+    for (base, _, end, name, moves), (following, start, _, other, other_moves) in pairwise(spans):
+        if base == following and start < end and (moves or other_moves):
             raise ModelError(
                 "A Parameter lies in the same memory as another Parameter or buffer.",
                 received=f"{name!r} and {other!r}",
@@ -186,10 +186,15 @@ def check_separate(
             )
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first address and the one after the last."""
+def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """A storage, its first address of the tensor, and the one after the last.
+
+    In host memory all storages are one: several may be of the same memory. On a device an address
+    may be a handle, which says nothing of others.
+    """
     reach = sum(
         (extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
     start = tensor.data_ptr()
-    return start, start + (reach + 1) * tensor.element_size()
+    base = 0 if tensor.device.type == "cpu" else tensor.untyped_storage().data_ptr()
+    return base, start, start + (reach + 1) * tensor.element_size()
