@@ -54,6 +54,7 @@ FUNCTIONS = (
     "_ops.OpOverloadPacket",
     "autograd.Variable._execution_engine.run_backward",
     "nn.modules.batchnorm._BatchNorm",
+    "ops.aten._scaled_dot_product_attention_math",
     "ops.mkldnn._linear_pointwise",
     "utils._python_dispatch.TorchDispatchMode",
 )
@@ -81,6 +82,8 @@ ATTRIBUTES = {
         "_parameters",
     ),
     "attention": ("_reset_parameters",),
+    "recurrent layer": ("_flat_weight_refs", "_flat_weights"),
+    "functional": ("_verify_batch_size",),
     "parameter": ("_backward_hooks", "_post_accumulate_grad_hooks", "_version"),
     "sparse tensor": ("_nnz",),
     "storage": ("_cdata",),
@@ -124,6 +127,8 @@ def holders() -> dict[str, Any]:
     return {
         "module": layer,
         "attention": nn.MultiheadAttention(1, 1),
+        "recurrent layer": nn.LSTM(1, 1),
+        "functional": nn.functional,
         "parameter": layer.weight,
         "sparse tensor": layer.weight.detach().to_sparse(),
         "storage": layer.weight.untyped_storage(),
