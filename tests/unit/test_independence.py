@@ -11,6 +11,7 @@ from lockstep.capture.layers import capture_layers
 from lockstep.cluster.devices import discover
 from lockstep.data.map_style.sources import Batch
 from lockstep.errors import ModelError
+from lockstep.parallel.data_parallel import forward
 from lockstep.parallel.data_parallel.forward import ModelCall
 from lockstep.parallel.independence.sample_independence import check_sample_independence
 from lockstep.plan.makers.data_parallel import SingleDevice
@@ -72,7 +73,10 @@ def test_a_single_sample_is_tried_beside_another() -> None:
     ("precision", "is_low"),
     [("fp32", False), ("fp64", False), ("bf16-mixed", True), ("fp16-mixed", True), ("bf16", True)],
 )
-def test_a_call_knows_whether_it_does(precision: str, is_low: bool) -> None:
+def test_a_call_knows_whether_it_does(
+    precision: str, is_low: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "rounds_attention", lambda device: False)
     model = nn.Linear(2, 2)
     plan = SingleDevice()(capture_layers(model), discover(), 4)
     plan = msgspec.structs.replace(plan, precision=precision)

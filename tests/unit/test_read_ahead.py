@@ -261,15 +261,35 @@ def test_a_reader_that_dies() -> None:
 
 
 def test_a_reader_whose_death_shows_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "_reader_pids", set())
     plain = readers._Processes.close
 
     def close(reader: readers._Processes) -> None:
         plain(reader)
-        raise RuntimeError("DataLoader worker (pid 7) exited unexpectedly with exit code 3.")
+        raise told_by_torch(*readers._reader_pids)
 
     monkeypatch.setattr(readers._Processes, "close", close)
     with pytest.raises(WorkerError, match="A process that reads ahead"):
         fit(make_trainer(), prefetch(Rows(INPUTS, TARGETS), workers=1))
+
+
+def told_by_torch(pid: int) -> RuntimeError:
+    return RuntimeError(f"DataLoader worker (pid {pid}) exited unexpectedly with exit code 3.")
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["reader", "a DataLoader of the callback"])
+def test_a_reader_whose_death_shows_in_a_callback(
+    is_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "_reader_pids", set())
+
+    class Fails(lockstep.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            raise told_by_torch(*readers._reader_pids) if is_own else told_by_torch(7)
+
+    expected, message = (WorkerError, "A process that reads") if is_own else (RuntimeError, "^Data")
+    with pytest.raises(expected, match=message):
+        fit(make_trainer(callbacks=[Fails()]), prefetch(Rows(INPUTS, TARGETS), workers=1))
 
 
 class _Stop(lockstep.Callback):

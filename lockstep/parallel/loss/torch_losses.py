@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lockstep import accelerators
+
 Loss = Callable[..., Any]
 
 
@@ -127,8 +129,10 @@ class ClassLoss:
 
     def _counts_all(self, target: torch.Tensor) -> bool:
         """True if no target is ``ignore_index``, as far as a glance at the smallest one says."""
-        is_glance = target.is_cpu and not target.is_floating_point() and target.numel() > 0
-        return is_glance and int(target.min()) > self.ignore_index
+        is_class = not target.is_floating_point() and target.numel() > 0
+        return (
+            is_class and not accelerators.computes(target) and int(target.min()) > self.ignore_index
+        )
 
 
 def class_weights(

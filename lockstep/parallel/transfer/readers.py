@@ -14,6 +14,7 @@ The rank itself makes a read that comes in another order than expected.
 
 import errno
 import os
+import re
 import shutil
 import sys
 import threading
@@ -89,10 +90,23 @@ def reading_ahead(
         with closing(_SourceAhead(source, steps, how, device)) as ahead:
             yield ahead
     except RuntimeError as error:
-        # Torch raises it from a handler of SIGCHLD, at any point of the rank's code.
-        if str(error).startswith("DataLoader worker"):
-            raise _ended(error) from error
-        raise
+        if (found := reader_death(error)) is error:
+            raise
+        raise found from error
+
+
+def reader_death(error: Exception) -> Exception:
+    """The WorkerError for torch's error that says that a reader process has died; others as is.
+
+    Torch raises it from a handler of SIGCHLD, at any point of the rank's code: in callbacks, too.
+    """
+    dead = re.match(r"DataLoader worker \(pid\D*([\d, ]+)\)", str(error))
+    is_reader = dead is not None and not _reader_pids.isdisjoint(map(int, dead[1].split(",")))
+    return _ended(error) if is_reader else error
+
+
+# Of the reader processes that this process has started.
+_reader_pids: set[int] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +281,9 @@ class _Processes:
                 generator=torch.Generator(),  # else it draws its seed from the model's stream
                 multiprocessing_context=_START_METHOD,
             )
-            self._results: Any = iter(loader)
+            results: Any = iter(loader)
+        _reader_pids.update(worker.pid for worker in results._workers)
+        self._results = results
 
     def take(self) -> _Result:
         try:

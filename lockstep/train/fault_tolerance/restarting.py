@@ -10,6 +10,7 @@ from lockstep.errors import WorkerError
 from lockstep.launch.health.failure import add_note
 from lockstep.launch.workers.team import Team
 from lockstep.parallel.parameter_server.async_worker import ServerProgress
+from lockstep.parallel.transfer.readers import reader_death
 from lockstep.parallel.update import PieceSlots
 from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.train.callbacks.driver import Logs, TaskDriver
@@ -51,7 +52,7 @@ class FollowerDriver(TaskDriver):
         return self._interrupt.is_requested
 
     def fail(self, error: Exception) -> None:
-        self.failure = error
+        self.failure = reader_death(error)
 
     @contextmanager
     def raising_failure(self, state: Callable[[], str]) -> Iterator[None]:
