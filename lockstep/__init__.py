@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lockstep.proof.job import Job as Job
     from lockstep.proof.verification import verify_job
     from lockstep.strategies.base import Strategy as Strategy
+    from lockstep.strategies.fully_sharded import FullyShardedStrategy as FullyShardedStrategy
     from lockstep.strategies.hybrid import HybridStrategy as HybridStrategy
     from lockstep.strategies.local_sgd import LocalSGDStrategy as LocalSGDStrategy
     from lockstep.strategies.mirrored import MirroredStrategy as MirroredStrategy
@@ -72,6 +73,7 @@ _HOMES = {
     "Checkpoint": ("lockstep.train.checkpointing.checkpoints", "Checkpoint"),
     "CrossReplicaOptimizer": ("lockstep.frontends.cross_replica", "CrossReplicaOptimizer"),
     "EMA": ("lockstep.train.optim.wrapped_updaters", "EMA"),
+    "FullyShardedStrategy": ("lockstep.strategies.fully_sharded", "FullyShardedStrategy"),
     "HybridStrategy": ("lockstep.strategies.hybrid", "HybridStrategy"),
     "History": ("lockstep.train.history", "History"),
     "InputBoundWarning": ("lockstep.train.input.input_wait", "InputBoundWarning"),

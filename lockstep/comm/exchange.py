@@ -19,6 +19,7 @@ from lockstep.comm.collectives.gradients import Gradients, GroupGradients, OwnGr
 from lockstep.comm.collectives.late_losses import LateLosses, LateTotal
 from lockstep.comm.collectives.overlapped_reduce import OverlappedReduce
 from lockstep.comm.collectives.reduce_scatter import ReduceScatter, members_by_domain
+from lockstep.comm.collectives.sharded_reduce import ShardedReduce
 from lockstep.comm.collectives.shm_gradient_buffer import SharedGradientBuffer
 from lockstep.comm.compression.compressed_sums import CompressedSums, Residual
 from lockstep.comm.exchange_spec import ExchangeSpec, GroupSpec
@@ -170,10 +171,14 @@ class Exchange:
                 **options,
             )
         options["is_everywhere"] = [limit > 0 for limit in group.gradients.row_limits]
-        if not group.gradients.num_buckets:
+        if not (group.gradients.num_buckets or group.gradients.units):
             return ReduceScatter(rows, **options)
-        buckets = [extent.bucket for extent in group.gradients.extents]
-        return OverlappedReduce(rows, buckets=buckets, num_rows=len(group.row_ranks), **options)
+        options["buckets"] = [extent.bucket for extent in group.gradients.extents]
+        options["num_rows"] = len(group.row_ranks)
+        if group.gradients.units:
+            names = [tensor.name for tensor in group.gradients.tensors]
+            return ShardedReduce(rows, names=names, **options)
+        return OverlappedReduce(rows, **options)
 
     # --- results of passes -----------------------------------------------------------------------
 
@@ -230,12 +235,20 @@ class Exchange:
         for number, gradients in self.gradients.items():
             gradients.expect(self._spec.groups[number].num_filled_rows(num_filled))
 
-    def arrive(self, group: int, row: int, parameter: int, gradient: torch.Tensor | None) -> None:
+    def arrive(
+        self,
+        group: int,
+        row: int,
+        parameter: int,
+        gradient: torch.Tensor | None,
+        *,
+        is_last: bool = True,
+    ) -> None:
         """See ``GroupGradients.arrive``."""
         self._is_used |= gradient is not None
         if gradient is not None and gradient.is_sparse:
             gradient = gradient.to_dense()
-        self.gradients[group].arrive(row, parameter, gradient)
+        self.gradients[group].arrive(row, parameter, gradient, is_last=is_last)
 
     def write_product(
         self,

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.comm.collectives.reduce_scatter import members_by_domain
+from lockstep.comm.collectives.sharded_reduce import ShardedReduce
 from lockstep.comm.exchange import Exchange
 from lockstep.comm.exchange_spec import ExchangeSpec, GroupSpec
 from lockstep.comm.p2p.interface import MailCarrier, SharedMail
@@ -21,10 +22,13 @@ from lockstep.comm.transports.process_group import ProcessGroups
 from lockstep.parallel.data_parallel.model_passes import ModelPasses
 from lockstep.parallel.data_parallel.passes import Passes
 from lockstep.parallel.exchange.engine import Endpoint
-from lockstep.parallel.exchange.exchange_layout import mail_specs
+from lockstep.parallel.exchange.exchange_layout import mail_specs, units_of
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.pipeline.stage_mail import MailSpec, StageMail
 from lockstep.parallel.pipeline.stage_passes import StagePasses
+from lockstep.parallel.sharding.residency import Residency
+from lockstep.parallel.sharding.sharded_passes import ShardedPasses
+from lockstep.parallel.sharding.units import modules_of_units
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
 from lockstep.parallel.workload import Workload
@@ -47,10 +51,12 @@ def build_worker(
     process = endpoint.process_groups({pair for one in mail.values() for pair in one.channels})
     exchange = endpoint.exchange(process)
     owned = owned_groups(plan, spec, work.updater, dict(work.model.named_parameters()), exchange)
+    residency = residency_of(work, owned, exchange)
     return make(
         work,
-        passes=open_passes(work, endpoint, exchange, owned, process),
+        passes=open_passes(work, endpoint, exchange, owned, process, residency),
         groups=owned,
+        residency=residency,
         counted_elsewhere=_counted_elsewhere(plan, spec, rank),
         **what_it_has(work, rank),
         exchange=exchange,
@@ -73,6 +79,7 @@ def open_passes(
     exchange: Exchange,
     owned: Sequence[OwnedGroup],
     process: ProcessGroups | None = None,
+    residency: Residency | None = None,
 ) -> Passes:
     """The passes of a rank, with the groups that it holds."""
     options: dict[str, Any] = {
@@ -82,10 +89,34 @@ def open_passes(
         "device": endpoint.device,
     }
     if work.plan.pipeline is None:
-        return ModelPasses(work, group=endpoint.spec.groups[0], **options)
+        options["group"] = endpoint.spec.groups[0]
+        if residency is not None:
+            return ShardedPasses(work, residency=residency, **options)
+        return ModelPasses(work, **options)
     mail_channels = endpoint.mail_channels()
     mail = _open_mail(mail_specs(work), endpoint, exchange, mail_channels, process)
     return StagePasses(work, mail=mail, mail_channels=mail_channels, groups=owned, **options)
+
+
+def residency_of(
+    work: Workload, owned: Sequence[OwnedGroup], exchange: Exchange
+) -> Residency | None:
+    """The residency of a rank's parameters, if the Plan divides them."""
+    sharding, units = work.plan.sharding, units_of(work)
+    if sharding is None or units is None or not sharding.divides_parameters:
+        return None
+    (group,) = owned
+    gradients = exchange.gradients[group.number]
+    assert isinstance(gradients, ShardedReduce)
+    return Residency(
+        work.model,
+        modules=modules_of_units(sharding, work.model),
+        parameters=group.members,
+        units=[units[name] for name in group.names],
+        gradients=gradients,
+        pieces=group.pieces,
+        names=[names[0] for names in sharding.units],
+    )
 
 
 def _open_mail(

@@ -14,6 +14,7 @@ from lockstep.comm.collectives.gradients import Gradients, cut_piece
 from lockstep.comm.exchange import Exchange, ShareTotals
 from lockstep.parallel.data_parallel.gradient_rules import GradientJudge, GradientRules
 from lockstep.parallel.owned_group import OwnedGroup
+from lockstep.parallel.sharding.residency import Residency
 from lockstep.parallel.update import Updater
 from lockstep.plan.spec import Plan
 
@@ -30,6 +31,7 @@ class UpdateWorker:
         rules: for gradients.
         names: of all parameters, in the model's order.
         counted_elsewhere: see ``GradientJudge``.
+        residency: of the parameters, if ranks keep only their parts of them.
 
     Attributes:
         board: status board of the host's ranks; None for a single rank.
@@ -46,12 +48,16 @@ class UpdateWorker:
         rules: GradientRules,
         names: Sequence[str],
         counted_elsewhere: frozenset[str] = frozenset(),
+        residency: Residency | None = None,
     ) -> None:
         self.plan = plan
         self.rank = rank
         self.exchange = exchange
         self.board = exchange.board
         self.updater = updater
+        self._residency = residency
+        # Numbers of the parameters that no rank has whole between steps.
+        self._away = frozenset() if residency is None else residency.numbers
         self._groups = groups
         self._pieces = [group.bound(is_alone=plan.num_ranks == 1) for group in groups]
         bound = [piece for pieces in self._pieces for piece in pieces]
@@ -160,9 +166,15 @@ class UpdateWorker:
             for group in self._groups:
                 self.exchange.gradients[group.number].commit()
                 self.exchange.gradients[group.number].all_gather(
-                    {number: one.detach() for number, one in enumerate(group.members)},
+                    {
+                        number: one.detach()
+                        for number, one in enumerate(group.members)
+                        if number not in self._away
+                    },
                     all_pieces=not self.updater.is_known,
                 )
+        if self._residency is not None:
+            self._residency.release()
         return True
 
     # --- gradients and slots ---------------------------------------------------------------------
@@ -195,8 +207,10 @@ class UpdateWorker:
                 own.copy_(own.clone())
 
     def gather_slots(self) -> None:
-        """All-gather the stored slots between domains; collective."""
+        """All-gather the stored slots between domains that do not share them; collective."""
         assert self.updater is not None
+        if self.plan.sharding is not None:
+            return
         self.exchange.open()  # if no step has opened it
         for group in self._groups:
             numbers = {name: number for number, name in enumerate(group.names)}

@@ -12,6 +12,7 @@ divides the model.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +23,12 @@ from lockstep.data.trees import Tree
 from lockstep.errors import NonFiniteError
 from lockstep.parallel.batch_run import Observe, Run, StepBatch, Take
 from lockstep.parallel.data_parallel.passes import Passes
+from lockstep.parallel.independence.split_test import is_tried
 from lockstep.parallel.local_steps import LocalSteps
 from lockstep.parallel.loss.loss_rules import check_used, refuses, unequal_scale
 from lockstep.parallel.loss.share_losses import Sums
 from lockstep.parallel.loss.whole_batch import SharePart
+from lockstep.parallel.storage.allocator import temporary_memory
 from lockstep.parallel.storage.device_store import Mirror, Mirrors
 from lockstep.parallel.storage.store import copy_to_views
 from lockstep.parallel.training_step import StepResult, TrainingStep, is_traced, span
@@ -122,10 +125,17 @@ class Worker(UpdateWorker):
             self.updater.turn = batch.turn
         if self.board is not None:
             self.board.step = batch.step
+        if self.plan.sharding is not None and is_tried(batch.step):
+            with self.trial_memory():
+                return self._train_once_or_twice(batch)
         if not self.passes.has_turns:
             return self._train_once_or_twice(batch)
         with self.passes.in_turn(batch.turn):
             return self._train_once_or_twice(batch)
+
+    def trial_memory(self) -> AbstractContextManager[None]:
+        """Around trials of the model: what they need is freed at once where memory is scarce."""
+        return nullcontext() if self.plan.sharding is None else temporary_memory()
 
     def _train_once_or_twice(self, batch: StepBatch) -> StepResult:
         try:
@@ -212,8 +222,19 @@ class Worker(UpdateWorker):
             raise unequal_scale(now.step)
         self._sum_gradients(factor / self._rules.scale, is_void=now.is_void)
 
+    def hold_parameters(self) -> None:
+        """Have all parameters on every rank until the next step; collective."""
+        if self._residency is not None:
+            self._residency.hold_all()
+
+    def release_parameters(self) -> None:
+        """Keep only this rank's part of what is divided."""
+        if self._residency is not None:
+            self._residency.release()
+
     def show_parameters(self) -> None:
-        """Copy parameters of other ranks' devices to where rank 0 reads them; collective."""
+        """Bring parameters of other ranks to where rank 0 reads them; collective."""
+        self.hold_parameters()
         self._show(self.mirrors[0])
 
     def _show(self, mirrors: Sequence[Mirror]) -> None:
@@ -325,6 +346,10 @@ class Worker(UpdateWorker):
     def abandon(self) -> None:
         """End a failed task; any rank may call it."""
         self.passes.abandon()
+
+    def mark_lost(self) -> bool:
+        """After a failure: put NaN where other ranks had their parts of parameters, if they had."""
+        return self._residency is not None and self._residency.abandon()
 
 
 class _Call(NamedTuple):

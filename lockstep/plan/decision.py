@@ -11,6 +11,7 @@ from typing import ClassVar
 from lockstep.errors import PlanError, Problems
 from lockstep.plan.makers.averaging import AveragedUpdate, Record
 from lockstep.plan.program.compression import Compression
+from lockstep.plan.sharding import Sharding
 from lockstep.plan.shares import replica_of_share, shares_of_replica
 
 PLAN_VERSION = 1
@@ -219,6 +220,7 @@ class Decision(Record, frozen=True, kw_only=True):
     engine: Engine = SharedMemory()
     compression: Compression | None = None
     ties: tuple[Tie, ...] = ()
+    sharding: Sharding | None = None
     notes: tuple[str, ...] = ()
     version: int = PLAN_VERSION
 
@@ -228,6 +230,7 @@ class Decision(Record, frozen=True, kw_only=True):
         _check_shares(self, problems)
         _check_stages(self, problems)
         _check_compression(self, problems)
+        _check_sharding(self, problems)
         problems.raise_if_any(PlanError)
 
     def num_parameters(self, stage: int | None = None) -> int:
@@ -376,6 +379,24 @@ def _check_compression(plan: Decision, problems: Problems) -> None:
             "With compression no layer can exchange activations instead of gradients.",
             received="layers with a row_limit",
             fix="Use row_limit 0.",
+        )
+
+
+def _check_sharding(plan: Decision, problems: Problems) -> None:
+    if plan.sharding is None:
+        return
+    if plan.engine.shares_memory or not isinstance(plan.update, SlicedUpdate):
+        problems.add(
+            "Sharding is for data parallel ranks that share no memory.",
+            received=f"a {type(plan.update).__name__} over {plan.engine.name}",
+            fix="Use null.",
+        )
+    if plan.sharding.divides_parameters and (plan.compiled or plan.interleaved):
+        problems.add(
+            "Sharded parameters are gathered unit by unit: not for a compiled model, nor for "
+            "shares that run together.",
+            received=f"compiled={plan.compiled}, interleaved={plan.interleaved}",
+            fix='Train without `compile` and with one share per device, or use level="gradients".',
         )
 
 

@@ -75,8 +75,21 @@ def _heading(plan: Decision) -> str:
         f"Plan: {plan.strategy}, {mesh}, {plan.precision}{images}\n"
         f"Devices: {_devices(plan)}{threads}\n"
         f"{_work(plan)}\n"
-        f"Parameters: {format_count(plan.num_parameters())}{_ties(plan)}"
+        f"Parameters: {format_count(plan.num_parameters())}{_ties(plan)}{_sharding(plan)}"
     )
+
+
+def _sharding(plan: Decision) -> str:
+    """What each rank keeps only its part of."""
+    if plan.sharding is None:
+        return ""
+    parts = {
+        "slots": "the optimizer's slots",
+        "gradients": "gradients and slots",
+        "parameters": "parameters, gradients and slots",
+    }
+    units = f", in {len(plan.sharding.units)} units" if plan.sharding.units else ""
+    return f"\nSharding: each rank keeps its part of {parts[plan.sharding.level]}{units}"
 
 
 def _ties(plan: Decision) -> str:
@@ -164,6 +177,9 @@ def _layers(plan: Decision) -> Table:
     shows_rows = any(layer.row_limit for layer in plan.layers)
     if shows_rows:
         table.add_column("exchange")
+    sharding = plan.sharding
+    if sharding is not None and sharding.units:
+        table.add_column("unit")
     for layer in plan.layers[:_MOST_LAYERS]:
         table.add_row(
             Text(layer.name or "(model)"),
@@ -171,6 +187,7 @@ def _layers(plan: Decision) -> Table:
             format_count(layer.num_parameters),
             str(layer.stage),
             *([_exchange(layer)] if shows_rows else []),
+            *([Text(sharding.unit_of(layer.name))] if sharding and sharding.units else []),
         )
     hidden = len(plan.layers) - _MOST_LAYERS
     if hidden > 0:

@@ -22,10 +22,12 @@ from lockstep.cluster.topology import Cluster, Device, Host
 from lockstep.data.trees import map_tensors
 from lockstep.graph.layer_graph import LayerCosts, LayerGraph
 from lockstep.plan.decision import ServedUpdate
+from lockstep.plan.engines import over
 from lockstep.plan.makers.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.makers.data_parallel import LocalSteps, Maker, Mirrored, SingleDevice
 from lockstep.plan.makers.many_hosts import MirroredHosts
 from lockstep.plan.makers.parameter_servers import Served
+from lockstep.plan.makers.sharded import FullySharded
 from lockstep.plan.pipeline.pipelines import Pipelined
 from lockstep.plan.program.lowering import lower_forward, lower_train
 from lockstep.plan.spec import Plan
@@ -44,6 +46,9 @@ MAKERS: dict[str, Maker] = {
     "mirrored-shares": Mirrored(devices=3, num_shares=5),
     "local": LocalSteps(
         maker=Mirrored(devices=2), update=AveragedUpdate(every=16, outer=Nesterov())
+    ),
+    "sharded": FullySharded(
+        maker=over("gloo", Mirrored(devices=2)), level="parameters", units=None
     ),
     "servers": Served(workers=MirroredHosts(devices_per_host=3), update=ServedUpdate(servers=2)),
 }

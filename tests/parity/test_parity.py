@@ -23,7 +23,7 @@ STRATEGIES = {
     "servers-2-of-3": lockstep.ParameterServerStrategy(2, 3),
     "mirrored-2-gloo": lockstep.MirroredStrategy(2, engine="gloo"),
     "mirrored-3-gloo": lockstep.MirroredStrategy(3, engine="gloo"),
-    "mirrored-4-gloo": lockstep.MirroredStrategy(4, engine="gloo"),
+    "sharded-3": lockstep.FullyShardedStrategy(3),
 }
 
 

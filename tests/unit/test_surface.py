@@ -22,6 +22,7 @@ PUBLIC = {
     "CrossReplicaOptimizer",
     "EMA",
     "History",
+    "FullyShardedStrategy",
     "HybridStrategy",
     "InputBoundWarning",
     "Job",

@@ -9,7 +9,8 @@ sum of the pieces that it updates (reduce-scatter), and the updated pieces are b
   in shared memory.
 - ``ReduceScatter`` (``comm.collectives.reduce_scatter``): ranks that share no memory send each
   other sums; its subclass ``OverlappedReduce`` (``comm.collectives.overlapped_reduce``) does so
-  while backward runs.
+  while backward runs, and ``ShardedReduce`` (``comm.collectives.sharded_reduce``) also keeps only
+  this rank's part.
 - ``CompressedSums`` (``comm.compression.compressed_sums``): the sums are compressed, and not exact.
 """
 
@@ -107,8 +108,20 @@ class GroupGradients(ABC):
         """Whether to put gradients by ``arrive``, each as soon as it is complete."""
         return False
 
-    def arrive(self, row: int, parameter: int, gradient: torch.Tensor | None) -> None:
-        """Add a gradient to a row, which completes it."""
+    takes_all = False
+    """Whether ``arrive`` is for the gradients of all shares, not only of this rank's last one."""
+
+    def arrive(
+        self, row: int, parameter: int, gradient: torch.Tensor | None, *, is_last: bool
+    ) -> None:
+        """Add a gradient to a row.
+
+        Args:
+            row: one of this rank's.
+            parameter: whose gradient.
+            gradient: None if it was put before.
+            is_last: no other follows of this parameter from this rank.
+        """
         raise NotImplementedError
 
     def hand_over(self, num_rows: int) -> None:

@@ -26,7 +26,7 @@ from lockstep.plan.program.sum_tree import subtrees
 
 
 @dataclass(frozen=True, kw_only=True)
-class _BucketSlice:
+class BucketSlice:
     """The part of a bucket that one rank sends another: pieces of a subtree's sum.
 
     Attributes:
@@ -45,10 +45,11 @@ class _BucketSlice:
 
 
 @dataclass(kw_only=True)
-class _Bucket:
+class Bucket:
     """Parameters whose gradients are sent together, and the state of their transfer.
 
     Attributes:
+        number: the last bucket is completed first.
         parameters: their numbers.
         outgoing: what this rank sends.
         incoming: what it receives.
@@ -59,9 +60,10 @@ class _Bucket:
         receives: under way.
     """
 
+    number: int
     parameters: frozenset[int]
-    outgoing: list[_BucketSlice]
-    incoming: list[_BucketSlice]
+    outgoing: list[BucketSlice]
+    incoming: list[BucketSlice]
     missing: set[int] = field(default_factory=set)
     is_sent: bool = False
     is_late: bool = False
@@ -79,13 +81,14 @@ class OverlappedReduce(ReduceScatter):
     """
 
     _transport: ProcessGroupTransport
+    _keeps_incoming = True  # from one step to the next
 
     def __init__(self, *args: Any, buckets: Sequence[int], num_rows: int, **options: Any) -> None:
         super().__init__(*args, **options)
         self._bucket_of = buckets
         self._num_rows = num_rows
         self._own_rows = self._rows_of([self._rank])
-        self._buckets: dict[int, _Bucket] = {}
+        self._buckets: dict[int, Bucket] = {}
         self._num_filled = 0  # rows of the step under way
 
     def divide(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
@@ -98,33 +101,37 @@ class OverlappedReduce(ReduceScatter):
                 if own == bucket and not self._is_everywhere[number]
             )
             outgoing = [self._outgoing(peer, bucket, parameters) for peer in self._clients]
-            incoming = [self._incoming(peer, bucket, parameters) for peer in self._clients]
-            self._buckets[bucket] = _Bucket(
+            self._buckets[bucket] = Bucket(
+                number=bucket,
                 parameters=parameters,
                 outgoing=[part for parts in outgoing for part in parts],
-                incoming=[part for parts in incoming for part in parts],
+                incoming=self._all_incoming(bucket, parameters) if self._keeps_incoming else [],
             )
+
+    def _all_incoming(self, bucket: int, parameters: frozenset[int]) -> list[BucketSlice]:
+        incoming = [self._incoming(peer, bucket, parameters) for peer in self._clients]
+        return [part for parts in incoming for part in parts]
 
     def _outgoing(
         self, peer: int, bucket: int, parameters: frozenset[int]
-    ) -> Iterable[_BucketSlice]:
+    ) -> Iterable[BucketSlice]:
         pieces = [piece for piece in self._pieces[peer] if piece.parameter in parameters]
         for rows in self._subtrees_of(self._rank):
             cuts = {piece: self._rows.cut(rows.start, piece) for piece in pieces}
             runs = side_by_side(list(cuts.values()))
-            yield _BucketSlice(
+            yield BucketSlice(
                 peer=peer, rows=rows, tag=self._tag(bucket, rows), runs=runs, pieces=cuts
             )
 
     def _incoming(
         self, peer: int, bucket: int, parameters: frozenset[int]
-    ) -> Iterable[_BucketSlice]:
+    ) -> Iterable[BucketSlice]:
         """Memory that lies as the sender's row does."""
         pieces = [piece for piece in self._pieces[self._rank] if piece.parameter in parameters]
         own = [self._rows.cut(self._own_rows.start, piece) for piece in pieces]
         for rows in self._subtrees_of(peer):
             runs, places = _alike(own)
-            yield _BucketSlice(
+            yield BucketSlice(
                 peer=peer,
                 rows=rows,
                 tag=self._tag(bucket, rows),
@@ -158,7 +165,9 @@ class OverlappedReduce(ReduceScatter):
     def is_early(self) -> bool:
         return len(self._buckets) > 1 and len(self._own_rows) == 1
 
-    def arrive(self, row: int, parameter: int, gradient: torch.Tensor | None) -> None:
+    def arrive(
+        self, row: int, parameter: int, gradient: torch.Tensor | None, *, is_last: bool
+    ) -> None:
         if gradient is not None:
             self._note_late(parameter)
             self._rows.take({(row, parameter): gradient})
@@ -190,20 +199,20 @@ class OverlappedReduce(ReduceScatter):
             if bucket.is_late or not bucket.is_sent:
                 self._send(bucket)
 
-    def _send(self, bucket: _Bucket) -> None:
+    def _send(self, bucket: Bucket) -> None:
         bucket.is_sent = True
         for part in self._filled(bucket.outgoing):
             self._rows.sum_own_rows(list(part.pieces), part.rows)
             bucket.sends += self._transport.send(part.peer, part.runs, part.tag)
 
-    def _receive(self, parts: Iterable[_BucketSlice]) -> list[Message]:
+    def _receive(self, parts: Iterable[BucketSlice]) -> list[Message]:
         return [
             message
             for part in self._filled(parts)
             for message in self._transport.receive(part.peer, part.runs, part.tag)
         ]
 
-    def _filled(self, parts: Iterable[_BucketSlice]) -> list[_BucketSlice]:
+    def _filled(self, parts: Iterable[BucketSlice]) -> list[BucketSlice]:
         return [part for part in parts if part.rows.start < self._num_filled]
 
     # --- when all have met -----------------------------------------------------------------------
@@ -235,9 +244,7 @@ class OverlappedReduce(ReduceScatter):
             bucket.sends = []
         return [results[piece] for piece in pieces]
 
-    def _sums_of(
-        self, bucket: _Bucket, pieces: Sequence[Piece]
-    ) -> dict[Piece, torch.Tensor | None]:
+    def _sums_of(self, bucket: Bucket, pieces: Sequence[Piece]) -> dict[Piece, torch.Tensor | None]:
         own = [piece for piece in pieces if piece.parameter in bucket.parameters]
         self._rows.sum_rows(own)
         partials = {piece: self._rows.subtree_sums(piece) for piece in own}

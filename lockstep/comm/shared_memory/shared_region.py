@@ -18,7 +18,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -128,6 +128,32 @@ class SharedRegion:
         self.memory.close_descriptor()
 
 
+def discard(tensor: torch.Tensor, kept: Iterable[torch.Tensor] = ()) -> None:
+    """Free the pages of a dense tensor in a region, for all processes that map it.
+
+    They are zeros until they are written again. Pages that other tensors use stay.
+
+    Args:
+        tensor: whose memory.
+        kept: parts of it that stay.
+    """
+    start = tensor.data_ptr()
+    for low, high in sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in kept):
+        if tensor.data_ptr() <= low < tensor.data_ptr() + tensor.nbytes:
+            _free_pages(start, low)
+            start = high
+    _free_pages(start, tensor.data_ptr() + tensor.nbytes)
+
+
+def _free_pages(start: int, stop: int) -> None:
+    """Free the whole pages between two addresses."""
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    num_bytes = stop // mmap.PAGESIZE * mmap.PAGESIZE - first
+    advice = getattr(mmap, "MADV_REMOVE", None)  # Linux has it
+    if num_bytes > 0 and advice is not None and _madvise(first, num_bytes, advice):
+        raise OSError(ctypes.get_errno(), "pages of a region cannot be freed")
+
+
 class _RegionView(SharedRegion):
     """A part of a region; it has the descriptor of the whole."""
 
@@ -220,6 +246,8 @@ _mmap.argtypes = (
     ctypes.c_int,
     ctypes.c_int64,
 )
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _shared: "weakref.WeakSet[_Memory]" = weakref.WeakSet()
 
 

@@ -75,9 +75,13 @@ class ModelPasses(Passes):
         return _together(
             lower_train(self._plan, self._rank, num_samples),
             interleaved=self._plan.interleaved,
-            forward_first=self._loss is not None
-            and (bool(self._loss.parts) or self._uses_whole_batch),
+            forward_first=self._goes_forward_first,
         )
+
+    @property
+    def _goes_forward_first(self) -> bool:
+        """True if no share goes backward before the losses of all shares are known."""
+        return self._loss is not None and (bool(self._loss.parts) or self._uses_whole_batch)
 
     @property
     def _forms_gradients(self) -> bool:
@@ -85,6 +89,9 @@ class ModelPasses(Passes):
         return not (isinstance(self._plan.update, LocalUpdate) or self._plan.compiled)
 
     # --- training --------------------------------------------------------------------------------
+
+    # Whether this rank's last gradient of a parameter is known to be the last where it is computed.
+    _completes_gradients = True
 
     @property
     def has_turns(self) -> bool:  # type: ignore[override]  # of others it is fixed
@@ -202,14 +209,20 @@ class ModelPasses(Passes):
             self._put(run, share, taken[share])
 
     def _handing_over(self, run: Run, share: int) -> AbstractContextManager[Any]:
-        """Within the block the exchange gets each gradient of the last share once complete."""
-        if share + 1 != min(self._mine.stop, run.num_filled):
+        """Within the block the exchange gets each gradient once complete.
+
+        Those of this rank's last share; of all shares if the exchange takes them.
+        """
+        is_last = share + 1 == min(self._mine.stop, run.num_filled)
+        if not (is_last or self._exchange.gradients[_GROUP].takes_all):
             return nullcontext()
+        completes = is_last and self._completes_gradients
 
         def take(number: int) -> None:
             parameter = self._trainable[number]
             gradient, parameter.grad = parameter.grad, None
-            self._exchange.arrive(_GROUP, self._row_of(share), number, gradient)
+            row = self._row_of(share)
+            self._exchange.arrive(_GROUP, row, number, gradient, is_last=completes)
 
         return on_grad_ready(self._trainable, take)
 
@@ -312,7 +325,10 @@ class ModelPasses(Passes):
     def infer(self, run: Run, take: Take) -> None:
         actions = lower_forward(self._plan, self._rank, run.num_samples)
         for group in _together(actions, interleaved=self._plan.interleaved):
-            self._run_together(run, _shares_of(group), partial(self._infer_share, take))
+            self._infer_together(run, _shares_of(group), take)
+
+    def _infer_together(self, run: Run, shares: list[int], take: Take) -> None:
+        self._run_together(run, shares, partial(self._infer_share, take))
 
     def _infer_share(self, take: Take, run: Run, share: int) -> None:
         self._seed_streams(run, share)

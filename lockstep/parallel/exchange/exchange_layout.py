@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 
 from torch import nn
 
@@ -19,6 +20,7 @@ from lockstep.parallel.local_sgd.averaging import averaged_groups
 from lockstep.parallel.parameter_server import slot_notes
 from lockstep.parallel.parameter_server.update_rollback import copied_bytes
 from lockstep.parallel.pipeline.stage_mail import MailSpec, mail_spec
+from lockstep.parallel.sharding.units import unit_of_parameters
 from lockstep.parallel.storage.store import slot_spec, tensor_spec
 from lockstep.parallel.workload import Workload
 from lockstep.plan.decision import LocalUpdate, ServedUpdate
@@ -99,10 +101,26 @@ def _group_specs(work: Workload, trained: Sequence[TensorSpec]) -> tuple[GroupSp
         limits = {}
     keeps_rows = updater is not None and (plan.num_servers > 0 or updater.hands_on)
     sparse = sparse_weights(work.model) if keeps_rows else frozenset()
+    units = units_of(work) or {}
     return tuple(
-        group_spec(plan, group, [one for one in trained if one.name in group.names], limits, sparse)
+        group_spec(
+            plan,
+            group,
+            [one for one in trained if one.name in group.names],
+            limits,
+            sparse,
+            units=units,
+        )
         for group in work.groups
     )
+
+
+def units_of(work: Workload) -> dict[str, int | None] | None:
+    """The unit of each parameter, if ranks keep only their part of the gradients."""
+    sharding = work.plan.sharding
+    if sharding is None or not sharding.divides_gradients or work.updater is None:
+        return None
+    return unit_of_parameters(sharding, work.model)
 
 
 def _work_bytes(work: Workload, trained: Sequence[TensorSpec]) -> tuple[int, ...]:
@@ -145,6 +163,7 @@ def group_spec(
     sparse: frozenset[str],
     *,
     is_early: bool = True,
+    units: Mapping[str, int | None] = MappingProxyType({}),
 ) -> GroupSpec:
     """The layout of a group: rows for every few shares or each rank of a stage, if several.
 
@@ -155,6 +174,7 @@ def group_spec(
         limits: see ``GradientSpec.row_limits``; by parameter.
         sparse: see ``GradientSpec``.
         is_early: gradients may be sent during backward, as far as the Plan allows it.
+        units: of parameters, if each rank keeps its part of the gradients only.
     """
     row_ranks: tuple[int, ...] = ()
     per_row = 0 if plan.pipeline is not None else plan.shares_per_row
@@ -175,9 +195,15 @@ def group_spec(
                 for tensor in tensors
             ),
             sparse=sparse,
+            units=tuple(_bucket_of(units[tensor.name]) for tensor in tensors) if units else (),
         ),
         compressions=compressions(plan, group.ranks, tensors),
     )
+
+
+def _bucket_of(unit: int | None) -> int:
+    """Backward completes the last unit first, and what is in no unit last."""
+    return 0 if unit is None else unit + 1
 
 
 def sparse_weights(model: nn.Module) -> frozenset[str]:

@@ -47,5 +47,11 @@ def temporary_memory() -> Iterator[None]:
         _set(_M_MMAP_THRESHOLD, _LARGEST_BLOCK_BYTES)
 
 
+def give_back_freed_memory() -> None:
+    """Give memory that was freed in the heap back to the kernel, after large tensors have moved."""
+    if keep_freed_memory():
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _set(parameter: int, value: int) -> bool:
     return bool(ctypes.CDLL(None).mallopt(parameter, value))

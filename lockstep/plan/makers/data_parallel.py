@@ -55,6 +55,11 @@ class Maker(ABC):
         """Whether its Plans have a second copy of what each parameter server updates."""
         return False
 
+    @property
+    def divides_state(self) -> bool:
+        """Whether each rank has only its part of the training in its Plans."""
+        return False
+
     @abstractmethod
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
         """Make the Plan for global batches of ``batch_size`` samples."""
@@ -87,6 +92,10 @@ class Wrapping(Maker):
     @property
     def outlives_servers(self) -> bool:
         return self.maker.outlives_servers
+
+    @property
+    def divides_state(self) -> bool:
+        return self.maker.divides_state
 
 
 @dataclass(frozen=True, kw_only=True)

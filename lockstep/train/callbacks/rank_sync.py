@@ -83,6 +83,8 @@ class RankSync:
         """
         updater, model = self.worker.updater, self.worker.model
         assert updater is not None
+        if self.worker.plan.sharding is not None:
+            self.worker.hold_parameters()
         directive = None
         if self.control.rank == 0:
             decided = self.act(partial(self._directive, act, renew_at))

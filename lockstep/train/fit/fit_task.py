@@ -178,7 +178,8 @@ class FitTask(Task):
         worker, control, driver = run.rank_sync.worker, run.rank_sync.control, run.rank_sync.driver
         if self.proves:
             prove = check_ranks_agree if worker.plan.pipeline is None else check_stages_agree
-            prove(worker, control, driver.samples)
+            with worker.trial_memory():
+                prove(worker, control, driver.samples)
         replica = own_replica(self.start.replicas, worker)
         if replica is not None:
             set_replica(worker, replica)
@@ -426,6 +427,8 @@ class FitTask(Task):
             rank_sync.show_slots()
         self._around_validation(rank_sync, driver.begin_validation)
         rank_sync.share_buffers()
+        if not self.hooks.callbacks:  # which may read the model while it is evaluated
+            rank_sync.worker.release_parameters()
         validated = self._validated(rank_sync, self.validation, epoch)
         self._around_validation(rank_sync, partial(driver.end_validation, validated))
         return {**logs, **{f"val_{name}": value for name, value in validated.items()}}

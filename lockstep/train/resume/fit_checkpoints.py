@@ -241,11 +241,14 @@ class FitCheckpoints:
     def _needs_local(self, restarts: int) -> bool | None:
         """True if this process needs copies in memory, None if it takes none.
 
-        With several scripts there are none.
+        With several scripts there are none. A copy of what is divided between ranks, because it is
+        large, is taken only if it is needed.
         """
-        hosts, outlives = self._runner.job_context.hosts, self._runner.maker().outlives_servers
+        hosts, maker = self._runner.job_context.hosts, self._runner.maker()
+        outlives = maker.outlives_servers
         if hosts is None or hosts.is_one_process:
-            return restarts > 0 or outlives
+            is_required = restarts > 0 or outlives
+            return None if maker.divides_state and not is_required else is_required
         if outlives:
             raise OptionError(
                 "Only their launcher can restart the processes that it has started.",

@@ -87,6 +87,11 @@ STATE_OF_AVERAGE = (
     "The weights are the average of all replicas; the optimizer is that of the first replica."
 )
 
+PARTS_ARE_LOST = (
+    "The parts of the weights that other processes kept are lost, and NaN here. Load saved weights "
+    "before you continue; fit(checkpoint=...) saves them, and fit(restarts=...) goes on by itself."
+)
+
 
 def what_is_left(last: int, *, is_put_back: bool = False) -> str:
     """A note for users who continue after an error: the step that made the weights.

@@ -21,6 +21,7 @@ from lockstep.train.fault_tolerance.rank_states import RankState, fault_summary,
 from lockstep.train.multihost.host_channels import HostChannels, bring_groups
 from lockstep.train.runtime.assignment import Assignment
 from lockstep.train.runtime.helper_watchdog import (
+    PARTS_ARE_LOST,
     STATE_AS_SERVERS_HAD_IT,
     STATE_OF_FIRST,
     STATE_OF_SERVERS,
@@ -104,15 +105,20 @@ class RunningCall:
         assert worker.board is not None
         lost = worker.updater.recover()
         plan = self.assignment.plan
-        has_older = len(plan.domains) > 1 and (
-            bool(worker.updater.slot_keys()) or not is_cpu(plan.devices)
+        has_older = (
+            len(plan.domains) > 1
+            and plan.sharding is None
+            and (bool(worker.updater.slot_keys()) or not is_cpu(plan.devices))
         )
         last = worker.board.last_update
-        if last is not None and not lost and not has_older:
+        is_lost = worker.mark_lost()
+        if last is not None and not lost and not has_older and not is_lost:
             note = what_is_left(last)
         elif (copied := driver.put_back()) is not None:
             is_older = last is None or copied < last
             note = what_is_left(copied, is_put_back=is_older)
+        elif is_lost:
+            note = PARTS_ARE_LOST
         else:
             note = what_is_lost(last, lost, has_older=has_older)
         add_note(error, note)

@@ -9,6 +9,7 @@ from torch import nn
 
 from lockstep.comm.collectives.gradients import TensorSpec
 from lockstep.parallel.groups import ParameterGroup
+from lockstep.parallel.storage.allocator import give_back_freed_memory
 from lockstep.parallel.storage.device_memory import noting_shortage
 from lockstep.parallel.storage.device_store import DeviceStore
 from lockstep.parallel.storage.store import ParameterStore, TensorStore, check_separate, slot_spec
@@ -74,10 +75,11 @@ class Stores:
             assignment, self._adopt(assignment, leader), "shared" if shares else "copied"
         )
         if assignment.updater is not None and not is_apart:
-            # Ranks that share no memory may update the same piece, each for itself. A rank writes
-            # only to the slots of its pieces, so it has no pages of the others.
+            # Ranks that share no memory may update the same piece, each for itself, unless each has
+            # its part. A rank writes only to the slots of its pieces, so it has no pages of others.
             slots = self._adopt_slots(assignment, leader)
-            stores += _mapped(assignment, slots, "shared" if shares else "copied on write")
+            are_shared = shares or assignment.plan.sharding is not None
+            stores += _mapped(assignment, slots, "shared" if are_shared else "copied on write")
         stores += self._adopt_residuals(assignment)
         stores += options_store(assignment)
         if is_apart and assignment.plan.pipeline is not None:
@@ -131,6 +133,7 @@ class Stores:
                 )
                 for own, group in zip(members, groups, strict=True)
             ]
+            give_back_freed_memory()
         for store, own, group in zip(self._parameters, members, groups, strict=True):
             store.readopt(own)
             store.is_elsewhere = leader not in group.ranks

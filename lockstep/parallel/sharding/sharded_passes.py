@@ -1,0 +1,63 @@
+"""Passes of a rank that has a unit's parameters only while it runs."""
+
+from typing import Any
+
+from lockstep.parallel.batch_run import Run, Take
+from lockstep.parallel.data_parallel.model_passes import ModelPasses
+from lockstep.parallel.independence.split_test import is_tried
+from lockstep.parallel.sharding.residency import Residency
+from lockstep.parallel.training_step import TrainingStep
+from lockstep.parallel.workload import Workload
+
+
+class ShardedPasses(ModelPasses):
+    """Passes over a model whose parameters are divided.
+
+    Args:
+        work: common to all ranks.
+        residency: of this rank's parameters.
+        options: see ``ModelPasses``.
+    """
+
+    # Other ranks may go backward more often: the residency knows when a unit's are complete.
+    _completes_gradients = False
+
+    def __init__(self, work: Workload, *, residency: Residency, **options: Any) -> None:
+        super().__init__(work, **options)
+        self._residency = residency
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        self._residency.begin(
+            self._most_shares(run.num_filled),
+            is_training=run.is_training,
+            is_tried=run.is_training and is_tried(run.step),
+            forward_first=self._goes_forward_first,
+        )
+
+    def _most_shares(self, num_filled: int) -> int:
+        """Of the filled shares, the most that a rank has."""
+        shares = map(self._plan.shares_of, range(self._plan.num_replicas))
+        return max(min(own.stop, num_filled) - own.start for own in shares)
+
+    def _go_forward(self, shares: list[int], now: TrainingStep) -> None:
+        with self._residency.forward():
+            super()._go_forward(shares, now)
+
+    def _go_backward(self, shares: list[int], now: TrainingStep) -> None:
+        self._residency.finish_forward()
+        if self._joint or self._apart:  # this waits for all shares, and backward for its units
+            self._settle_weights(now.batch)
+        with self._residency.backward():
+            super()._go_backward(shares, now)
+
+    def hand_in(self) -> None:
+        self._residency.finish()
+
+    def infer(self, run: Run, take: Take) -> None:
+        super().infer(run, take)
+        self._residency.finish()
+
+    def _infer_together(self, run: Run, shares: list[int], take: Take) -> None:
+        with self._residency.forward():
+            super()._infer_together(run, shares, take)

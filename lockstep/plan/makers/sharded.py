@@ -1,0 +1,113 @@
+"""Sharded data parallelism, as a Plan: units of a model, and which part of them a rank keeps.
+
+It is the Plan of replicas that share no memory, with the units in which their parameters are
+gathered. By default a unit is an entry of a list of modules (``blocks.3``), or a layer outside of
+lists; small ones stay on every rank, because to gather them takes longer than they save.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from lockstep.cluster.topology import Cluster
+from lockstep.errors import OptionError
+from lockstep.graph.layer_graph import LayerGraph
+from lockstep.plan.makers.data_parallel import Wrapping
+from lockstep.plan.sharding import Sharding, is_in
+from lockstep.plan.spec import Plan
+from lockstep.units import first_few
+
+# Of the mean size of units: smaller ones stay on every rank.
+_SMALL = 1 / 8
+
+Units = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullySharded(Wrapping):
+    """Another maker's Plan, of which each rank keeps its part.
+
+    Attributes:
+        level: see ``Sharding``.
+        units: names of modules, unit by unit; None chooses them.
+    """
+
+    level: str
+    units: Units | None
+
+    @property
+    def divides_state(self) -> bool:
+        return True
+
+    def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
+        """Make the Plan for global batches of ``batch_size`` samples.
+
+        Raises:
+            OptionError: a unit that the model does not have; or BatchNorm with several shares of a
+                rank, which would use all units at once.
+        """
+        plan = self.maker(graph, cluster, batch_size)
+        units = () if self.level == "slots" else self._units(graph)
+        if plan.num_ranks == 1:
+            return msgspec.structs.replace(plan, strategy="fully sharded")
+        norms = [layer.name for layer in graph.layers if layer.uses_batch_statistics]
+        if self.level == "parameters" and norms and plan.num_shares > plan.num_ranks:
+            raise OptionError(
+                "Sharded parameters allow one share per device where layers take statistics over "
+                "the batch: several shares of a device run together, layer by layer.",
+                received=f"{plan.num_shares} shares on {plan.num_ranks} devices with "
+                f"{first_few(norms)}",
+                fix='Leave `num_shares` and `accumulate` out, or use level="gradients".',
+            )
+        return msgspec.structs.replace(
+            plan,
+            strategy="fully sharded",
+            sharding=Sharding(level=self.level, units=units),
+            layers=tuple(msgspec.structs.replace(layer, row_limit=0) for layer in plan.layers),
+        )
+
+    def _units(self, graph: LayerGraph) -> Units:
+        if self.units is None:
+            return _default_units(graph)
+        names = [layer.name for layer in graph.layers]
+        given = [name for unit in self.units for name in unit]
+        unknown = [name for name in given if not any(is_in(layer, name) for layer in names)]
+        if unknown:
+            raise OptionError(
+                "A unit must be a module of the model that has parameters.",
+                received=f"units with {first_few(unknown)}",
+                fix=f"Use names of model.named_modules(), such as {first_few(names)}.",
+            )
+        return self.units
+
+
+def _default_units(graph: LayerGraph) -> Units:
+    tied = {name for names in graph.tied for name in names}
+    sizes: dict[str, int] = {}
+    for layer in graph.layers:
+        unit = _unit_of(layer.name)
+        own = [one for one in layer.parameters if one.trainable and one.name not in tied]
+        size = sum(one.num_bytes for one in own)
+        if unit and size:
+            sizes[unit] = sizes.get(unit, 0) + size
+    return _large(sizes)
+
+
+def _unit_of(layer: str) -> str:
+    """The entry of the outermost list that a layer is in, or the layer."""
+    parts = layer.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: number + 1])
+
+
+def _large(sizes: Mapping[str, int]) -> Units:
+    least = sum(sizes.values()) / max(len(sizes), 1) * _SMALL
+    return tuple((name,) for name, size in sizes.items() if size >= least)
+
+
+def as_units(units: Sequence[str | Sequence[str]] | None) -> Units | None:
+    """Units as users give them: a name, or several, for each."""
+    if units is None:
+        return None
+    return tuple((unit,) if isinstance(unit, str) else tuple(unit) for unit in units)

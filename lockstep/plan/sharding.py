@@ -1,0 +1,37 @@
+"""Sharding: what each rank of a data parallel Plan keeps only its part of."""
+
+from lockstep.plan.makers.averaging import Record
+
+
+def is_in(layer: str, module: str) -> bool:
+    """True if a layer is a module, or a part of it."""
+    return layer == module or layer.startswith(f"{module}.")
+
+
+class Sharding(Record, frozen=True, kw_only=True):
+    """What each rank of a data parallel Plan keeps only its part of.
+
+    Attributes:
+        level: ``"slots"`` of the optimizer; ``"gradients"`` and slots; ``"parameters"`` and both.
+        units: names of the modules whose parameters are gathered together, unit by unit, in the
+            order in which the model runs them. Parameters in no unit stay on every rank.
+    """
+
+    level: str
+    units: tuple[tuple[str, ...], ...] = ()
+
+    def unit_of(self, layer: str) -> str:
+        """The first name of the unit that a layer is in; "" for none."""
+        return next(
+            (unit[0] for unit in self.units if any(is_in(layer, name) for name in unit)), ""
+        )
+
+    @property
+    def divides_gradients(self) -> bool:
+        """Whether each rank keeps only its part of the gradients."""
+        return self.level != "slots"
+
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether each rank keeps only its part of the parameters."""
+        return self.level == "parameters"

@@ -1,0 +1,118 @@
+"""Sharded data parallelism: each device keeps its part of parameters, gradients and slots."""
+
+import os
+from collections.abc import Sequence
+
+from lockstep.cluster.devices import discover
+from lockstep.cluster.environment import find_devices
+from lockstep.errors import OptionError, Problems
+from lockstep.options import check_timeout
+from lockstep.plan.devices import Devices, check_devices, device_names, is_cpu
+from lockstep.plan.engines import check_engine, over
+from lockstep.plan.makers.data_parallel import Maker, Mirrored
+from lockstep.plan.makers.sharded import FullySharded, as_units
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.mirrored import check_shares
+from lockstep.tracebacks import public_methods
+
+_LEVELS = ("slots", "gradients", "parameters")
+
+
+@public_methods
+class FullyShardedStrategy(Strategy):
+    """Every device computes its shares of each batch, and keeps only its part of the training.
+
+    The parameters stay the user's own: they keep their names, shapes and identities. A unit's
+    parameters are gathered before its pass and freed after it. On one host's cores, where
+    ``MirroredStrategy`` has one copy of the parameters for all replicas, this saves gradients only;
+    it is for devices, and hosts, that share no memory.
+
+    Args:
+        devices: as in ``MirroredStrategy``; cores so far.
+        level: what each device keeps only its part of: ``"slots"`` of the optimizer,
+            ``"gradients"`` and slots, or ``"parameters"`` and both (levels 1, 2 and 3 of ZeRO).
+        units: names of the modules whose parameters are gathered together, in the order in which
+            the model runs them; a list of names for several modules in one unit. None takes the
+            entries of lists of modules, and the layers outside of lists. What is in no unit, or
+            shared by several, stays on every device.
+        num_shares: as in ``MirroredStrategy``.
+        engine: what moves tensors between devices: ``"gloo"``, which is also the default.
+        timeout_seconds: longest wait for a replica; a longer one is an error.
+
+    Raises:
+        DeviceError: devices that do not exist, or that are no cores.
+        OptionError: another invalid argument.
+    """
+
+    def __init__(
+        self,
+        devices: Devices = None,
+        *,
+        level: str = "parameters",
+        units: Sequence[str | Sequence[str]] | None = None,
+        num_shares: int | None = None,
+        engine: str | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        check_devices(devices)
+        problems = Problems()
+        if level not in _LEVELS:
+            problems.add(
+                "`level` must say what each device keeps only its part of.",
+                received=f"level={level!r}",
+                fix=f"Use one of {', '.join(map(repr, _LEVELS))}.",
+            )
+        _check_units(problems, units)
+        check_shares(problems, num_shares)
+        check_engine(problems, engine)
+        check_timeout(problems, timeout_seconds)
+        problems.raise_if_any(OptionError)
+        self.devices = find_devices(os.environ) if devices is None else devices
+        self.level = level
+        self.units = as_units(units)
+        self.num_shares = num_shares
+        self.engine = engine or "gloo"
+        self.timeout_seconds = timeout_seconds
+        names = device_names(self.devices, discover().hosts[0])
+        if not is_cpu(names):
+            raise OptionError(
+                "FullyShardedStrategy trains on cores so far.",
+                received=f"devices {', '.join(names)}",
+                fix="Use MirroredStrategy on accelerators.",
+            )
+
+    def maker(self, precision: str = "fp32") -> Maker:
+        mirrored = Mirrored(
+            devices=tuple(self.devices) if isinstance(self.devices, Sequence) else self.devices,
+            num_shares=self.num_shares,
+            precision=precision,
+        )
+        maker = over(self.engine, mirrored)
+        return FullySharded(maker=maker, level=self.level, units=self.units)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        return len(device_names(self.devices, discover().hosts[0]))
+
+
+def _check_units(problems: Problems, units: object) -> None:
+    if units is None:
+        return
+    names = [name for unit in _entries(units) for name in _entries(unit)]
+    if isinstance(units, str) or not names or not all(isinstance(name, str) for name in names):
+        problems.add(
+            "`units` must be names of modules, or lists of them.",
+            received=f"units={units!r}",
+            fix='Use units=["blocks.0", "blocks.1"], for example.',
+        )
+    elif len({*names}) < len(names):
+        problems.add(
+            "A module can be in one unit.",
+            received=f"units={units!r}",
+            fix="Name each module once.",
+        )
+
+
+def _entries(units: object) -> list[object]:
+    """The entries of a list; anything else is one."""
+    return list(units) if isinstance(units, list | tuple) else [units]

@@ -1,0 +1,401 @@
+"""Sharded parameters, gradients and slots: what one device trains, and what a rank keeps.
+
+The parity table has rows for whole trainings. Here: models that use their parameters in unusual
+ways, what lies beside the weights, what callbacks see, and what is refused.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lockstep
+from lockstep.errors import ModelError, OptionError
+from tests.thorough import core_of
+
+SHARDED = partial(lockstep.FullyShardedStrategy, 2)
+INPUTS = torch.randn(48, 12, generator=torch.Generator().manual_seed(1))
+TARGETS = torch.randint(0, 5, (48,), generator=torch.Generator().manual_seed(2))
+ADAM = partial(torch.optim.Adam, lr=1e-2)
+WIDTH = 48
+
+
+def trained(
+    make_model: Callable[[], nn.Module], strategy: lockstep.Strategy, **options: Any
+) -> dict[str, Tensor]:
+    """Weights, buffers and slots after two calls of ``fit``."""
+    torch.manual_seed(0)
+    batch_size = options.pop("batch_size", 16)
+    options = {"precision": "fp64", "optimizer": ADAM, "loss": nn.CrossEntropyLoss(), **options}
+    model = make_model()
+    trainer = lockstep.Trainer(model, strategy=strategy, seed=3, **options)
+    for _ in range(2):
+        trainer.fit((INPUTS, TARGETS), batch_size=batch_size, epochs=2, verbose=0)
+    slots = trainer.optimizer.state_dict()["state"]
+    return {
+        **{name: value.clone() for name, value in model.state_dict().items()},
+        **{
+            f"slot {number} {slot}": torch.as_tensor(value).clone()
+            for number, own in slots.items()
+            for slot, value in own.items()
+        },
+    }
+
+
+def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        error = (found[name].double() - value.double()).norm()
+        assert error <= 1e-12 * max(float(value.double().norm()), 1e-3), name
+
+
+def mlp() -> nn.Module:
+    layers = [nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)]
+    return nn.Sequential(*layers, nn.Tanh(), nn.Linear(64, 5))
+
+
+def matrices() -> nn.Module:
+    layers = [nn.Linear(12, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(64, 5, bias=False))
+
+
+class Blocks(nn.Module):
+    """A first layer, blocks, and a last one."""
+
+    def __init__(self, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_blocks))
+        self.last = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x).tanh() + x
+        output: Tensor = self.last(x)
+        return output
+
+
+class Tied(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].weight = self.blocks[0].weight
+
+
+class Frozen(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].weight.requires_grad_(False)
+
+
+class Skips(Blocks):
+    """Each share uses the blocks that its samples need: ranks use different ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            mask = x[:, number : number + 1] > 0.8
+            if mask.any():
+                found = torch.where(mask, block(found).tanh(), found)
+        output: Tensor = self.last(found)
+        return output
+
+
+class Repeats(Blocks):
+    """One block several times."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = self.blocks[0](x).tanh()
+        output: Tensor = self.last(x)
+        return output
+
+
+class Norms(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            *(nn.Linear(12, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 64)),
+            *(nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 5)),
+        )
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Conv1d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv1d(16, 16, 3, padding=1))
+        )
+        self.last = nn.Linear(192, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(self.layers(x[:, None]).flatten(1))
+        return output
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.LSTM(4, 32, 2, batch_first=True), nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(self.layer(x.view(-1, 3, 4))[0][:, -1])
+        return output
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 32)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+        self.last = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.view(-1, 3, 4))
+        for layer in self.layers:
+            x = self.run(layer, x)
+        output: Tensor = self.last(x[:, 0])
+        return output
+
+    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        output: Tensor = layer(x)
+        return output
+
+
+class Recomputed(Transformer):
+    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(layer, x, use_reentrant=False)
+        return output
+
+
+class RecomputedInBackward(Transformer):
+    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(layer, x, use_reentrant=True)
+        return output
+
+
+class Embedded(Blocks):
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.first = nn.Embedding(100, WIDTH)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first((x * 20).long().clamp(0, 99)).mean(1)
+        for block in self.blocks:
+            x = block(x).tanh()
+        output: Tensor = self.last(x)
+        return output
+
+
+class Parametrised(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            nn.utils.parametrizations.weight_norm(block)
+
+
+SGD = {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "tied": (Tied, {}),
+    "frozen": (Frozen, {}),
+    "skipped blocks": (Skips, {}),
+    "a block three times": (Repeats, {}),
+    "BatchNorm": (Norms, SGD),  # biases before it have no gradient but rounding
+    "convolutions": (Convolutions, {}),
+    "LSTM": (Recurrent, {}),
+    "transformer": (Transformer, SGD),  # so have the biases of keys
+    "recomputed": (Recomputed, SGD),
+    "recomputed in backward": (RecomputedInBackward, SGD),
+    "embedding": (Embedded, {}),
+    "weight norm": (Parametrised, {}),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "clipping": {"clip_norm": 0.1},
+    "accumulation": {"accumulate": 3},
+    "short batches": {"batch_size": 17},
+    "a rank without samples": {"batch_size": 47},
+    "Muon": {"optimizer": partial(torch.optim.Muon, lr=1e-2)},  # it takes matrices only
+    "averages": {"average": lockstep.EMA(0.9)},
+    "unknown reduction": {"loss": lambda output, target: F.cross_entropy(output, target) ** 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "level"),
+    core_of(
+        [(name, level) for name in MODELS for level in ("gradients", "parameters")],
+        lambda name, level: level == "parameters",
+    ),
+)
+def test_models_are_what_one_device_trains(name: str, level: str) -> None:
+    make_model, options = MODELS[name]
+    expected = trained(make_model, lockstep.SingleDeviceStrategy(), **options)
+    check_equal(trained(make_model, SHARDED(level=level), **options), expected)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_do_what_they_do_on_one_device(name: str) -> None:
+    options = OPTIONS[name]
+    model = matrices if name == "Muon" else mlp
+    expected = trained(model, lockstep.SingleDeviceStrategy(), **options)
+    check_equal(trained(model, SHARDED(), **options), expected)
+
+
+@pytest.mark.parametrize("level", ["slots", "gradients", "parameters"])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_same_shares_give_the_same_bits(level: str, devices: int) -> None:
+    """Also several shares on a rank, of which each has its gradients."""
+    expected = trained(mlp, lockstep.MirroredStrategy(1, num_shares=4), precision="fp32")
+    strategy = lockstep.FullyShardedStrategy(devices, level=level, num_shares=4)
+    found = trained(mlp, strategy, precision="fp32")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+class Reader(lockstep.Callback):
+    """Notes the sum of all weights wherever it is called, and changes one of them once."""
+
+    def __init__(self) -> None:
+        self.sums: list[float] = []
+
+    def _note(self, *_: Any) -> None:
+        self.sums.append(sum(float(one.detach().sum()) for one in self.trainer.model.parameters()))
+
+    on_epoch_begin: Any = _note
+    on_epoch_end: Any = _note
+    on_train_batch_begin: Any = _note
+    on_test_begin: Any = _note
+    on_test_batch_end: Any = _note
+    on_test_end: Any = _note
+
+    def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+        self._note()
+        if batch == 1:
+            with torch.no_grad():
+                [*self.trainer.model.parameters()][2].mul_(0.9)
+
+
+def test_callbacks_see_and_change_whole_weights() -> None:
+    seen = []
+    for strategy in (lockstep.MirroredStrategy(2), SHARDED()):
+        torch.manual_seed(0)
+        reader, data = Reader(), (INPUTS, TARGETS)
+        trainer = lockstep.Trainer(
+            mlp(),
+            loss=nn.CrossEntropyLoss(),
+            optimizer=ADAM,
+            strategy=strategy,
+            callbacks=[reader],
+        )
+        history = trainer.fit(data, batch_size=16, epochs=2, validation_data=data, verbose=0)
+        seen.append([*reader.sums, *history.history["val_loss"]])
+    assert seen[0] == seen[1]
+
+
+def test_evaluation_within_training_and_after_it() -> None:
+    results = []
+    for strategy in (lockstep.SingleDeviceStrategy(), SHARDED()):
+        torch.manual_seed(0)
+        trainer = lockstep.Trainer(
+            mlp(),
+            loss=nn.CrossEntropyLoss(),
+            optimizer=ADAM,
+            strategy=strategy,
+            precision="fp64",
+        )
+        data = INPUTS[:33], TARGETS[:33]  # the last batch leaves a rank without samples
+        history = trainer.fit(data, batch_size=16, epochs=2, validation_data=data, verbose=0)
+        outputs = trainer.predict(INPUTS, batch_size=5)
+        loss = trainer.evaluate(data, batch_size=5)["loss"]
+        results.append(torch.tensor([*history.history["val_loss"], loss, *outputs.flatten()]))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
+
+
+class UsesAnother(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.blocks[0].weight
+        output: Tensor = super().forward(x) + F.linear(x.new_ones(1, WIDTH), weight).sum()
+        return output
+
+
+class UsesAView(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.blocks[2].weight
+        turned = weight.t()
+        output: Tensor = super().forward(x) + 0 * (x.new_ones(1, WIDTH) @ turned).sum()
+        return output
+
+
+class Backwards(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in reversed(self.blocks):
+            x = block(x)
+        output: Tensor = self.last(x)
+        return output
+
+
+OUTSIDE = "A sharded parameter is used outside of its unit"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (UsesAnother, OUTSIDE),
+        (UsesAView, OUTSIDE),
+        (Backwards, "must be used in their order"),
+    ],
+)
+def test_parameters_that_would_not_be_there(model: type[nn.Module], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        trained(model, SHARDED())
+
+
+def test_units_of_the_user() -> None:
+    units = [["first", "blocks"], "last"]
+    expected = trained(Backwards, lockstep.SingleDeviceStrategy())
+    check_equal(trained(Backwards, SHARDED(units=units)), expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SHARDED(level="all"), "level='all'"),
+        (lambda: SHARDED(units="blocks"), "units='blocks'"),
+        (lambda: SHARDED(units=["a", ["a", "b"]]), "Name each module once"),
+        (lambda: trained(mlp, SHARDED(units=["head"])), "units with head"),
+        (lambda: trained(Norms, SHARDED(num_shares=4)), "one share per device"),
+    ],
+)
+def test_what_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        make()
+
+
+def test_a_failure_leaves_no_zeros() -> None:
+    """Other ranks' parts of the weights are lost with them, and are not taken for weights."""
+
+    class Fails(Blocks):
+        left = 12
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.left -= 1
+            assert self.left
+            return super().forward(x)
+
+    model = Fails()
+    with pytest.raises(AssertionError) as raised:
+        trained(lambda: model, SHARDED())
+    assert "NaN here" in str(raised.value.__notes__)
+    weight: Any = model.blocks[1].weight
+    assert 0.4 < float(weight.isnan().double().mean()) < 0.6
+    assert not (weight == 0).any()
