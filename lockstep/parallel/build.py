@@ -7,6 +7,7 @@ holds, so all parameters are in one group.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -28,6 +29,7 @@ from lockstep.parallel.pipeline.stage_mail import MailSpec, StageMail
 from lockstep.parallel.pipeline.stage_passes import StagePasses
 from lockstep.parallel.sharding.residency import Residency
 from lockstep.parallel.sharding.sharded_passes import ShardedPasses
+from lockstep.parallel.sharding.unit_memory import UnitMemory
 from lockstep.parallel.sharding.units import modules_of_units
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
@@ -108,14 +110,20 @@ def residency_of(
     (group,) = owned
     gradients = exchange.gradients[group.number]
     assert isinstance(gradients, ShardedReduce)
+    memory = UnitMemory(
+        group.members,
+        [units[name] for name in group.names],
+        len(sharding.units),
+        group.pieces,
+        gather=partial(gradients.all_gather, all_pieces=True),
+    )
     return Residency(
         work.model,
         modules=modules_of_units(sharding, work.model),
-        parameters=group.members,
-        units=[units[name] for name in group.names],
-        gradients=gradients,
-        pieces=group.pieces,
         names=[names[0] for names in sharding.units],
+        parameters=group.names,
+        memory=memory,
+        gradients=gradients,
     )
 
 

@@ -57,7 +57,7 @@ class UpdateWorker:
         self.updater = updater
         self._residency = residency
         # Numbers of the parameters that no rank has whole between steps.
-        self._away = frozenset() if residency is None else residency.numbers
+        self._away = frozenset() if residency is None else residency.memory.numbers
         self._groups = groups
         self._pieces = [group.bound(is_alone=plan.num_ranks == 1) for group in groups]
         bound = [piece for pieces in self._pieces for piece in pieces]

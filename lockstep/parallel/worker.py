@@ -308,7 +308,8 @@ class Worker(UpdateWorker):
 
     def synchronise(self, *, is_last: bool = False) -> None:
         """Make the weights of all ranks equal, after an epoch or, with ``is_last``, the task."""
-        return
+        if is_last and self._residency is not None:
+            self._residency.free_gradients()
 
     def epoch_logs(self) -> dict[str, float]:
         """Values for an epoch's logs, beside losses; ranks are synchronised."""
@@ -349,7 +350,7 @@ class Worker(UpdateWorker):
 
     def mark_lost(self) -> bool:
         """After a failure: put NaN where other ranks had their parts of parameters, if they had."""
-        return self._residency is not None and self._residency.abandon()
+        return self._residency is not None and self._residency.memory.mark_lost()
 
 
 class _Call(NamedTuple):

@@ -13,8 +13,8 @@ class Sharding(Record, frozen=True, kw_only=True):
 
     Attributes:
         level: ``"slots"`` of the optimizer; ``"gradients"`` and slots; ``"parameters"`` and both.
-        units: names of the modules whose parameters are gathered together, unit by unit, in the
-            order in which the model runs them. Parameters in no unit stay on every rank.
+        units: names of the modules whose parameters are gathered together, unit by unit.
+            Parameters in no unit stay on every rank.
     """
 
     level: str

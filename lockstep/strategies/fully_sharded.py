@@ -31,10 +31,9 @@ class FullyShardedStrategy(Strategy):
         devices: as in ``MirroredStrategy``; cores so far.
         level: what each device keeps only its part of: ``"slots"`` of the optimizer,
             ``"gradients"`` and slots, or ``"parameters"`` and both (levels 1, 2 and 3 of ZeRO).
-        units: names of the modules whose parameters are gathered together, in the order in which
-            the model runs them; a list of names for several modules in one unit. None takes the
-            entries of lists of modules, and the layers outside of lists. What is in no unit, or
-            shared by several, stays on every device.
+        units: names of the modules whose parameters are gathered together; a list of names for
+            several modules in one unit. None takes the entries of lists of modules, and the layers
+            outside of lists. What is in no unit, or used by several, stays on every device.
         num_shares: as in ``MirroredStrategy``.
         engine: what moves tensors between devices: ``"gloo"``, which is also the default.
         timeout_seconds: longest wait for a replica; a longer one is an error.

@@ -344,20 +344,66 @@ class Backwards(Blocks):
         return output
 
 
-OUTSIDE = "A sharded parameter is used outside of its unit"
+class SharesEmbedding(Embedded):
+    """Uses its first layer twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + super().forward(-x)
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (UsesAnother, OUTSIDE),
-        (UsesAView, OUTSIDE),
-        (Backwards, "must be used in their order"),
-    ],
-)
-def test_parameters_that_would_not_be_there(model: type[nn.Module], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        trained(model, SHARDED())
+@pytest.mark.parametrize("model", [UsesAnother, UsesAView, SharesEmbedding])
+def test_units_that_are_used_elsewhere_stay(model: type[nn.Module]) -> None:
+    expected = trained(model, lockstep.SingleDeviceStrategy())
+    check_equal(trained(model, SHARDED()), expected)
+
+
+def test_units_are_gathered_in_the_order_of_their_use() -> None:
+    expected = trained(Backwards, lockstep.SingleDeviceStrategy())
+    check_equal(trained(Backwards, SHARDED()), expected)
+
+
+class Later(Blocks):
+    """Uses another module's weight in later steps only, or its blocks in another order."""
+
+    def __init__(self, has_order: bool) -> None:
+        super().__init__()
+        self.left, self.has_order = 12, has_order
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left > 0:
+            return super().forward(x)
+        if self.has_order:
+            self.blocks = self.blocks[::-1]
+            return super().forward(x)
+        weight: Any = self.blocks[0].weight
+        output: Tensor = super().forward(x) + F.linear(x.new_ones(1, WIDTH), weight).sum()
+        return output
+
+
+@pytest.mark.parametrize("has_order", [True, False])
+def test_another_order_than_in_the_first_step_is_refused(has_order: bool) -> None:
+    with pytest.raises(ModelError, match="in another order than in its first step"):
+        trained(partial(Later, has_order), SHARDED())
+
+
+class Penalised(Blocks):
+    """Goes backward within its forward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        output = super().forward(x)
+        if torch.is_grad_enabled():
+            (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+            output = output + slope.square().sum(1, keepdim=True)
+        return output
+
+
+def test_backward_within_forward() -> None:
+    expected = trained(Penalised, lockstep.SingleDeviceStrategy())
+    check_equal(trained(Penalised, SHARDED(level="gradients")), expected)
+    with pytest.raises(ModelError, match="in another order than in its first step"):
+        trained(Penalised, SHARDED())
 
 
 def test_units_of_the_user() -> None:

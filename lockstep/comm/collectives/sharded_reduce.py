@@ -9,7 +9,6 @@ All ranks send the buckets in one order, the last first, whichever parameters a 
 no rank waits for a bucket that another one sends later. What a share has not used counts as zero.
 """
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -37,7 +36,7 @@ class ShardedReduce(OverlappedReduce):
         super().__init__(*args, **options)
         self._names = names
         self._put: set[tuple[int, int]] = set()  # rows and parameters, in this step
-        self._waiting: deque[Bucket] = deque()
+        self._waiting: dict[int, Bucket] = {}  # in the order of sending, if no other is asked for
         self._under_way: Bucket | None = None
 
     # --- while passes run ------------------------------------------------------------------------
@@ -50,7 +49,7 @@ class ShardedReduce(OverlappedReduce):
         for bucket in self._buckets.values():
             bucket.missing = {*bucket.parameters}
             bucket.is_sent = False
-        self._waiting = deque(self._buckets.values())
+        self._waiting = dict(self._buckets)
 
     @property
     def is_early(self) -> bool:
@@ -64,13 +63,16 @@ class ShardedReduce(OverlappedReduce):
             self._rows.take({(row, parameter): gradient})
         if is_last:
             self._buckets[self._bucket_of[parameter]].missing.discard(parameter)
-            while self._waiting and not self._waiting[0].missing:
-                self._exchange(self._waiting.popleft())
+            for number, bucket in list(self._waiting.items()):
+                if bucket.missing:
+                    break
+                self.complete(number)
 
-    def complete_down_to(self, bucket: int) -> None:
-        """This rank has put all gradients of a bucket, and of those with higher numbers."""
-        while self._waiting and self._waiting[0].number >= bucket:
-            self._exchange(self._waiting.popleft())
+    def complete(self, number: int) -> None:
+        """This rank has put all gradients of a bucket; all ranks complete them in one order."""
+        bucket = self._waiting.pop(number, None)
+        if bucket is not None:
+            self._exchange(bucket)
 
     def write(self, row: int, gradients: Gradients) -> None:
         for parameter, gradient in enumerate(gradients):
@@ -181,11 +183,22 @@ class ShardedReduce(OverlappedReduce):
     # --- when all have met -----------------------------------------------------------------------
 
     def hand_over(self, num_rows: int) -> None:
-        self.complete_down_to(0)
+        for number in list(self._waiting):
+            self.complete(number)
         self._finish()
 
     def collect(self, num_rows: int) -> None:
         self._rows.collect(num_rows)
+
+    def all_ranks(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of all ranks, by rank; every rank calls it with as many."""
+        own = torch.tensor(numbers)
+        found = {peer: torch.empty_like(own) for peer in self._clients}
+        self._transport.transfer(
+            {peer: [own] for peer in found}, {peer: [one] for peer, one in found.items()}
+        )
+        found[self._rank] = own
+        return [[int(number) for number in found[rank]] for rank in sorted(found)]
 
     def weigh(self, factors: object) -> None:
         assert factors is None, "sums are formed before factors are known"

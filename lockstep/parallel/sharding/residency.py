@@ -2,53 +2,51 @@
 
 A rank keeps the pieces that it updates. Before a unit's forward pass the ranks gather the other
 pieces to where they belong, and after it they free that memory; likewise in backward, when autograd
-needs a saved parameter. The addresses stay the same. So the user's Parameters stay what they are,
-and what autograd has saved of them is valid again when it is used (Rajbhandari et al., "ZeRO",
-SC20, level 3; Zhao et al., "PyTorch FSDP", VLDB 2023).
+needs a saved parameter (Rajbhandari et al., "ZeRO", SC20, level 3; Zhao et al., "PyTorch FSDP",
+VLDB 2023).
 
-All ranks gather the units in the Plan's order, one after the other, in forward and in reverse in
-backward: also those that a rank's pass skips, and in a pass for which a rank has no samples. So a
-rank never waits for a unit that another rank does not use.
+All ranks gather the units in one order, one after the other, in forward and in reverse in backward:
+also those that a rank's pass skips, and in a pass for which a rank has no samples. So a rank never
+waits for a unit that another rank does not use.
 
-In the first steps, in which the model is tried on parts of the batch, all parameters are there. In
-these it is checked that the units are used in their order, and each parameter in its unit.
+In a first step all parameters are there. The order is the one in which rank 0's model uses the
+units then. A unit that some rank's model uses again after others, or outside of its modules, stays:
+it is gathered before every step.
+
+Every operation is looked at. One that reads a unit out of this order is an error, and never
+reads memory that is not there.
 """
 
-import math
-from bisect import bisect_right
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.comm.collectives.gradients import cut_piece
 from lockstep.comm.collectives.sharded_reduce import ShardedReduce
-from lockstep.comm.shared_memory.shared_region import discard
 from lockstep.errors import ModelError
-from lockstep.plan.layout import Piece
+from lockstep.parallel.sharding.unit_memory import UnitMemory
+from lockstep.parallel.sharding.use_check import UseCheck
+from lockstep.units import first_few
+
+_log = logging.getLogger("lockstep")
 
 _FORWARD, _BACKWARD = 1, -1
 
 
 class Residency:
-    """One rank's end.
+    """One rank's end. Places count the units in the order in which they are used.
 
     Args:
         model: the model.
         modules: those of units, and their numbers.
-        parameters: the trainable parameters, in order.
-        units: the unit of each; None for one that stays.
-        gradients: of these parameters, which also gathers their values. The gradients of unit n are
-            its bucket n + 1.
-        pieces: that this rank keeps.
         names: of the units.
-
-    Attributes:
-        numbers: of the parameters in units.
+        parameters: names of the trainable parameters, in order.
+        memory: of the units.
+        gradients: of the trainable parameters; those of unit n are the bucket n + 1.
     """
 
     def __init__(
@@ -56,78 +54,48 @@ class Residency:
         model: nn.Module,
         *,
         modules: Mapping[nn.Module, int],
-        parameters: Sequence[torch.Tensor],
-        units: Sequence[int | None],
-        gradients: ShardedReduce,
-        pieces: Sequence[Piece],
         names: Sequence[str],
+        parameters: Sequence[str],
+        memory: UnitMemory,
+        gradients: ShardedReduce,
     ) -> None:
         self._model = model
         self._modules = modules
         self._names = names
+        self._parameters = parameters
+        self.memory = memory
         self._gradients = gradients
-        self._tensors: list[dict[int, torch.Tensor]] = [{} for _ in names]
-        for number, (parameter, unit) in enumerate(zip(parameters, units, strict=True)):
-            if unit is not None:
-                self._tensors[unit][number] = parameter.detach()
-        self._kept = [
-            [cut_piece(own[one.parameter], one) for one in pieces if one.parameter in own]
-            for own in self._tensors
-        ]
-        self._spans = sorted(  # first address, one after the last, and unit
-            (one.data_ptr(), one.data_ptr() + one.nbytes, unit)
-            for unit, own in enumerate(self._tensors)
-            for one in own.values()
-        )
-        self._starts = [start for start, _, _ in self._spans]
-        self.numbers = frozenset(number for own in self._tensors for number in own)
+        self._order = list(range(len(names)))
+        self._staying: set[int] = set()  # units that are there in all passes
+        self._is_ordered = False
         self._last = len(names) - 1
-        self._present = set(range(len(names)))
-        self._at = -1  # the unit that is in use, or was last
+        self._at = -1  # the place of the unit that is used, or was last
         self._direction = _FORWARD
-        self._is_whole = True  # until the first release
-        self._is_tried = False
+        self._is_whole = True  # all units are there
+        self._is_checked = False
+        self._used: list[int] = []  # units, by a run of the model in which all are there
+        self._seen: list[int] = []  # likewise, in a forward pass that used most of them
         self._rounds = [0, 0]  # forward and backward passes of this batch, made so far
-        self._num_rounds = 0
-        self._num_backward = 0
+        self._num_rounds = [0, 0]  # the most that any rank makes
         self._forward_first = False
 
-    # --- what is there ---------------------------------------------------------------------------
+    # --- between steps ---------------------------------------------------------------------------
 
     def hold_all(self) -> None:
-        """Between steps: gather all units, and keep them; every rank calls it."""
-        self._gradients.free()
+        """Gather all units, and keep them; every rank calls it."""
         for unit in range(len(self._names)):
-            self._gather(unit)
+            self.memory.gather(unit)
         self._is_whole = True
 
     def release(self) -> None:
         """Free all but this rank's pieces."""
-        for unit in sorted(self._present):
-            self._free(unit)
+        for unit in range(len(self._names)):
+            self.memory.free(unit)
         self._is_whole = False
 
-    @torch.no_grad()
-    def abandon(self) -> bool:
-        """After a failure: put NaN where other ranks' parts are away; True if any are."""
-        away = set(range(len(self._names))) - self._present
-        for unit in away:
-            own = [one.clone() for one in self._kept[unit]]
-            for tensor in self._tensors[unit].values():
-                tensor.fill_(math.nan)
-            for place, value in zip(self._kept[unit], own, strict=True):
-                place.copy_(value)
-        return bool(away)
-
-    def _gather(self, unit: int) -> None:
-        if unit not in self._present:
-            self._gradients.all_gather(self._tensors[unit], all_pieces=True)
-            self._present.add(unit)
-
-    def _free(self, unit: int) -> None:
-        self._present.discard(unit)
-        for tensor in self._tensors[unit].values():
-            discard(tensor, self._kept[unit])
+    def free_gradients(self) -> None:
+        """Free the gradients' sums: the step has used them."""
+        self._gradients.free()
 
     # --- the passes over a batch -----------------------------------------------------------------
 
@@ -142,29 +110,27 @@ class Residency:
             is_tried: the model is tried on parts of the batch.
             forward_first: no pass goes backward before all have gone forward.
         """
-        self._num_rounds = num_rounds
-        self._num_backward = num_rounds if is_training else 0
+        self._num_rounds = [num_rounds, num_rounds if is_training else 0]
         self._rounds = [0, 0]
         self._forward_first = forward_first
-        self._is_tried = is_tried
-        if is_tried:
+        self._is_checked = is_training and (is_tried or not self._is_ordered)
+        if self._is_checked:
             self.hold_all()
         elif is_training and self._is_whole:
             self.release()
+        for unit in sorted(self._staying):
+            self.memory.gather(unit)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around a forward pass."""
         self._rounds[0] += 1
         self._start(_FORWARD)
-        checks = _UseCheck(self) if self._is_tried else nullcontext()
         saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        hook = register_module_forward_pre_hook(self._enter)
-        try:
-            with checks, saved:
-                yield
-        finally:
-            hook.remove()
+        with UseCheck(self._check_use), saved, _entering(self._enter):
+            yield
+        if len(self._used) > len(self._seen):
+            self._seen = self._used
         self._move_to(self._last)
 
     @contextmanager
@@ -172,103 +138,118 @@ class Residency:
         """Around a backward pass."""
         self._rounds[1] += 1
         self._start(_BACKWARD)
-        hook = register_module_forward_pre_hook(self._enter)  # for what is computed again
-        try:
+        with UseCheck(self._check_use), _entering(self._enter):  # layers may be computed again
             yield
-        finally:
-            hook.remove()
         self._move_to(0)
 
     def finish_forward(self) -> None:
         """Before a backward pass: take part in the forward passes that other ranks make first."""
-        while self._forward_first and self._rounds[0] < self._num_rounds:
+        while self._forward_first and self._rounds[0] < self._num_rounds[0]:
             with self.forward():
                 pass
 
     def finish(self) -> None:
         """Take part in the passes that other ranks still make; every rank calls it."""
         self.finish_forward()
-        while self._rounds[0] < self._num_rounds or self._rounds[1] < self._num_backward:
-            if self._rounds[0] < self._num_rounds:
-                with self.forward():
-                    pass
-            if self._rounds[1] < self._num_backward:
-                with self.backward():
-                    pass
+        while self._rounds != self._num_rounds:
+            for own, pass_ in enumerate((self.forward, self.backward)):
+                if self._rounds[own] < self._num_rounds[own]:
+                    with pass_():
+                        pass
+        if self._is_checked and not self._is_ordered:
+            self._settle_order()
+
+    def _settle_order(self) -> None:
+        """Agree with all ranks on the order of the units, and on those that stay."""
+        count = len(self._names)
+        staying = [int(unit in self._staying) for unit in range(count)]
+        found = self._gradients.all_ranks([*_completed(self._seen, count), *staying])
+        self._staying = {unit for unit in range(count) if any(own[count + unit] for own in found)}
+        self._order = [unit for unit in found[0][:count] if unit not in self._staying]
+        self._last = len(self._order) - 1
+        self._is_ordered = True
+        if self._staying:
+            names = first_few([self._names[unit] for unit in sorted(self._staying)])
+            _log.info(
+                "Units that stay on every rank, because they are used elsewhere, too: %s", names
+            )
+
+    # --- from unit to unit -----------------------------------------------------------------------
 
     def _start(self, direction: int) -> None:
-        """Begin at the first unit in a direction, of which a pass before may have left it."""
+        """Begin before the first unit in a direction; a pass before may have left it there."""
         self._direction = direction
         first = 0 if direction == _FORWARD else self._last
         self._at = first - direction
         if self._is_whole:
+            self._used = []
             return
-        for unit in sorted(self._present - {first}):
-            self._free(unit)
-        if first in self._present:
-            self._at = first
+        for place, unit in enumerate(self._order):
+            if place != first:
+                self.memory.free(unit)
+            elif unit in self.memory.present:
+                self._at = first
 
-    def _move_to(self, unit: int) -> None:
+    def _move_to(self, place: int) -> None:
         """Go to a unit, by way of all units before it."""
-        while (unit - self._at) * self._direction > 0:
+        while not self._is_whole and (place - self._at) * self._direction > 0:
             before, self._at = self._at, self._at + self._direction
-            if not self._is_whole:
-                self._advance(before)
+            is_inside = 0 <= before <= self._last
+            if is_inside and self._direction == _BACKWARD and self._rounds == self._num_rounds:
+                self._gradients.complete(self._order[before] + 1)
+            self.memory.gather(self._order[self._at])
+            if is_inside:
+                self.memory.free(self._order[before])
 
-    def _advance(self, before: int) -> None:
-        if self._direction == _BACKWARD and before <= self._last and self._is_last_round:
-            self._gradients.complete_down_to(before + 1)
-        self._gather(self._at)
-        if before in self._present:
-            self._free(before)
-
-    @property
-    def _is_last_round(self) -> bool:
-        return self._rounds[1] == self._num_backward
-
-    # --- where units are used --------------------------------------------------------------------
-
-    def _enter(self, module: nn.Module, inputs: Any) -> None:
+    def _enter(self, module: nn.Module) -> None:
         """A module's forward pass begins."""
         if module is self._model and self._is_whole:
-            self._at = -1
+            self._used = []
         unit = self._modules.get(module)
-        if unit is not None:
+        if unit is None:
+            return
+        if not self._is_whole:
             self._use(unit)
+        elif unit not in self._used[-1:]:
+            if unit in self._used and self._direction == _FORWARD:
+                self._stay(unit, "is used again after another unit")
+            self._used.append(unit)
+
+    def _stay(self, unit: int, why: str) -> None:
+        """Have a unit there in all passes; after the first step this is an error."""
+        if self._is_ordered and unit not in self._staying:
+            raise self._error(f"A unit of sharded parameters {why}.", repr(self._names[unit]))
+        self._staying.add(unit)
 
     def _use(self, unit: int) -> None:
         """A unit's parameters are used now."""
-        if unit == self._at:
+        if unit in self._staying:
             return
-        if (unit - self._at) * self._direction < 0:
-            if self._direction == _BACKWARD and self._is_whole:
-                return
-            raise ModelError(
-                "Units of sharded parameters must be used in their order, each at one time.",
-                received=f"{self._names[unit]!r} after {self._names[self._at]!r}",
-                fix="Name them as one unit, or in the order in which the model runs them: "
-                "FullyShardedStrategy(units=[...]).",
+        place = self._order.index(unit)
+        if (place - self._at) * self._direction < 0:
+            raise self._error(
+                "The model uses units of sharded parameters in another order than in its first "
+                "step.",
+                f"{self._names[unit]!r} after {self._names[self._order[self._at]]!r}",
             )
-        self._move_to(unit)
+        self._move_to(place)
 
-    def check_use(self, tensor: torch.Tensor) -> None:
-        """Check that an operation reads a unit's memory within the unit.
-
-        Raises:
-            ModelError: it does so outside.
-        """
-        place = self._place_of(tensor)
-        if place is None or self._spans[place][2] == self._at:
+    def _check_use(self, tensor: torch.Tensor) -> None:
+        """Before an operation reads a tensor: have its unit there."""
+        found = self.memory.find(tensor)
+        if found is None:
             return
-        start, _, unit = self._spans[place]
-        named = self._model.named_parameters()
-        raise ModelError(
-            "A sharded parameter is used outside of its unit, where other ranks' parts of it are "
-            "not there.",
-            received=f"{next(name for name, one in named if one.data_ptr() == start)!r} of unit "
-            f"{self._names[unit]!r}, used "
-            + (f"in unit {self._names[self._at]!r}" if self._at >= 0 else "before any unit"),
-            fix="Name both as one unit, or leave this one out so that it stays on every rank: "
+        if not self._is_whole:
+            self._use(found[0])
+        elif self._is_checked and found[0] not in self._used[-1:] and not _is_in_backward():
+            name = self._parameters[found[1]]
+            self._stay(found[0], f"is used outside of its modules, by its parameter {name!r}")
+
+    def _error(self, what: str, received: str) -> ModelError:
+        return ModelError(
+            what,
+            received=received,
+            fix="Name both as one unit, or leave one out, so that it stays on every rank: "
             "FullyShardedStrategy(units=[...]).",
         )
 
@@ -276,15 +257,14 @@ class Residency:
 
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int, int | None]:
         """A tensor that autograd saves, its version, and the unit in whose memory it lies."""
-        place = self._place_of(tensor)
-        return tensor, tensor._version, None if place is None else self._spans[place][2]
+        found = self.memory.find(tensor)
+        return tensor, tensor._version, None if found is None else found[0]
 
     def _unpack(self, packed: tuple[torch.Tensor, int, int | None]) -> torch.Tensor:
         tensor, version, unit = packed
-        if unit is not None:
-            if not self._is_whole:
-                self._use(unit)
-        elif tensor._version != version:  # torch does not check this where there are hooks
+        if unit is not None and not self._is_whole:
+            self._use(unit)
+        elif unit is None and tensor._version != version:  # torch has no look where there are hooks
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: a tensor of shape {tuple(tensor.shape)} is at version "
@@ -292,35 +272,26 @@ class Residency:
             )
         return tensor
 
-    def _place_of(self, tensor: torch.Tensor) -> int | None:
-        """The number of the span in which a tensor lies."""
-        if tensor.layout != torch.strided or not tensor.numel():
-            return None
-        place = bisect_right(self._starts, tensor.data_ptr()) - 1
-        return place if place >= 0 and tensor.data_ptr() < self._spans[place][1] else None
+
+@contextmanager
+def _entering(enter: Any) -> Iterator[None]:
+    """Within the block, ``enter`` is called with every module whose forward pass begins."""
+    hook = register_module_forward_pre_hook(lambda module, inputs: enter(module))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
-class _UseCheck(TorchDispatchMode):
-    """Checks every operation of a forward pass that reads a unit's memory."""
-
-    def __init__(self, residency: Residency) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._residency = residency
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        # A trial on parts of the batch goes backward within the forward pass.
-        is_forward = torch._C._current_graph_task_id() == -1
-        if is_forward and not _makes_view(func):
-            for value in (*args, *(kwargs or {}).values()):
-                for one in value if isinstance(value, list | tuple) else (value,):
-                    if isinstance(one, torch.Tensor):
-                        self._residency.check_use(one)
-        return func(*args, **(kwargs or {}))
+def _is_in_backward() -> bool:
+    """True in a backward pass: also in that of a trial, within a forward pass."""
+    return torch._C._current_graph_task_id() != -1
 
 
-def _makes_view(func: Any) -> bool:
-    """True if an operation only looks at its input's memory in another shape."""
-    infos = [one.alias_info for one in func._schema.returns]
-    return any(info is not None and not info.is_write for info in infos)
+def _completed(used: Sequence[int], count: int) -> list[int]:
+    """The order of all units: those that were not used come after the one before them."""
+    order = list(dict.fromkeys(used))
+    for unit in range(count):
+        if unit not in order:
+            order.insert(order.index(unit - 1) + 1 if unit else 0, unit)
+    return order

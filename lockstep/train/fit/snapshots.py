@@ -26,12 +26,14 @@ class Snapshots:
     def take(self, rank_sync: RankSync, step: int, result: StepResult, noted: Noted) -> None:
         """Give the driver the state after a step; every rank calls it."""
         worker, control = rank_sync.worker, rank_sync.control
-        gradients = worker.gradients() if result.weight else {}
+        found = worker.gradients() if result.weight else {}
+        gradients = {name: None if one is None else one.clone() for name, one in found.items()}
+        worker.hold_parameters()
         ranks = control.gather(
             (
                 _state(worker),
                 worker.slots(with_stored=True),
-                dict(gradients),
+                gradients,
                 result.weight,
                 noted,
             )
@@ -42,11 +44,7 @@ class Snapshots:
                     step=step,
                     loss=result.loss,
                     weight=result.weight,
-                    gradients={
-                        name: None if gradient is None else gradient.clone()
-                        for _, _, own, *_ in ranks
-                        for name, gradient in own.items()
-                    },
+                    gradients={name: one for own in ranks for name, one in own[2].items()},
                     states=[state for state, *_ in ranks[: len(ranks) - worker.plan.num_servers]],
                     slots=[part for _, parts, *_ in ranks for part in parts],
                     is_divided=worker.local_names() is not None,
