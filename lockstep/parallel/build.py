@@ -7,7 +7,6 @@ holds, so all parameters are in one group.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -115,7 +114,7 @@ def residency_of(
         [units[name] for name in group.names],
         len(sharding.units),
         group.pieces,
-        gather=partial(gradients.all_gather, all_pieces=True),
+        gather=gradients.begin_gather,
     )
     return Residency(
         work.model,

@@ -263,7 +263,10 @@ class OverlappedReduce(ReduceScatter):
     # --- after the update ------------------------------------------------------------------------
 
     def _move(self, sends: Buffers, receives: Buffers) -> None:
-        """Move pieces without a copy: all ranks' stores have the same layout."""
+        self._transport.finish(self._begin_move(sends, receives))
+
+    def _begin_move(self, sends: Buffers, receives: Buffers) -> list[Message]:
+        """Begin to move pieces without a copy: all ranks' stores have the same layout."""
         begun = [
             message
             for peer, pieces in receives.items()
@@ -274,7 +277,7 @@ class OverlappedReduce(ReduceScatter):
             for peer, pieces in sends.items()
             for message in self._transport.send(peer, side_by_side(pieces), 0)
         ]
-        self._transport.finish(begun)
+        return begun
 
 
 def side_by_side(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -302,6 +302,13 @@ class ReduceScatter(GroupGradients):
         if self._rows.has_touched and not all_pieces:
             self._all_gather_touched(tensors)
 
+        self._move(*self._pieces_to_move(tensors, all_pieces=all_pieces))
+
+    def _pieces_to_move(
+        self, tensors: Mapping[int, torch.Tensor], *, all_pieces: bool
+    ) -> tuple[Buffers, Buffers]:
+        """What this rank sends in ``all_gather``, and where it receives."""
+
         def pieces_of(rank: int) -> Iterable[torch.Tensor]:
             for piece in self._pieces[rank]:
                 number = piece.parameter
@@ -310,7 +317,7 @@ class ReduceScatter(GroupGradients):
                 if number in tensors and is_changed and not self._is_everywhere[number]:
                     yield cut_piece(tensors[number], piece)
 
-        self._move(
+        return (
             {peer: list(pieces_of(self._rank)) for peer in self._partners.values()},
             {client: list(pieces_of(client)) for client in self._clients},
         )

@@ -9,7 +9,8 @@ All ranks send the buckets in one order, the last first, whichever parameters a 
 no rank waits for a bucket that another one sends later. What a share has not used counts as zero.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -189,6 +190,15 @@ class ShardedReduce(OverlappedReduce):
 
     def collect(self, num_rows: int) -> None:
         self._rows.collect(num_rows)
+
+    def begin_gather(self, tensors: Mapping[int, torch.Tensor]) -> Callable[[], None]:
+        """Begin to bring all ranks' pieces of parameters to all ranks; the result waits for them.
+
+        Args:
+            tensors: parameters, by number. They must not change until then.
+        """
+        messages = self._begin_move(*self._pieces_to_move(tensors, all_pieces=True))
+        return partial(self._transport.finish, messages)
 
     def all_ranks(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of all ranks, by rank; every rank calls it with as many."""

@@ -189,6 +189,7 @@ class Residency:
                 self.memory.free(unit)
             elif unit in self.memory.present:
                 self._at = first
+                self._begin_next()
 
     def _move_to(self, place: int) -> None:
         """Go to a unit, by way of all units before it."""
@@ -200,6 +201,13 @@ class Residency:
             self.memory.gather(self._order[self._at])
             if is_inside:
                 self.memory.free(self._order[before])
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        """Gather the next unit in this direction while the present one is used."""
+        following = self._at + self._direction
+        if 0 <= following <= self._last:
+            self.memory.begin(self._order[following])
 
     def _enter(self, module: nn.Module) -> None:
         """A module's forward pass begins."""

@@ -26,7 +26,8 @@ class UnitMemory:
         units: the unit of each; None for one that stays.
         num_units: how many units there are.
         pieces: that this rank keeps.
-        gather: brings all ranks' pieces of some parameters to all ranks.
+        gather: begins to bring all ranks' pieces of some parameters to all ranks; what it returns
+            waits for them.
 
     Attributes:
         numbers: of the parameters in units.
@@ -39,9 +40,10 @@ class UnitMemory:
         units: Sequence[int | None],
         num_units: int,
         pieces: Sequence[Piece],
-        gather: Callable[[Numbered], None],
+        gather: Callable[[Numbered], Callable[[], None]],
     ) -> None:
         self._gather = gather
+        self._coming: dict[int, Callable[[], None]] = {}
         self._tensors: list[dict[int, torch.Tensor]] = [{} for _ in range(num_units)]
         for number, (parameter, unit) in enumerate(zip(parameters, units, strict=True)):
             if unit is not None:
@@ -63,14 +65,22 @@ class UnitMemory:
         """The number of units."""
         return len(self._tensors)
 
+    def begin(self, unit: int) -> None:
+        """Begin to gather a unit; every rank does so for the same units in the same order."""
+        if unit not in self.present and unit not in self._coming:
+            self._coming[unit] = self._gather(self._tensors[unit])
+
     def gather(self, unit: int) -> None:
-        """Have a unit there; every rank calls it for the same units in the same order."""
-        if unit not in self.present:
-            self._gather(self._tensors[unit])
+        """Have a unit there; every rank calls it, as it does ``begin``."""
+        self.begin(unit)
+        if unit in self._coming:
+            self._coming.pop(unit)()
             self.present.add(unit)
 
     def free(self, unit: int) -> None:
         """Free all but this rank's pieces of a unit."""
+        if unit in self._coming:
+            self.gather(unit)
         if unit in self.present:
             self.present.discard(unit)
             for tensor in self._tensors[unit].values():

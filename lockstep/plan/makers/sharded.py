@@ -49,8 +49,11 @@ class FullySharded(Wrapping):
         """
         plan = self.maker(graph, cluster, batch_size)
         units = () if self.level == "slots" else self._units(graph)
+        # Factors of gradients would go to all ranks, and each would have the whole gradient.
+        layers = tuple(msgspec.structs.replace(layer, row_limit=0) for layer in plan.layers)
+        plan = msgspec.structs.replace(plan, strategy="fully sharded", layers=layers)
         if plan.num_ranks == 1:
-            return msgspec.structs.replace(plan, strategy="fully sharded")
+            return plan
         norms = [layer.name for layer in graph.layers if layer.uses_batch_statistics]
         if self.level == "parameters" and norms and plan.num_shares > plan.num_ranks:
             raise OptionError(
@@ -62,9 +65,7 @@ class FullySharded(Wrapping):
             )
         return msgspec.structs.replace(
             plan,
-            strategy="fully sharded",
             sharding=Sharding(level=self.level, units=units),
-            layers=tuple(msgspec.structs.replace(layer, row_limit=0) for layer in plan.layers),
         )
 
     def _units(self, graph: LayerGraph) -> Units:
