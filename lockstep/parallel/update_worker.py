@@ -161,6 +161,8 @@ class UpdateWorker:
         if not self._judge.settle(step, abs(self._factor) * self.exchange.gradient_bound):
             return False
         board = self.board if self._changes_weights else None
+        if self._residency is not None:
+            self._residency.release()
         with nullcontext() if board is None else board.updating(step):
             self.updater.step()
             for group in self._groups:
@@ -173,8 +175,6 @@ class UpdateWorker:
                     },
                     all_pieces=not self.updater.is_known,
                 )
-        if self._residency is not None:
-            self._residency.release()
         return True
 
     # --- gradients and slots ---------------------------------------------------------------------

@@ -225,6 +225,7 @@ class Worker(UpdateWorker):
     def hold_parameters(self) -> None:
         """Have all parameters on every rank until the next step; collective."""
         if self._residency is not None:
+            self._residency.free_gradients()
             self._residency.hold_all()
 
     def release_parameters(self) -> None:
@@ -234,7 +235,8 @@ class Worker(UpdateWorker):
 
     def show_parameters(self) -> None:
         """Bring parameters of other ranks to where rank 0 reads them; collective."""
-        self.hold_parameters()
+        if self._residency is not None:
+            self._residency.hold_all()
         self._show(self.mirrors[0])
 
     def _show(self, mirrors: Sequence[Mirror]) -> None:
