@@ -45,6 +45,7 @@ def temporary_memory() -> Iterator[None]:
         yield
     finally:
         _set(_M_MMAP_THRESHOLD, _LARGEST_BLOCK_BYTES)
+        give_back_freed_memory()
 
 
 def give_back_freed_memory() -> None:
