@@ -98,16 +98,16 @@ def train_torch(name: str) -> None:
 # --- the process that watches -----------------------------------------------------------------
 
 
-def others() -> list[int]:
-    """All other Python processes: helpers are no descendants of the script."""
+def processes_of(mark: str) -> list[int]:
+    """All processes with a mark in their environment: helpers are no descendants of the script."""
     found = []
     for one in Path("/proc").iterdir():
-        if one.name.isdigit() and int(one.name) != os.getpid():
+        if one.name.isdigit():
             try:
-                name = (one / "comm").read_text()
+                environment = (one / "environ").read_bytes()
             except OSError:
                 continue
-            found += [int(one.name)] * ("python" in name or "lockstep" in name)
+            found += [int(one.name)] * (mark.encode() in environment)
     return found
 
 
@@ -127,7 +127,8 @@ def measure(name: str, ranks: int) -> str:
     launcher += ["--standalone", f"--nproc-per-node={ranks}"] if launcher else []
     command = [sys.executable, *launcher, __file__, "--as", name, "--ranks", str(ranks)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    mark = f"WATCHED={time.time_ns()}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **dict([mark.split("=")])}
     with subprocess.Popen(command, env=environment, **pipes) as child:
         given, told = child.stdin, child.stdout
         assert given is not None
@@ -135,7 +136,7 @@ def measure(name: str, ranks: int) -> str:
         while READY not in (line := told.readline()):
             if not line:
                 return f"{name}: failed"
-        base = {one: memory_of(one) for one in others()}
+        base = {one: memory_of(one) for one in processes_of(mark)}
         lines: list[str] = []
         reader = Thread(target=lambda: lines.append(told.readline()))
         reader.start()
@@ -143,7 +144,7 @@ def measure(name: str, ranks: int) -> str:
         given.flush()
         seen: list[dict[int, int]] = []
         while not lines:
-            seen.append({one: memory_of(one) for one in others()})
+            seen.append({one: memory_of(one) for one in processes_of(mark)})
             for one, num_bytes in seen[-1].items():
                 base.setdefault(one, num_bytes)  # a new helper, before it has anything
             time.sleep(0.01)
