@@ -1,6 +1,9 @@
 """Keras models on TPUs, in fp64, against the same model trained by Lockstep on a CPU."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -10,8 +13,11 @@ import pytest
 import lockstep
 from lockstep.strategies.base import Strategy
 from tests import keras_zoo as zoo
+from tests.launching import clean_environment
 
 TOLERANCE = 1e-12
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "keras" / "tpu.py"
 
 INPUTS = np.random.default_rng(0).normal(size=(24, 8))
 TARGETS = np.arange(24) % 3
@@ -53,3 +59,19 @@ def test_training_equals_a_cpu(count: int) -> None:
     expected = trained(lockstep.SingleDeviceStrategy("cpu"))
     for one, other in zip(found, expected, strict=True):
         assert np.linalg.norm(one - other) <= TOLERANCE * np.linalg.norm(other)
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    """With Adam, which has a kernel of its own on CPUs."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLE],
+        env=clean_environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("2 TPUs")
+    assert "test loss" in done.stdout

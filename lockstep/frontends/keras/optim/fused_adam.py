@@ -94,8 +94,12 @@ def _update(
 
 
 def _is_taken(weight: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether the kernel supports these: it ignores strides and reads memory in order."""
-    return weight.dtype in _DTYPES and all(
-        one.is_contiguous() and one.dtype == weight.dtype and one.shape == weight.shape
-        for one in (weight, *others)
+    """Whether the kernel supports these: on a CPU it ignores strides and reads memory in order."""
+    return (
+        weight.is_cpu
+        and weight.dtype in _DTYPES
+        and all(
+            one.is_contiguous() and one.dtype == weight.dtype and one.shape == weight.shape
+            for one in (weight, *others)
+        )
     )
