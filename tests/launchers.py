@@ -97,6 +97,7 @@ def on_loopback(
     options: Sequence[str] = (),
     variables: Mapping[str, str | None] | None = None,
     like: str = "torch",
+    directory: Path = ROOT,
 ) -> Iterator[list[HostProcess]]:
     """The same script on addresses of the loopback interface; all have ended after the block.
 
@@ -109,6 +110,7 @@ def on_loopback(
         options: of the interpreter.
         variables: added to the environment; None removes one.
         like: the kind of warm interpreter that may run it (see ``warm``).
+        directory: where it runs.
     """
     own = warm.VARIABLES if roles else {**warm.VARIABLES, "LOCKSTEP_DEVICES": str(devices)}
     roles = roles or {"worker": range(num_hosts)}
@@ -125,7 +127,7 @@ def on_loopback(
             told = {**os.environ, **own, **environ(place), **(variables or {})}
             environment = {name: value for name, value in told.items() if value is not None}
             argv = [sys.executable, *options, *words]
-            process = HostProcess(argv, environment, ROOT, like=like)
+            process = HostProcess(argv, environment, directory, like=like)
             stack.callback(process.close)
             stack.callback(process.end)
             processes.append(process)

@@ -16,6 +16,8 @@ to type.
 """
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -121,6 +123,18 @@ def imports_lockstep_first(script: str) -> bool:
     found = [re.search(pattern, script, re.MULTILINE) for pattern in (_CHOICE, _KERAS)]
     choice, keras = found
     return keras is None or (choice is not None and choice.start() < keras.start())
+
+
+def undefined_names(script: str) -> str:
+    """What a script uses and does not define or import; empty if nothing."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--quiet", "-"],
+        input=script,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.stdout + done.stderr
 
 
 def read_page(text: str) -> Page:

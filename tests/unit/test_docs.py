@@ -3,8 +3,6 @@
 import importlib.util
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 from lockstep.cli.main import _make_parser
 from tests.launchers import run_script
 from tests.launching import STRICT_BUT_KERAS
-from tests.pages import Page, PageError, imports_lockstep_first, read_page
+from tests.pages import Page, PageError, imports_lockstep_first, read_page, undefined_names
 from tools.api_reference import anchor
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +30,7 @@ SCRIPTS = [
     for name, page in PAGES.items()
     if name not in PROGRAMS and any(block.is_python for block in page.blocks)
 ]
-# It runs in an interpreter that is as new as its reader's, as examples/keras/multi_worker.py does.
+# It runs in an interpreter that is as new as its reader's.
 FRESH = ("README.md",)
 CORE = ("README.md",)
 # The page's script is one for several hosts, and so it is run.
@@ -109,18 +107,6 @@ def test_a_command_is_there(name: str, command: str, tmp_path: Path) -> None:
             run(["-m", "lockstep.cli.main", *words[1:]], tmp_path)
     else:
         assert words[0] in ("pip", "python"), command
-
-
-def undefined_names(script: str) -> str:
-    """What a script uses and does not define or import; empty if nothing."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--quiet", "-"],
-        input=script,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *PROGRAMS])
