@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep import accelerators
+from lockstep.frontends.keras.optim import fused_adam
 from lockstep.parallel.data_parallel.batch_norm import updating_statistics
 
 States = tuple[dict[str, torch.Tensor], list[torch.Tensor]]
@@ -57,3 +58,10 @@ def test_a_cpu_lacks_nothing() -> None:
     cpu = torch.device("cpu")
     assert accelerators.has_whole_batch_norm(cpu)
     assert not accelerators.rounds_attention(cpu)
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", True), ("meta", False)])
+def test_the_kernel_of_keras_adam_is_for_cpus(device: str, expected: bool) -> None:
+    """TPUs refuse it, and some stand-ins do not."""
+    tensors = [torch.empty(3, device=device) for _ in range(4)]
+    assert fused_adam._is_taken(*tensors) == expected
