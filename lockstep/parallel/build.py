@@ -19,6 +19,7 @@ from lockstep.comm.p2p.interface import MailCarrier, SharedMail
 from lockstep.comm.p2p.process_group_p2p import GroupMail, announcement_key
 from lockstep.comm.p2p.tcp_p2p import MailChannels
 from lockstep.comm.transports.process_group import ProcessGroups
+from lockstep.parallel.data_parallel.batch_norm import BatchNorms
 from lockstep.parallel.data_parallel.model_passes import ModelPasses
 from lockstep.parallel.data_parallel.passes import Passes
 from lockstep.parallel.exchange.engine import Endpoint
@@ -53,6 +54,9 @@ def build_worker(
     exchange = endpoint.exchange(process)
     owned = owned_groups(plan, spec, work.updater, dict(work.model.named_parameters()), exchange)
     residency = residency_of(work, owned, exchange)
+    for gradients in exchange.gradients.values():
+        if isinstance(gradients, ShardedReduce):  # units keep all ranks in step, also in backward
+            gradients.waits_in_backward = residency is not None or not BatchNorms(work.model)
     return make(
         work,
         passes=open_passes(work, endpoint, exchange, owned, process, residency),

@@ -160,8 +160,9 @@ class Worker(UpdateWorker):
                         self._run(now, call)
                 else:
                     self._run(now, call)
-        except NonFiniteError:
+        except NonFiniteError:  # on all ranks
             self.passes.restore_buffers()
+            self.hold_parameters()
             raise
         if now.is_skipped:
             self.passes.restore_buffers()

@@ -246,7 +246,8 @@ def draw_shape(rng: random.Random, without: set[str]) -> Shape:
 
 
 def _draw_strategy(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    match rng.choice(("single", "mirrored", "mirrored", "gloo", "pipe", "pipe", "hybrid", "serve")):
+    kinds = ("single", "mirrored", "mirrored", "gloo", "shard", "pipe", "pipe", "hybrid", "serve")
+    match rng.choice(kinds):
         case "single":
             return "SingleDeviceStrategy", {}
         case "mirrored":
@@ -257,6 +258,9 @@ def _draw_strategy(rng: random.Random) -> tuple[str, dict[str, Any]]:
             )
         case "gloo":
             return "MirroredStrategy", {"devices": 2, "engine": "gloo"}
+        case "shard":
+            level = rng.choice(("slots", "gradients", "parameters", "parameters"))
+            return "FullyShardedStrategy", {"devices": rng.choice((2, 3)), "level": level}
         case "pipe":
             layout: dict[str, Any] = {"stages": 2, "microbatches": rng.choice((1, 2, 3, 4))}
             layout["schedule"] = rng.choice(("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2"))

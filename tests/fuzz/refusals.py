@@ -7,6 +7,7 @@ REASONS = {
     "calls that change what is trained": r"a call must not change trained variables",
     "layers' losses in several shares": r"Layers that add losses, beside BatchNormalization",
     "a share's own loss of nothing": r"whose loss is NaN for a batch of weight 0 must return more",
+    "units of shares that run together": r"Sharded parameters are gathered unit by unit",
     "hooks on parameters": r"Gradient hooks on parameters would see",
 }
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from lockstep.errors import ModelError, OptionError
+from lockstep.errors import ModelError, NonFiniteLossError, OptionError
 from tests.thorough import core_of
 
 SHARDED = partial(lockstep.FullyShardedStrategy, 2)
@@ -251,6 +251,14 @@ def test_options_do_what_they_do_on_one_device(name: str) -> None:
     check_equal(trained(model, SHARDED(), **options), expected)
 
 
+def test_ranks_with_several_shares_meet_in_batch_norm() -> None:
+    """A rank with one share goes backward alone, and the others layer by layer."""
+    options: dict[str, Any] = {"accumulate": 2, "batch_size": 7, **SGD}
+    expected = trained(Norms, lockstep.SingleDeviceStrategy(), **options)
+    strategy = lockstep.FullyShardedStrategy(3, level="gradients", timeout_seconds=60)
+    check_equal(trained(Norms, strategy, **options), expected)
+
+
 @pytest.mark.parametrize("level", ["slots", "gradients", "parameters"])
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_same_shares_give_the_same_bits(level: str, devices: int) -> None:
@@ -425,6 +433,22 @@ def test_units_of_the_user() -> None:
 def test_what_is_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         make()
+
+
+def test_a_loss_that_is_not_finite_leaves_whole_weights() -> None:
+    inputs = INPUTS.clone()
+    inputs[40] = torch.nan
+    found = []
+    for strategy in (lockstep.MirroredStrategy(2), SHARDED()):
+        torch.manual_seed(0)
+        model = mlp()
+        trainer = lockstep.Trainer(
+            model, loss=nn.CrossEntropyLoss(), optimizer=ADAM, strategy=strategy
+        )
+        with pytest.raises(NonFiniteLossError, match="The weights are those before this step"):
+            trainer.fit((inputs, TARGETS), batch_size=16, shuffle=False, verbose=0)
+        found.append(model.state_dict())
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def test_a_failure_leaves_no_zeros() -> None:

@@ -32,13 +32,16 @@ class ShardedReduce(OverlappedReduce):
 
     _keeps_incoming = False
     takes_all = True
+    waits_in_backward = True
+    """Whether a rank may wait for a bucket while others still go backward: not if these wait for it
+    in layers that take statistics over the batch."""
 
     def __init__(self, *args: Any, names: Sequence[str], **options: Any) -> None:
         super().__init__(*args, **options)
         self._names = names
         self._put: set[tuple[int, int]] = set()  # rows and parameters, in this step
         self._waiting: dict[int, Bucket] = {}  # in the order of sending, if no other is asked for
-        self._under_way: Bucket | None = None
+        self._under_way: list[Bucket] = []
 
     # --- while passes run ------------------------------------------------------------------------
 
@@ -118,9 +121,9 @@ class ShardedReduce(OverlappedReduce):
         bucket.receives = self._receive(bucket.incoming)
         for part in outgoing:
             bucket.sends += self._transport.send(part.peer, part.runs, part.tag)
-        before, self._under_way = self._under_way, bucket
-        if before is not None:
-            self._add_up(before)
+        if self.waits_in_backward:
+            self._finish()
+        self._under_way.append(bucket)
 
     def _zero_unused(self, rows: range, bucket: Bucket) -> None:
         """Put zeros where this rank has put no gradient in any of these rows."""
@@ -176,10 +179,9 @@ class ShardedReduce(OverlappedReduce):
                 discard(self._memory_of(row, parameter), keeps)
 
     def _finish(self) -> None:
-        """Add up the last bucket that is under way."""
-        before, self._under_way = self._under_way, None
-        if before is not None:
-            self._add_up(before)
+        """Add up the buckets that are under way."""
+        while self._under_way:
+            self._add_up(self._under_way.pop(0))
 
     # --- when all have met -----------------------------------------------------------------------
 
