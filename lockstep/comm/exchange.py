@@ -171,11 +171,11 @@ class Exchange:
                 **options,
             )
         options["is_everywhere"] = [limit > 0 for limit in group.gradients.row_limits]
-        if not (group.gradients.num_buckets or group.gradients.units):
+        if not (group.gradients.num_buckets or group.gradients.buckets):
             return ReduceScatter(rows, **options)
         options["buckets"] = [extent.bucket for extent in group.gradients.extents]
         options["num_rows"] = len(group.row_ranks)
-        if group.gradients.units:
+        if group.gradients.buckets:
             names = [tensor.name for tensor in group.gradients.tensors]
             return ShardedReduce(rows, names=names, **options)
         return OverlappedReduce(rows, **options)
@@ -242,7 +242,7 @@ class Exchange:
         parameter: int,
         gradient: torch.Tensor | None,
         *,
-        is_last: bool = True,
+        is_last: bool,
     ) -> None:
         """See ``GroupGradients.arrive``."""
         self._is_used |= gradient is not None

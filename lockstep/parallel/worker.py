@@ -125,17 +125,22 @@ class Worker(UpdateWorker):
             self.updater.turn = batch.turn
         if self.board is not None:
             self.board.step = batch.step
-        if self.plan.sharding is not None and is_tried(batch.step):
-            with self.trial_memory():
+        if self.passes.has_turns:
+            with self.passes.in_turn(batch.turn), self.trial_memory(batch.step):
                 return self._train_once_or_twice(batch)
-        if not self.passes.has_turns:
-            return self._train_once_or_twice(batch)
-        with self.passes.in_turn(batch.turn):
-            return self._train_once_or_twice(batch)
+        if self.plan.sharding is not None:
+            with self.trial_memory(batch.step):
+                return self._train_once_or_twice(batch)
+        return self._train_once_or_twice(batch)
 
-    def trial_memory(self) -> AbstractContextManager[None]:
-        """Around trials of the model: what they need is freed at once where memory is scarce."""
-        return nullcontext() if self.plan.sharding is None else temporary_memory()
+    def trial_memory(self, step: int = 0) -> AbstractContextManager[None]:
+        """Around trials of the model, before or in a step: sharded ranks free their memory at once.
+
+        Args:
+            step: the training step.
+        """
+        is_scarce = self.plan.sharding is not None and is_tried(step)
+        return temporary_memory() if is_scarce else nullcontext()
 
     def _train_once_or_twice(self, batch: StepBatch) -> StepResult:
         try:
@@ -230,7 +235,7 @@ class Worker(UpdateWorker):
             self._residency.hold_all()
 
     def release_parameters(self) -> None:
-        """Keep only this rank's part of what is divided."""
+        """Free other ranks' parts of parameters, if they are divided."""
         if self._residency is not None:
             self._residency.release()
 
@@ -311,8 +316,7 @@ class Worker(UpdateWorker):
 
     def synchronise(self, *, is_last: bool = False) -> None:
         """Make the weights of all ranks equal, after an epoch or, with ``is_last``, the task."""
-        if is_last and self._residency is not None:
-            self._residency.free_gradients()
+        return
 
     def epoch_logs(self) -> dict[str, float]:
         """Values for an epoch's logs, beside losses; ranks are synchronised."""

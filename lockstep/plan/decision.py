@@ -393,8 +393,8 @@ def _check_sharding(plan: Decision, problems: Problems) -> None:
         )
     if plan.sharding.divides_parameters and (plan.compiled or plan.interleaved):
         problems.add(
-            "Sharded parameters are gathered unit by unit: not for a compiled model, nor for "
-            "shares that run together.",
+            "Sharded parameters are gathered unit by unit. A compiled model does not allow that, "
+            "nor do shares that run together, layer by layer.",
             received=f"compiled={plan.compiled}, interleaved={plan.interleaved}",
             fix='Train without `compile` and with one share per device, or use level="gradients".',
         )

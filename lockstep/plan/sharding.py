@@ -1,4 +1,4 @@
-"""Sharding: what each rank of a data parallel Plan keeps only its part of."""
+"""Sharding: the parts of a training that a data parallel Plan divides over its ranks."""
 
 from lockstep.plan.makers.averaging import Record
 
@@ -9,10 +9,11 @@ def is_in(layer: str, module: str) -> bool:
 
 
 class Sharding(Record, frozen=True, kw_only=True):
-    """What each rank of a data parallel Plan keeps only its part of.
+    """What is divided over ranks: each keeps its part.
 
     Attributes:
-        level: ``"slots"`` of the optimizer; ``"gradients"`` and slots; ``"parameters"`` and both.
+        level: ``"slots"``, the optimizer's; ``"gradients"`` and slots; or ``"parameters"``,
+            gradients and slots.
         units: names of the modules whose parameters are gathered together, unit by unit.
             Parameters in no unit stay on every rank.
     """
@@ -28,10 +29,10 @@ class Sharding(Record, frozen=True, kw_only=True):
 
     @property
     def divides_gradients(self) -> bool:
-        """Whether each rank keeps only its part of the gradients."""
+        """Whether gradients are divided."""
         return self.level != "slots"
 
     @property
     def divides_parameters(self) -> bool:
-        """Whether each rank keeps only its part of the parameters."""
+        """Whether parameters are divided."""
         return self.level == "parameters"

@@ -39,7 +39,7 @@ class Plan(Decision, JsonFile, frozen=True, kw_only=True, forbid_unknown_fields=
         compression: how hosts compress the gradients that they send each other, or the changes of
             replicas that train locally; None if nothing is compressed, and the result exact.
         ties: which layers have parameters in common.
-        sharding: what each rank keeps only its part of; None if each has all parameters.
+        sharding: what is divided over the ranks; None if each has everything.
         notes: remarks on this plan for people.
         version: of this format.
 

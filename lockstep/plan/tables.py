@@ -80,7 +80,7 @@ def _heading(plan: Decision) -> str:
 
 
 def _sharding(plan: Decision) -> str:
-    """What each rank keeps only its part of."""
+    """What is divided over the ranks; a line of its own."""
     if plan.sharding is None:
         return ""
     parts = {

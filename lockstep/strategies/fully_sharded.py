@@ -1,4 +1,4 @@
-"""Sharded data parallelism: each device keeps its part of parameters, gradients and slots."""
+"""Sharded data parallelism."""
 
 import os
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _LEVELS = ("slots", "gradients", "parameters")
 
 @public_methods
 class FullyShardedStrategy(Strategy):
-    """Every device computes its shares of each batch, and keeps only its part of the training.
+    """Data parallelism whose devices divide parameters, gradients and the optimizer's slots.
 
     The parameters stay the user's own: they keep their names, shapes and identities. A unit's
     parameters are gathered before its pass and freed after it. On one host's cores, where
@@ -29,8 +29,8 @@ class FullyShardedStrategy(Strategy):
 
     Args:
         devices: as in ``MirroredStrategy``; cores so far.
-        level: what each device keeps only its part of: ``"slots"`` of the optimizer,
-            ``"gradients"`` and slots, or ``"parameters"`` and both (levels 1, 2 and 3 of ZeRO).
+        level: what the devices divide: ``"slots"``, the optimizer's; ``"gradients"`` and slots; or
+            ``"parameters"``, gradients and slots (levels 1, 2 and 3 of ZeRO).
         units: names of the modules whose parameters are gathered together; a list of names for
             several modules in one unit. None takes the entries of lists of modules, and the layers
             outside of lists. What is in no unit, or used by several, stays on every device.
@@ -57,7 +57,7 @@ class FullyShardedStrategy(Strategy):
         problems = Problems()
         if level not in _LEVELS:
             problems.add(
-                "`level` must say what each device keeps only its part of.",
+                "`level` must name what the devices divide.",
                 received=f"level={level!r}",
                 fix=f"Use one of {', '.join(map(repr, _LEVELS))}.",
             )

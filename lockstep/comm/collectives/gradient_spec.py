@@ -21,7 +21,8 @@ class GradientSpec:
         sparse: whose gradients are rows, by the parameters' names.
         num_buckets: about the most buckets in which ranks without shared memory exchange them;
             0 for no buckets.
-        units: for each parameter, the number of its bucket, if every rank keeps only its part.
+        buckets: of the parameters, by number, if each rank keeps its part of the sums only; empty
+            if each keeps them all.
     """
 
     num_shares: int
@@ -29,7 +30,7 @@ class GradientSpec:
     row_limits: tuple[int, ...]
     sparse: frozenset[str] = frozenset()
     num_buckets: int = 0
-    units: tuple[int, ...] = ()
+    buckets: tuple[int, ...] = ()
 
     def is_sparse(self, parameter: int) -> bool:
         """Whether a parameter's gradient is of some rows only."""
@@ -45,10 +46,9 @@ class GradientSpec:
             )
             for tensor, limit in zip(self.tensors, self.row_limits, strict=True)
         ]
-        if self.units:
-            return [
-                replace(one, bucket=unit) for one, unit in zip(extents, self.units, strict=True)
-            ]
+        if self.buckets:
+            pairs = zip(extents, self.buckets, strict=True)
+            return [replace(extent, bucket=bucket) for extent, bucket in pairs]
         return in_buckets(extents, self.num_buckets) if self.num_buckets else extents
 
     @property

@@ -26,7 +26,7 @@ from lockstep.plan.program.sum_tree import subtrees
 
 
 @dataclass(frozen=True, kw_only=True)
-class BucketSlice:
+class _BucketSlice:
     """The part of a bucket that one rank sends another: pieces of a subtree's sum.
 
     Attributes:
@@ -62,8 +62,8 @@ class Bucket:
 
     number: int
     parameters: frozenset[int]
-    outgoing: list[BucketSlice]
-    incoming: list[BucketSlice]
+    outgoing: list[_BucketSlice]
+    incoming: list[_BucketSlice]
     missing: set[int] = field(default_factory=set)
     is_sent: bool = False
     is_late: bool = False
@@ -108,30 +108,30 @@ class OverlappedReduce(ReduceScatter):
                 incoming=self._all_incoming(bucket, parameters) if self._keeps_incoming else [],
             )
 
-    def _all_incoming(self, bucket: int, parameters: frozenset[int]) -> list[BucketSlice]:
+    def _all_incoming(self, bucket: int, parameters: frozenset[int]) -> list[_BucketSlice]:
         incoming = [self._incoming(peer, bucket, parameters) for peer in self._clients]
         return [part for parts in incoming for part in parts]
 
     def _outgoing(
         self, peer: int, bucket: int, parameters: frozenset[int]
-    ) -> Iterable[BucketSlice]:
+    ) -> Iterable[_BucketSlice]:
         pieces = [piece for piece in self._pieces[peer] if piece.parameter in parameters]
         for rows in self._subtrees_of(self._rank):
             cuts = {piece: self._rows.cut(rows.start, piece) for piece in pieces}
             runs = side_by_side(list(cuts.values()))
-            yield BucketSlice(
+            yield _BucketSlice(
                 peer=peer, rows=rows, tag=self._tag(bucket, rows), runs=runs, pieces=cuts
             )
 
     def _incoming(
         self, peer: int, bucket: int, parameters: frozenset[int]
-    ) -> Iterable[BucketSlice]:
+    ) -> Iterable[_BucketSlice]:
         """Memory that lies as the sender's row does."""
         pieces = [piece for piece in self._pieces[self._rank] if piece.parameter in parameters]
         own = [self._rows.cut(self._own_rows.start, piece) for piece in pieces]
         for rows in self._subtrees_of(peer):
             runs, places = _alike(own)
-            yield BucketSlice(
+            yield _BucketSlice(
                 peer=peer,
                 rows=rows,
                 tag=self._tag(bucket, rows),
@@ -205,14 +205,14 @@ class OverlappedReduce(ReduceScatter):
             self._rows.sum_own_rows(list(part.pieces), part.rows)
             bucket.sends += self._transport.send(part.peer, part.runs, part.tag)
 
-    def _receive(self, parts: Iterable[BucketSlice]) -> list[Message]:
+    def _receive(self, parts: Iterable[_BucketSlice]) -> list[Message]:
         return [
             message
             for part in self._filled(parts)
             for message in self._transport.receive(part.peer, part.runs, part.tag)
         ]
 
-    def _filled(self, parts: Iterable[BucketSlice]) -> list[BucketSlice]:
+    def _filled(self, parts: Iterable[_BucketSlice]) -> list[_BucketSlice]:
         return [part for part in parts if part.rows.start < self._num_filled]
 
     # --- when all have met -----------------------------------------------------------------------

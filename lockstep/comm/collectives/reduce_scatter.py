@@ -301,7 +301,6 @@ class ReduceScatter(GroupGradients):
     def all_gather(self, tensors: Mapping[int, torch.Tensor], *, all_pieces: bool) -> None:
         if self._rows.has_touched and not all_pieces:
             self._all_gather_touched(tensors)
-
         self._move(*self._pieces_to_move(tensors, all_pieces=all_pieces))
 
     def _pieces_to_move(

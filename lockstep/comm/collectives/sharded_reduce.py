@@ -1,12 +1,12 @@
-"""Sums over ranks of which each keeps its own part of the gradients, and no more.
+"""Sums of gradients of which each rank keeps its own part only.
 
-The gradients go from rank to rank in buckets, as in ``comm.collectives.overlapped_reduce``. But a
-rank adds up a bucket as soon as it has come: afterwards it has the sum of its pieces there, and the
-memory of all other pieces is free. So its gradients take the memory of its part, and of two buckets
-on their way (Rajbhandari et al., "ZeRO", SC20, level 2).
+The gradients go from rank to rank in buckets, as in ``comm.collectives.overlapped_reduce``. A rank
+adds up a bucket when it sends the next one, keeps the sums of its pieces, and frees the memory of
+all others. So gradients take the memory of its part and of two buckets (Rajbhandari et al., "ZeRO",
+SC20, level 2).
 
-All ranks send the buckets in one order, the last first, whichever parameters a share has used: so
-no rank waits for a bucket that another one sends later. What a share has not used counts as zero.
+All ranks send the buckets in one order, whichever parameters a share has used: so no rank waits for
+a bucket that another one sends later. A gradient that a share does not have is sent as zeros.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,8 +33,8 @@ class ShardedReduce(OverlappedReduce):
     _keeps_incoming = False
     takes_all = True
     waits_in_backward = True
-    """Whether a rank may wait for a bucket while others still go backward: not if these wait for it
-    in layers that take statistics over the batch."""
+    """False if ranks wait for each other in backward, in layers with statistics over the batch: a
+    rank that waited for a bucket there would wait for ranks that wait for it."""
 
     def __init__(self, *args: Any, names: Sequence[str], **options: Any) -> None:
         super().__init__(*args, **options)
@@ -111,7 +111,7 @@ class ShardedReduce(OverlappedReduce):
         return float("inf")
 
     def _exchange(self, bucket: Bucket) -> None:
-        """Send a bucket, begin to receive it, and add up the one before it."""
+        """Send a bucket, begin to receive it, and add up those before it."""
         bucket.is_sent = True
         outgoing = self._filled(bucket.outgoing)
         for rows in {part.rows for part in outgoing}:

@@ -90,7 +90,7 @@ class ModelPasses(Passes):
 
     # --- training --------------------------------------------------------------------------------
 
-    # Whether this rank's last gradient of a parameter is known to be the last where it is computed.
+    # Whether the exchange may send a gradient as soon as this rank's last share has computed it.
     _completes_gradients = True
 
     @property

@@ -34,7 +34,10 @@ class SideEffects:
 
     Attributes:
         is_due: this step is checked.
+        gathered: names of parameters that are gathered while the model runs: their values change.
     """
+
+    gathered: Collection[str] = ()
 
     def __init__(self, model: nn.Module, free: Collection[str], *, is_shared: bool) -> None:
         kept = model.state_dict(keep_vars=True).keys()  # non-persistent buffers are caches
@@ -105,7 +108,7 @@ class SideEffects:
 
     def _looks(self) -> dict[str, object]:
         return {
-            name: _look(parameter)
+            name: _look(parameter, by_value=name not in self.gathered)
             for name, parameter in self._model.named_parameters()
             if not (parameter.is_meta or name in self._free)
         }
@@ -136,10 +139,10 @@ def _mark(tensor: torch.Tensor) -> float:
     return float(zlib.crc32(values.numpy().data))
 
 
-def _look(parameter: torch.Tensor) -> object:
+def _look(parameter: torch.Tensor, *, by_value: bool) -> object:
     """A cheap sign of changes; for a frozen one with a value, to detect writes to ``data``."""
     seen = parameter._version, parameter.data_ptr()
-    if parameter.requires_grad or not parameter.numel():
+    if parameter.requires_grad or not (by_value and parameter.numel()):
         return seen
     return *seen, _mark(parameter[tuple(size // 2 for size in parameter.shape)])
 

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 
 from torch import nn
 
@@ -101,7 +100,7 @@ def _group_specs(work: Workload, trained: Sequence[TensorSpec]) -> tuple[GroupSp
         limits = {}
     keeps_rows = updater is not None and (plan.num_servers > 0 or updater.hands_on)
     sparse = sparse_weights(work.model) if keeps_rows else frozenset()
-    units = units_of(work) or {}
+    units = units_of(work)
     return tuple(
         group_spec(
             plan,
@@ -163,7 +162,7 @@ def group_spec(
     sparse: frozenset[str],
     *,
     is_early: bool = True,
-    units: Mapping[str, int | None] = MappingProxyType({}),
+    units: Mapping[str, int | None] | None = None,
 ) -> GroupSpec:
     """The layout of a group: rows for every few shares or each rank of a stage, if several.
 
@@ -174,7 +173,7 @@ def group_spec(
         limits: see ``GradientSpec.row_limits``; by parameter.
         sparse: see ``GradientSpec``.
         is_early: gradients may be sent during backward, as far as the Plan allows it.
-        units: of parameters, if each rank keeps its part of the gradients only.
+        units: of parameters, if each rank keeps its part of the gradients only; else None.
     """
     row_ranks: tuple[int, ...] = ()
     per_row = 0 if plan.pipeline is not None else plan.shares_per_row
@@ -195,7 +194,7 @@ def group_spec(
                 for tensor in tensors
             ),
             sparse=sparse,
-            units=tuple(_bucket_of(units[tensor.name]) for tensor in tensors) if units else (),
+            buckets=tuple(_bucket_of(units[tensor.name]) for tensor in tensors) if units else (),
         ),
         compressions=compressions(plan, group.ranks, tensors),
     )

@@ -1,5 +1,6 @@
 """Sharded parameters: each rank keeps its part, and has the rest only while a pass uses it.
 
-Entry point: ``residency.Residency``. Gradients are divided by ``comm.collectives.sharded_reduce``,
-the optimizer's slots by the update of pieces, as under every strategy.
+Entry point: ``residency.Residency``. ``comm.collectives.sharded_reduce`` divides the gradients. The
+update of pieces divides the optimizer's slots, as under every strategy. Accelerators, and models
+that no rank can hold at the start, are not here yet.
 """

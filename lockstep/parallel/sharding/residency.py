@@ -13,8 +13,9 @@ In a first step all parameters are there. The order is the one in which rank 0's
 units then. A unit that some rank's model uses again after others, or outside of its modules, stays:
 it is gathered before every step.
 
-Every operation is looked at. One that reads a unit out of this order is an error, and never
-reads memory that is not there.
+Hooks of modules and of saved tensors gather a unit in time. A hook before every operation finds
+those that read a unit elsewhere: out of the order that is an error, and no operation reads memory
+that is not there.
 """
 
 import logging
@@ -28,8 +29,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lockstep.comm.collectives.sharded_reduce import ShardedReduce
 from lockstep.errors import ModelError
+from lockstep.parallel.sharding.read_hook import ReadHook
 from lockstep.parallel.sharding.unit_memory import UnitMemory
-from lockstep.parallel.sharding.use_check import UseCheck
 from lockstep.units import first_few
 
 _log = logging.getLogger("lockstep")
@@ -47,6 +48,10 @@ class Residency:
         parameters: names of the trainable parameters, in order.
         memory: of the units.
         gradients: of the trainable parameters; those of unit n are the bucket n + 1.
+
+    Attributes:
+        memory: of the units.
+        gathered: names of the parameters in units.
     """
 
     def __init__(
@@ -64,17 +69,18 @@ class Residency:
         self._names = names
         self._parameters = parameters
         self.memory = memory
+        self.gathered = frozenset(parameters[number] for number in memory.numbers)
         self._gradients = gradients
         self._order = list(range(len(names)))
-        self._staying: set[int] = set()  # units that are there in all passes
+        self._staying: set[int] = set()  # units that every rank has in all passes
         self._is_ordered = False
         self._last = len(names) - 1
         self._at = -1  # the place of the unit that is used, or was last
         self._direction = _FORWARD
         self._is_whole = True  # all units are there
         self._is_checked = False
-        self._used: list[int] = []  # units, by a run of the model in which all are there
-        self._seen: list[int] = []  # likewise, in a forward pass that used most of them
+        self._used: list[int] = []  # units that a pass has used so far, while all are there
+        self._seen: list[int] = []  # those of the forward pass that has used most
         self._rounds = [0, 0]  # forward and backward passes of this batch, made so far
         self._num_rounds = [0, 0]  # the most that any rank makes
         self._forward_first = False
@@ -127,7 +133,7 @@ class Residency:
         self._rounds[0] += 1
         self._start(_FORWARD)
         saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        with UseCheck(self._check_use), saved, _entering(self._enter):
+        with ReadHook(self._before_read), saved, _entering(self._enter):
             yield
         if len(self._used) > len(self._seen):
             self._seen = self._used
@@ -138,7 +144,7 @@ class Residency:
         """Around a backward pass."""
         self._rounds[1] += 1
         self._start(_BACKWARD)
-        with UseCheck(self._check_use), _entering(self._enter):  # layers may be computed again
+        with ReadHook(self._before_read), _entering(self._enter):  # layers may be computed again
             yield
         self._move_to(0)
 
@@ -224,7 +230,7 @@ class Residency:
             self._used.append(unit)
 
     def _stay(self, unit: int, why: str) -> None:
-        """Have a unit there in all passes; after the first step this is an error."""
+        """Keep a unit on every rank; after the first step raise an error instead."""
         if self._is_ordered and unit not in self._staying:
             raise self._error(f"A unit of sharded parameters {why}.", repr(self._names[unit]))
         self._staying.add(unit)
@@ -242,8 +248,8 @@ class Residency:
             )
         self._move_to(place)
 
-    def _check_use(self, tensor: torch.Tensor) -> None:
-        """Before an operation reads a tensor: have its unit there."""
+    def _before_read(self, tensor: torch.Tensor) -> None:
+        """Have a tensor's unit there; in a first step note where it is used."""
         found = self.memory.find(tensor)
         if found is None:
             return
@@ -258,7 +264,7 @@ class Residency:
             what,
             received=received,
             fix="Name both as one unit, or leave one out, so that it stays on every rank: "
-            "FullyShardedStrategy(units=[...]).",
+            'FullyShardedStrategy(units=[...]); or use level="gradients".',
         )
 
     # --- what autograd saves ---------------------------------------------------------------------
@@ -272,7 +278,7 @@ class Residency:
         tensor, version, unit = packed
         if unit is not None and not self._is_whole:
             self._use(unit)
-        elif unit is None and tensor._version != version:  # torch has no look where there are hooks
+        elif unit is None and tensor._version != version:  # torch checks it without hooks only
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: a tensor of shape {tuple(tensor.shape)} is at version "

@@ -19,21 +19,23 @@ class ShardedPasses(ModelPasses):
         options: see ``ModelPasses``.
     """
 
-    # Other ranks may go backward more often: the residency knows when a unit's are complete.
+    # Other ranks may go backward more often. The residency has units sent in one order.
     _completes_gradients = False
 
     def __init__(self, work: Workload, *, residency: Residency, **options: Any) -> None:
         super().__init__(work, **options)
         self._residency = residency
+        self._side_effects.gathered = residency.gathered
 
     def begin(self, run: Run) -> None:
-        super().begin(run)
+        # First: what is gathered is not a change by the model.
         self._residency.begin(
             self._most_shares(run.num_filled),
             is_training=run.is_training,
-            is_tried=run.is_training and is_tried(run.step),
+            is_tried=is_tried(run.step),
             forward_first=self._goes_forward_first,
         )
+        super().begin(run)
 
     def _most_shares(self, num_filled: int) -> int:
         """Of the filled shares, the most that a rank has."""
@@ -46,7 +48,7 @@ class ShardedPasses(ModelPasses):
 
     def _go_backward(self, shares: list[int], now: TrainingStep) -> None:
         self._residency.finish_forward()
-        if self._joint or self._apart:  # this waits for all shares, and backward for its units
+        if self._joint or self._apart:  # before other ranks wait for this one's units
             self._settle_weights(now.batch)
         with self._residency.backward():
             super()._go_backward(shares, now)

@@ -57,7 +57,7 @@ class Maker(ABC):
 
     @property
     def divides_state(self) -> bool:
-        """Whether each rank has only its part of the training in its Plans."""
+        """Whether the ranks of its Plans divide the training, so that none has all of it."""
         return False
 
     @abstractmethod

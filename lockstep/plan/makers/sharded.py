@@ -1,11 +1,11 @@
-"""Sharded data parallelism, as a Plan: units of a model, and which part of them a rank keeps.
+"""Sharded data parallelism, as a Plan.
 
-It is the Plan of replicas that share no memory, with the units in which their parameters are
-gathered. By default a unit is an entry of a list of modules (``blocks.3``), or a layer outside of
-lists; small ones stay on every rank, because to gather them takes longer than they save.
+It is the Plan of replicas that share no memory, with what they divide, and the units in which their
+parameters are gathered. By default a unit is an entry of a list of modules (``blocks.3``), or a
+layer outside of lists. Small ones stay on every rank: to gather them takes longer than they save.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -26,7 +26,7 @@ Units = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class FullySharded(Wrapping):
-    """Another maker's Plan, of which each rank keeps its part.
+    """Another maker's Plan, whose ranks divide the training.
 
     Attributes:
         level: see ``Sharding``.
@@ -63,10 +63,7 @@ class FullySharded(Wrapping):
                 f"{first_few(norms)}",
                 fix='Leave `num_shares` and `accumulate` out, or use level="gradients".',
             )
-        return msgspec.structs.replace(
-            plan,
-            sharding=Sharding(level=self.level, units=units),
-        )
+        return msgspec.structs.replace(plan, sharding=Sharding(level=self.level, units=units))
 
     def _units(self, graph: LayerGraph) -> Units:
         if self.units is None:
@@ -92,7 +89,8 @@ def _default_units(graph: LayerGraph) -> Units:
         size = sum(one.num_bytes for one in own)
         if unit and size:
             sizes[unit] = sizes.get(unit, 0) + size
-    return _large(sizes)
+    least = sum(sizes.values()) / max(len(sizes), 1) * _SMALL
+    return tuple((name,) for name, size in sizes.items() if size >= least)
 
 
 def _unit_of(layer: str) -> str:
@@ -100,11 +98,6 @@ def _unit_of(layer: str) -> str:
     parts = layer.split(".")
     number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[: number + 1])
-
-
-def _large(sizes: Mapping[str, int]) -> Units:
-    least = sum(sizes.values()) / max(len(sizes), 1) * _SMALL
-    return tuple((name,) for name, size in sizes.items() if size >= least)
 
 
 def as_units(units: Sequence[str | Sequence[str]] | None) -> Units | None:

@@ -44,7 +44,7 @@ class Snapshots:
                     step=step,
                     loss=result.loss,
                     weight=result.weight,
-                    gradients={name: one for own in ranks for name, one in own[2].items()},
+                    gradients={name: one for _, _, own, *_ in ranks for name, one in own.items()},
                     states=[state for state, *_ in ranks[: len(ranks) - worker.plan.num_servers]],
                     slots=[part for _, parts, *_ in ranks for part in parts],
                     is_divided=worker.local_names() is not None,
