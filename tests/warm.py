@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -150,7 +151,8 @@ def main() -> int:
     die_with(os.getppid())
     connection = socket.socket(fileno=int(sys.argv[1]))
     for module in sys.argv[2:]:
-        import_module(module)
+        if module != "tensorflow" or find_spec(module):
+            import_module(module)
     gc.collect()
     gc.freeze()
     bell, rung = socket.socketpair()

@@ -149,7 +149,10 @@ class TorchUpdater(Updater):
         # The dummy is in host memory, where some implementations of the step do not run.
         ways = {way: False for way in ("capturable", "fused", "foreach") if way in options}
         groups = [{**options, **ways, "params": [dummy]}]
-        contents = {"state": defaultdict(dict), "param_groups": groups}
+        state: dict[torch.Tensor, Slots] = defaultdict(dict)
+        if type(self.optimizer) is optim.Adagrad:  # before torch 2.13 its constructor makes them
+            state[dummy] = {"step": torch.tensor(0.0), "sum": torch.zeros(3)}
+        contents = {"state": state, "param_groups": groups}
         clone = self._rebuild(contents)
         _step_plainly(clone)
         return {name: value for name, value in clone.state[dummy].items() if value is not None}

@@ -1,0 +1,455 @@
+"""The parts of ``bench/gpu.py``, each in a process of its own: what is timed, and against what.
+
+A part makes its contenders one after the other and prints the figures of each as it has them: so
+one that fails, or finds no time, costs no other's.
+"""
+
+import gc
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpu_nets import GPT, GPTSize, gpt_flops, resnet
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.cluster.devices import discover
+
+_WARM_STEPS = 4
+_COUNTED_STEPS = 5
+
+Figures = dict[str, Any]
+
+_FOUND = discover().hosts[0].accelerators
+HAS_DEVICE = bool(_FOUND)
+DEVICE = _FOUND[0].name if _FOUND else "cpu"
+KIND = DEVICE.partition(":")[0]
+
+
+class Clock:
+    """Times the steps after the first few, in which things are compiled and memory is found.
+
+    Args:
+        steps: to be timed.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.first, self.last = _WARM_STEPS, _WARM_STEPS + steps
+        self._times: list[float] = []
+
+    def __call__(self, done: int) -> None:
+        """So many steps have been asked for."""
+        if done in (self.first, self.last):
+            if HAS_DEVICE:
+                torch.accelerator.synchronize()
+            self._times.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        began, ended = self._times
+        return (ended - began) / (self.last - self.first)
+
+
+class SyncClock:
+    """Has CUDA warn of every wait of the host for the device, in the steps after the first few."""
+
+    first, last = _WARM_STEPS, _WARM_STEPS + _COUNTED_STEPS
+
+    def __call__(self, done: int) -> None:
+        """So many steps have been asked for."""
+        if done == self.first:
+            torch.cuda.set_sync_debug_mode("warn")
+        if done == self.last:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+# Makes as many steps as a clock has, and tells it of each.
+Train = Callable[[Any], None]
+# Trains a model of that many times the batch's samples.
+Contender = Callable[[], Train]
+
+
+def measured(make: Contender, steps: int) -> Figures:
+    """Seconds of a step, the less of two runs, and the most memory that its tensors took."""
+    before = torch.accelerator.memory_allocated() if HAS_DEVICE else 0
+    if HAS_DEVICE:
+        torch.accelerator.reset_peak_memory_stats()
+    train, clocks = make(), [Clock(steps), Clock(steps)]
+    for clock in clocks:
+        train(clock)
+    peak = torch.accelerator.max_memory_allocated() if HAS_DEVICE else 0
+    found: Figures = {"seconds": min(each.seconds for each in clocks), "peak_bytes": peak - before}
+    if KIND == "cuda":
+        found["waits"] = waits_of(train)
+    return found
+
+
+def waits_of(train: Train) -> float:
+    """How often the host waits for the device in a step."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(SyncClock())
+    waits = [each for each in caught if "synchronizing CUDA operation" in str(each.message)]
+    return len(waits) / _COUNTED_STEPS
+
+
+def tell(contenders: dict[str, Contender], steps: int, per_step: int, **more: float) -> None:
+    """Measure contenders, and print a line of JSON for each.
+
+    Args:
+        contenders: by name.
+        steps: to be timed.
+        per_step: samples, or tokens, of a step.
+        more: figures that all have.
+    """
+    for name, make in contenders.items():
+        try:
+            found = measured(make, steps)
+            found |= {"per_second": per_step / found["seconds"], **more}
+        except Exception as error:  # the report says so, and the others go on
+            found = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+        print(json.dumps({"contender": name, **found}), flush=True)
+        torch.compiler.reset()
+        gc.collect()
+
+
+# --- ways to train --------------------------------------------------------------------------------
+
+
+def rows_for(count: int, steps: int, batch_size: int) -> Tensor:
+    """Which samples the steps train on."""
+    return torch.randint(count, (steps, batch_size), device=DEVICE)
+
+
+def loop(loss_of: Callable[[Tensor], Tensor], count: int, batch_size: int, optimizer: Any) -> Train:
+    """A loop as one writes it by hand: bf16 autocast, and no wait for the device."""
+
+    def train(clock: Any) -> None:
+        for step, rows in enumerate(rows_for(count, clock.last, batch_size)):
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(KIND, dtype=torch.bfloat16):
+                loss = loss_of(rows)
+            loss.backward()
+            optimizer.step()
+            clock(step + 1)
+
+    return train
+
+
+def fit(trainer: Any, data: Callable[[int], Any], batch_size: int) -> Train:
+    """The same by a Trainer; ``data`` has so many steps' samples."""
+
+    class Telling(lockstep.Callback):
+        def __init__(self, clock: Any) -> None:
+            self.clock = clock
+
+        def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+            self.clock(batch + 1)
+
+    def train(clock: Any) -> None:
+        trainer.callbacks = [Telling(clock)]
+        trainer.fit(data(clock.last), batch_size=batch_size, shuffle=False, verbose=0)
+
+    return train
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """A process group of this process alone, over the backend of the device."""
+    backend = "nccl" if KIND == "cuda" else "gloo"
+    store = dist.HashStore()  # type: ignore[attr-defined]  # exported at run time
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# --- the parts ------------------------------------------------------------------------------------
+
+
+def gpt(tiny: bool) -> None:
+    """GPT-2 124M, 1,024 tokens, bf16, compiled."""
+    small = GPTSize(layers=2, heads=2, width=64, context=32, words=512, batch_size=4)
+    size = small if tiny else GPTSize()
+    batch_size = size.batch_size
+    adam = partial(torch.optim.AdamW, lr=3e-4, fused=True)
+    tokens = torch.randint(size.words, (64, size.context + 1), device=DEVICE)
+
+    def loop_with(model: Any, optimizer: Any) -> Train:
+        def loss_of(rows: Tensor) -> Tensor:
+            found: Tensor = model(tokens[rows, :-1], tokens[rows, 1:])
+            return found
+
+        return loop(loss_of, len(tokens), batch_size, optimizer)
+
+    def by_hand() -> Train:
+        model = GPT(size).to(DEVICE)
+        return loop_with(torch.compile(model), adam(model.parameters()))
+
+    def by_own_loop() -> Train:
+        model = GPT(size).to(DEVICE)
+        optimizer = lockstep.CrossReplicaOptimizer(adam(model.parameters()), model)
+        return loop_with(torch.compile(model), optimizer)
+
+    def by_ddp() -> Train:
+        model = GPT(size).to(DEVICE)
+        replica = nn.parallel.DistributedDataParallel(
+            model, gradient_as_bucket_view=True, static_graph=True
+        )
+        return loop_with(torch.compile(replica), adam(model.parameters()))
+
+    def by_fsdp() -> Train:
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = dist.device_mesh.init_device_mesh(KIND, (1,))
+        model = GPT(size).to(DEVICE)
+        for block in model.blocks:
+            block.compile()
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return loop_with(model, adam(model.parameters()))
+
+    def by_fit(**options: Any) -> Train:
+        trainer = lockstep.Trainer(
+            GPT(size),
+            loss=lockstep.OwnLoss(),
+            optimizer=adam,
+            strategy=lockstep.SingleDeviceStrategy(DEVICE),
+            precision="bf16-mixed",
+            compile=True,
+            **options,
+        )
+
+        def data(count: int) -> Any:
+            some = tokens[torch.arange(count * batch_size, device=DEVICE) % len(tokens)]
+            return ((some[:, :-1], some[:, 1:]),)
+
+        return fit(trainer, data, batch_size)
+
+    torch.set_float32_matmul_precision("high")
+    ours: dict[str, Contender] = {
+        "loop": by_hand,
+        "fit": by_fit,
+        "fit, unchecked": partial(by_fit, on_nonfinite="ignore"),
+        "own loop": by_own_loop,
+    }
+    per_step, steps = batch_size * size.context, 2 if tiny else 12
+    tell(ours, steps, per_step, flops_each=gpt_flops(size))
+    with one_process():
+        tell({"DDP": by_ddp, "FSDP2": by_fsdp}, steps, per_step, flops_each=gpt_flops(size))
+
+
+def cnn(tiny: bool) -> None:
+    """ResNet-50, bf16, channels last, images of 224 x 224."""
+    depths, width, side, batch_size = ((1, 1), 8, 32, 4) if tiny else ((3, 4, 6, 3), 64, 224, 128)
+    images = torch.randn(256 if not tiny else 16, 3, side, side, device=DEVICE)
+    images = images.contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(1000, (len(images),), device=DEVICE)
+    sgd = partial(torch.optim.SGD, lr=0.01, momentum=0.9, fused=KIND == "cuda")
+    criterion = nn.CrossEntropyLoss()
+
+    def model() -> nn.Module:
+        net: nn.Module = resnet(tuple(depths), width)
+        return net.to(DEVICE).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+    def loop_with(net: nn.Module, optimizer: Any) -> Train:
+        def loss_of(rows: Tensor) -> Tensor:
+            found: Tensor = criterion(net(images[rows]).float(), labels[rows])
+            return found
+
+        return loop(loss_of, len(images), batch_size, optimizer)
+
+    def by_hand() -> Train:
+        net = model()
+        return loop_with(net, sgd(net.parameters()))
+
+    def by_own_loop() -> Train:
+        net = model()
+        return loop_with(net, lockstep.CrossReplicaOptimizer(sgd(net.parameters()), net))
+
+    def by_ddp() -> Train:
+        net = model()
+        replica = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
+        return loop_with(replica, sgd(net.parameters()))
+
+    def by_fit() -> Train:
+        trainer = lockstep.Trainer(
+            model(),
+            loss=criterion,
+            optimizer=sgd,
+            strategy=lockstep.MirroredStrategy([DEVICE]),
+            precision="bf16-mixed",
+        )
+
+        def data(count: int) -> Any:
+            some = torch.arange(count * batch_size, device=DEVICE) % len(images)
+            return images[some], labels[some]
+
+        return fit(trainer, data, batch_size)
+
+    steps = 2 if tiny else 10
+    ours: dict[str, Contender] = {"loop": by_hand, "fit": by_fit, "own loop": by_own_loop}
+    tell(ours, steps, batch_size)
+    with one_process():
+        tell({"DDP": by_ddp}, steps, batch_size)
+
+
+def mlp(tiny: bool) -> None:
+    """784-512-512-10, float32, batch 512: so short a step that the host's work is what is timed."""
+    batch_size, steps = 512, 2 if tiny else 200
+    inputs = torch.randn(8 * batch_size, 784, device=DEVICE)
+    labels = torch.randint(10, (len(inputs),), device=DEVICE)
+    adam = partial(torch.optim.Adam, lr=1e-3, fused=True)
+    criterion = nn.CrossEntropyLoss()
+
+    def model() -> nn.Module:
+        layers = (nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU())
+        return nn.Sequential(*layers, nn.Linear(512, 10)).to(DEVICE)
+
+    def loop_with(net: nn.Module, optimizer: Any) -> Train:
+        def train(clock: Any) -> None:
+            for step, rows in enumerate(rows_for(len(inputs), clock.last, batch_size)):
+                optimizer.zero_grad(set_to_none=True)
+                criterion(net(inputs[rows]), labels[rows]).backward()
+                optimizer.step()
+                clock(step + 1)
+
+        return train
+
+    def by_hand() -> Train:
+        net = model()
+        return loop_with(net, adam(net.parameters()))
+
+    def by_own_loop() -> Train:
+        net = model()
+        return loop_with(net, lockstep.CrossReplicaOptimizer(adam(net.parameters()), net))
+
+    def by_ddp() -> Train:
+        net = model()
+        replica = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
+        return loop_with(replica, adam(net.parameters()))
+
+    def by_fit(**options: Any) -> Train:
+        trainer = lockstep.Trainer(
+            model(),
+            loss=criterion,
+            optimizer=adam,
+            strategy=lockstep.SingleDeviceStrategy(DEVICE),
+            **options,
+        )
+
+        def data(count: int) -> Any:
+            some = torch.arange(count * batch_size, device=DEVICE) % len(inputs)
+            return inputs[some], labels[some]
+
+        return fit(trainer, data, batch_size)
+
+    ours: dict[str, Contender] = {
+        "loop": by_hand,
+        "fit": by_fit,
+        "fit, unchecked": partial(by_fit, on_nonfinite="ignore"),
+        "own loop": by_own_loop,
+    }
+    tell(ours, steps, batch_size)
+    with one_process():
+        tell({"DDP": by_ddp}, steps, batch_size)
+
+
+def keras(tiny: bool) -> None:
+    """A Keras CNN on images of 32 x 32, float32, batch 256; plain Keras, and under a strategy."""
+    import os
+
+    os.environ["KERAS_BACKEND"] = "torch"
+    import keras
+    import numpy as np
+
+    batch_size, steps = (8, 2) if tiny else (256, 30)
+    images = np.random.default_rng(0).normal(size=(8 * batch_size, 32, 32, 3)).astype("float32")
+    labels = np.arange(len(images)) % 10
+
+    def train_with(net: Any) -> Train:
+        def train(clock: Any) -> None:
+            told = keras.callbacks.LambdaCallback(
+                on_train_batch_end=lambda batch, logs: clock(batch + 1)
+            )
+            some = np.arange(clock.last * batch_size) % len(images)
+            net.fit(
+                images[some],
+                labels[some],
+                batch_size=batch_size,
+                shuffle=False,
+                verbose=0,
+                callbacks=[told],
+            )
+
+        return train
+
+    def compiled() -> Any:
+        layers = [keras.layers.Input((32, 32, 3))]
+        for filters in (64, 128, 256):
+            layers += [
+                keras.layers.Conv2D(filters, 3, padding="same", use_bias=False),
+                keras.layers.BatchNormalization(),
+                keras.layers.ReLU(),
+                keras.layers.MaxPooling2D(),
+            ]
+        net = keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(10)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        net.compile("adam", loss, jit_compile=False)
+        return net
+
+    def under_a_strategy() -> Train:
+        with lockstep.SingleDeviceStrategy(DEVICE).scope():
+            return train_with(compiled())
+
+    tell({"Keras": lambda: train_with(compiled()), "fit": under_a_strategy}, steps, batch_size)
+
+
+def ranks(tiny: bool) -> None:
+    """Several ranks on one device, which exchange by way of host memory; a wide MLP, float32."""
+    width, batch_size, steps = (64, 8, 2) if tiny else (4096, 1024, 8)
+    inputs = torch.randn(4 * batch_size, 784)
+    labels = torch.randint(10, (len(inputs),))
+
+    def train_with(strategy: Any) -> Train:
+        layers = (nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+        trainer = lockstep.Trainer(
+            nn.Sequential(*layers, nn.Linear(width, 10)),
+            loss=nn.CrossEntropyLoss(),
+            optimizer=partial(torch.optim.Adam, lr=1e-3),
+            strategy=strategy,
+        )
+
+        def data(number: int) -> Any:
+            some = torch.arange(number * batch_size) % len(inputs)
+            return inputs[some], labels[some]
+
+        return fit(trainer, data, batch_size)
+
+    def mirrored(count: int) -> Train:
+        return train_with(lockstep.MirroredStrategy([DEVICE] * count, engine="gloo"))
+
+    contenders: dict[str, Contender] = {
+        **{f"{count} ranks": partial(mirrored, count) for count in (1, 2, 4)},
+        "2 ranks, local SGD": lambda: train_with(
+            lockstep.LocalSGDStrategy(4, [DEVICE] * 2, engine="gloo")
+        ),
+    }
+    tell(contenders, steps, batch_size)
+
+
+PARTS: dict[str, Callable[[bool], None]] = {
+    "gpt": gpt,
+    "cnn": cnn,
+    "mlp": mlp,
+    "keras": keras,
+    "ranks": ranks,
+}
