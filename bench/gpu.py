@@ -42,7 +42,7 @@ def run_part(name: str, tiny: bool) -> Figures:
 def run_tests() -> Figures:
     """What the tests on devices say."""
     workers = str(min(6, os.cpu_count() or 1))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", workers]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", workers]
     code, output = run([*command, "-m", "not thorough", "tests/devices"], LIMITS["tests"])
     counts = re.findall(r"(\d+) (passed|failed|error|errors|skipped)", output)
     found: Figures = {word: int(number) for number, word in counts}

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,9 +22,6 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.cluster.devices import discover
 
-_WARM_STEPS = 4
-_COUNTED_STEPS = 5
-
 Figures = dict[str, Any]
 
 _FOUND = discover().hosts[0].accelerators
@@ -33,71 +31,62 @@ KIND = DEVICE.partition(":")[0]
 
 
 class Clock:
-    """Times the steps after the first few, in which things are compiled and memory is found.
+    """Times epochs after the first, in which things are compiled and memory is found."""
 
-    Args:
-        steps: to be timed.
-    """
+    epochs = 3
 
-    def __init__(self, steps: int) -> None:
-        self.first, self.last = _WARM_STEPS, _WARM_STEPS + steps
+    def __init__(self) -> None:
         self._times: list[float] = []
 
-    def __call__(self, done: int) -> None:
-        """So many steps have been asked for."""
-        if done in (self.first, self.last):
-            if HAS_DEVICE:
-                torch.accelerator.synchronize()
-            self._times.append(time.perf_counter())
+    def end_epoch(self) -> None:
+        if HAS_DEVICE:
+            torch.accelerator.synchronize()
+        self._times.append(time.perf_counter())
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
-        began, ended = self._times
-        return (ended - began) / (self.last - self.first)
+        """Of the faster epoch."""
+        return min(ended - began for began, ended in pairwise(self._times))
 
 
 class SyncClock:
-    """Has CUDA warn of every wait of the host for the device, in the steps after the first few."""
+    """Has CUDA warn of every wait of the host for the device in the second of two epochs."""
 
-    first, last = _WARM_STEPS, _WARM_STEPS + _COUNTED_STEPS
+    epochs = 2
 
-    def __call__(self, done: int) -> None:
-        """So many steps have been asked for."""
-        if done == self.first:
-            torch.cuda.set_sync_debug_mode("warn")
-        if done == self.last:
-            torch.cuda.set_sync_debug_mode("default")
+    def __init__(self) -> None:
+        self._modes = iter(("warn", "default"))
+
+    def end_epoch(self) -> None:
+        torch.cuda.set_sync_debug_mode(next(self._modes))
 
 
-# Makes as many steps as a clock has, and tells it of each.
+# Trains for as many epochs as a clock has, and tells it of the end of each.
 Train = Callable[[Any], None]
-# Trains a model of that many times the batch's samples.
 Contender = Callable[[], Train]
 
 
 def measured(make: Contender, steps: int) -> Figures:
-    """Seconds of a step, the less of two runs, and the most memory that its tensors took."""
+    """Seconds of a step, and the most memory that its tensors took, beside what was there."""
     before = torch.accelerator.memory_allocated() if HAS_DEVICE else 0
     if HAS_DEVICE:
         torch.accelerator.reset_peak_memory_stats()
-    train, clocks = make(), [Clock(steps), Clock(steps)]
-    for clock in clocks:
-        train(clock)
+    train, clock = make(), Clock()
+    train(clock)
     peak = torch.accelerator.max_memory_allocated() if HAS_DEVICE else 0
-    found: Figures = {"seconds": min(each.seconds for each in clocks), "peak_bytes": peak - before}
+    found: Figures = {"seconds": clock.seconds / steps, "peak_bytes": peak - before}
     if KIND == "cuda":
-        found["waits"] = waits_of(train)
+        found["waits"] = waits_of(train) / steps
     return found
 
 
-def waits_of(train: Train) -> float:
-    """How often the host waits for the device in a step."""
+def waits_of(train: Train) -> int:
+    """How often the host waits for the device in an epoch."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(SyncClock())
     waits = [each for each in caught if "synchronizing CUDA operation" in str(each.message)]
-    return len(waits) / _COUNTED_STEPS
+    return len(waits)
 
 
 def tell(contenders: dict[str, Contender], steps: int, per_step: int, **more: float) -> None:
@@ -105,7 +94,7 @@ def tell(contenders: dict[str, Contender], steps: int, per_step: int, **more: fl
 
     Args:
         contenders: by name.
-        steps: to be timed.
+        steps: of an epoch.
         per_step: samples, or tokens, of a step.
         more: figures that all have.
     """
@@ -123,41 +112,40 @@ def tell(contenders: dict[str, Contender], steps: int, per_step: int, **more: fl
 # --- ways to train --------------------------------------------------------------------------------
 
 
-def rows_for(count: int, steps: int, batch_size: int) -> Tensor:
-    """Which samples the steps train on."""
-    return torch.randint(count, (steps, batch_size), device=DEVICE)
-
-
 def loop(loss_of: Callable[[Tensor], Tensor], count: int, batch_size: int, optimizer: Any) -> Train:
-    """A loop as one writes it by hand: bf16 autocast, and no wait for the device."""
+    """A loop as one writes it by hand: shuffled samples, and no wait for the device."""
 
     def train(clock: Any) -> None:
-        for step, rows in enumerate(rows_for(count, clock.last, batch_size)):
-            optimizer.zero_grad(set_to_none=True)
-            with torch.autocast(KIND, dtype=torch.bfloat16):
-                loss = loss_of(rows)
-            loss.backward()
-            optimizer.step()
-            clock(step + 1)
+        for _ in range(clock.epochs):
+            for rows in torch.randperm(count, device=DEVICE).split(batch_size):
+                optimizer.zero_grad(set_to_none=True)
+                loss_of(rows).backward()
+                optimizer.step()
+            clock.end_epoch()
 
     return train
 
 
-def fit(trainer: Any, data: Callable[[int], Any], batch_size: int) -> Train:
-    """The same by a Trainer; ``data`` has so many steps' samples."""
+def fit(trainer: Any, data: Any, batch_size: int) -> Train:
+    """The same by a Trainer."""
 
     class Telling(lockstep.Callback):
         def __init__(self, clock: Any) -> None:
             self.clock = clock
 
-        def on_train_batch_end(self, batch: int, logs: object = None) -> None:
-            self.clock(batch + 1)
+        def on_epoch_end(self, epoch: int, logs: object = None) -> None:
+            self.clock.end_epoch()
 
     def train(clock: Any) -> None:
         trainer.callbacks = [Telling(clock)]
-        trainer.fit(data(clock.last), batch_size=batch_size, shuffle=False, verbose=0)
+        trainer.fit(data, batch_size=batch_size, epochs=clock.epochs, verbose=0)
 
     return train
+
+
+def cast() -> torch.autocast:
+    """To bfloat16, as one casts in a loop."""
+    return torch.autocast(KIND, dtype=torch.bfloat16)
 
 
 @contextmanager
@@ -179,16 +167,18 @@ def gpt(tiny: bool) -> None:
     """GPT-2 124M, 1,024 tokens, bf16, compiled."""
     small = GPTSize(layers=2, heads=2, width=64, context=32, words=512, batch_size=4)
     size = small if tiny else GPTSize()
-    batch_size = size.batch_size
+    batch_size, steps = size.batch_size, 2 if tiny else 12
     adam = partial(torch.optim.AdamW, lr=3e-4, fused=True)
-    tokens = torch.randint(size.words, (64, size.context + 1), device=DEVICE)
+    count = steps * batch_size
+    tokens = torch.randint(size.words, (count, size.context + 1), device=DEVICE)
 
     def loop_with(model: Any, optimizer: Any) -> Train:
         def loss_of(rows: Tensor) -> Tensor:
-            found: Tensor = model(tokens[rows, :-1], tokens[rows, 1:])
+            with cast():
+                found: Tensor = model(tokens[rows, :-1], tokens[rows, 1:])
             return found
 
-        return loop(loss_of, len(tokens), batch_size, optimizer)
+        return loop(loss_of, count, batch_size, optimizer)
 
     def by_hand() -> Train:
         model = GPT(size).to(DEVICE)
@@ -227,12 +217,7 @@ def gpt(tiny: bool) -> None:
             compile=True,
             **options,
         )
-
-        def data(count: int) -> Any:
-            some = tokens[torch.arange(count * batch_size, device=DEVICE) % len(tokens)]
-            return ((some[:, :-1], some[:, 1:]),)
-
-        return fit(trainer, data, batch_size)
+        return fit(trainer, ((tokens[:, :-1], tokens[:, 1:]),), batch_size)
 
     torch.set_float32_matmul_precision("high")
     ours: dict[str, Contender] = {
@@ -241,7 +226,7 @@ def gpt(tiny: bool) -> None:
         "fit, unchecked": partial(by_fit, on_nonfinite="ignore"),
         "own loop": by_own_loop,
     }
-    per_step, steps = batch_size * size.context, 2 if tiny else 12
+    per_step = batch_size * size.context
     tell(ours, steps, per_step, flops_each=gpt_flops(size))
     with one_process():
         tell({"DDP": by_ddp, "FSDP2": by_fsdp}, steps, per_step, flops_each=gpt_flops(size))
@@ -250,7 +235,8 @@ def gpt(tiny: bool) -> None:
 def cnn(tiny: bool) -> None:
     """ResNet-50, bf16, channels last, images of 224 x 224."""
     depths, width, side, batch_size = ((1, 1), 8, 32, 4) if tiny else ((3, 4, 6, 3), 64, 224, 128)
-    images = torch.randn(256 if not tiny else 16, 3, side, side, device=DEVICE)
+    steps = 2 if tiny else 16
+    images = torch.randn(steps * batch_size, 3, side, side, device=DEVICE)
     images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(1000, (len(images),), device=DEVICE)
     sgd = partial(torch.optim.SGD, lr=0.01, momentum=0.9, fused=KIND == "cuda")
@@ -262,7 +248,8 @@ def cnn(tiny: bool) -> None:
 
     def loop_with(net: nn.Module, optimizer: Any) -> Train:
         def loss_of(rows: Tensor) -> Tensor:
-            found: Tensor = criterion(net(images[rows]).float(), labels[rows])
+            with cast():
+                found: Tensor = criterion(net(images[rows]), labels[rows])
             return found
 
         return loop(loss_of, len(images), batch_size, optimizer)
@@ -288,14 +275,8 @@ def cnn(tiny: bool) -> None:
             strategy=lockstep.MirroredStrategy([DEVICE]),
             precision="bf16-mixed",
         )
+        return fit(trainer, (images, labels), batch_size)
 
-        def data(count: int) -> Any:
-            some = torch.arange(count * batch_size, device=DEVICE) % len(images)
-            return images[some], labels[some]
-
-        return fit(trainer, data, batch_size)
-
-    steps = 2 if tiny else 10
     ours: dict[str, Contender] = {"loop": by_hand, "fit": by_fit, "own loop": by_own_loop}
     tell(ours, steps, batch_size)
     with one_process():
@@ -305,7 +286,7 @@ def cnn(tiny: bool) -> None:
 def mlp(tiny: bool) -> None:
     """784-512-512-10, float32, batch 512: so short a step that the host's work is what is timed."""
     batch_size, steps = 512, 2 if tiny else 200
-    inputs = torch.randn(8 * batch_size, 784, device=DEVICE)
+    inputs = torch.randn(steps * batch_size, 784, device=DEVICE)
     labels = torch.randint(10, (len(inputs),), device=DEVICE)
     adam = partial(torch.optim.Adam, lr=1e-3, fused=True)
     criterion = nn.CrossEntropyLoss()
@@ -315,14 +296,11 @@ def mlp(tiny: bool) -> None:
         return nn.Sequential(*layers, nn.Linear(512, 10)).to(DEVICE)
 
     def loop_with(net: nn.Module, optimizer: Any) -> Train:
-        def train(clock: Any) -> None:
-            for step, rows in enumerate(rows_for(len(inputs), clock.last, batch_size)):
-                optimizer.zero_grad(set_to_none=True)
-                criterion(net(inputs[rows]), labels[rows]).backward()
-                optimizer.step()
-                clock(step + 1)
+        def loss_of(rows: Tensor) -> Tensor:
+            found: Tensor = criterion(net(inputs[rows]), labels[rows])
+            return found
 
-        return train
+        return loop(loss_of, len(inputs), batch_size, optimizer)
 
     def by_hand() -> Train:
         net = model()
@@ -345,12 +323,7 @@ def mlp(tiny: bool) -> None:
             strategy=lockstep.SingleDeviceStrategy(DEVICE),
             **options,
         )
-
-        def data(count: int) -> Any:
-            some = torch.arange(count * batch_size, device=DEVICE) % len(inputs)
-            return inputs[some], labels[some]
-
-        return fit(trainer, data, batch_size)
+        return fit(trainer, (inputs, labels), batch_size)
 
     ours: dict[str, Contender] = {
         "loop": by_hand,
@@ -372,23 +345,15 @@ def keras(tiny: bool) -> None:
     import numpy as np
 
     batch_size, steps = (8, 2) if tiny else (256, 30)
-    images = np.random.default_rng(0).normal(size=(8 * batch_size, 32, 32, 3)).astype("float32")
+    shape = (steps * batch_size, 32, 32, 3)
+    images = np.random.default_rng(0).normal(size=shape).astype("float32")
     labels = np.arange(len(images)) % 10
 
     def train_with(net: Any) -> Train:
         def train(clock: Any) -> None:
-            told = keras.callbacks.LambdaCallback(
-                on_train_batch_end=lambda batch, logs: clock(batch + 1)
-            )
-            some = np.arange(clock.last * batch_size) % len(images)
-            net.fit(
-                images[some],
-                labels[some],
-                batch_size=batch_size,
-                shuffle=False,
-                verbose=0,
-                callbacks=[told],
-            )
+            told = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: clock.end_epoch())
+            options = {"epochs": clock.epochs, "verbose": 0, "callbacks": [told]}
+            net.fit(images, labels, batch_size=batch_size, **options)
 
         return train
 
@@ -416,7 +381,7 @@ def keras(tiny: bool) -> None:
 def ranks(tiny: bool) -> None:
     """Several ranks on one device, which exchange by way of host memory; a wide MLP, float32."""
     width, batch_size, steps = (64, 8, 2) if tiny else (4096, 1024, 8)
-    inputs = torch.randn(4 * batch_size, 784)
+    inputs = torch.randn(steps * batch_size, 784)
     labels = torch.randint(10, (len(inputs),))
 
     def train_with(strategy: Any) -> Train:
@@ -427,12 +392,7 @@ def ranks(tiny: bool) -> None:
             optimizer=partial(torch.optim.Adam, lr=1e-3),
             strategy=strategy,
         )
-
-        def data(number: int) -> Any:
-            some = torch.arange(number * batch_size) % len(inputs)
-            return inputs[some], labels[some]
-
-        return fit(trainer, data, batch_size)
+        return fit(trainer, (inputs, labels), batch_size)
 
     def mirrored(count: int) -> Train:
         return train_with(lockstep.MirroredStrategy([DEVICE] * count, engine="gloo"))

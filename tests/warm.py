@@ -40,7 +40,12 @@ KINDS = {
     "keras": ("lockstep.frontends.keras.preloading", "torch._dynamo", "tensorflow"),
 }
 # With these it has started, and so have all scripts.
-VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONFAULTHANDLER": "1",
+    "PYTHONUNBUFFERED": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # so that CUDA works in a fork
+}
 
 _ROOT = Path(__file__).parents[1]
 _MOST_BYTES = 1 << 18

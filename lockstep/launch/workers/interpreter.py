@@ -58,9 +58,13 @@ def start_interpreter(
 
 
 def environment(threads: int | None) -> dict[str, str]:
-    """The script's environment for processes with this many OpenMP threads."""
+    """The script's environment for processes with this many OpenMP threads.
+
+    ``torch.cuda.is_available`` asks NVML there. CUDA itself, once asked, works in no fork of the
+    process any more; and Keras asks when it is imported.
+    """
     changed = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    return {**os.environ, **changed}
+    return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **os.environ, **changed}
 
 
 _spawner = Background("lockstep-spawner")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Self
 
 import torch
+from torch import nn
 
 from lockstep.comm.collectives.gradients import TensorSpec, views_in
 from lockstep.comm.shared_memory.shared_region import SharedRegion
@@ -61,6 +62,25 @@ class DeviceStore(TensorStore):
         _, num_bytes = flat_offsets([spec.extent for spec in self.specs])
         self.region = SharedRegion.create(num_bytes)
         copy_to_views(TensorStore(self.specs, self.region).views, self.views)
+
+
+@torch.no_grad()
+def flatten_recurrent(
+    model: nn.Module, parameters: Sequence[nn.Parameter], views: Sequence[torch.Tensor]
+) -> None:
+    """Move the weights of each recurrent layer to one piece of memory, as cuDNN wants them.
+
+    Args:
+        model: on this thread's current device; where that has no cuDNN nothing moves.
+        parameters: of the model.
+        views: of the same memory as the parameters; they follow.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    for parameter, view in zip(parameters, views, strict=True):
+        if parameter.data_ptr() != view.data_ptr():
+            view.set_(parameter.data)  # type: ignore[call-overload]
 
 
 @torch.no_grad()

@@ -152,6 +152,7 @@ def move_model(model: nn.Module, device: torch.device) -> None:
         module._flat_weight_refs = [
             one if one is None else weakref.ref(one) for one in module._flat_weights
         ]
+        module.flatten_parameters()
 
 
 def _same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:

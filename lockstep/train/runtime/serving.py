@@ -22,7 +22,7 @@ from lockstep.launch.workers.helper import HelperContext
 from lockstep.parallel.exchange.control import FollowerControl, open_region, unpacked
 from lockstep.parallel.exchange.engine import ChannelKey, Neighbours
 from lockstep.parallel.storage.device_memory import noting_shortage
-from lockstep.parallel.storage.device_store import Mirror, Mirrors, on_device
+from lockstep.parallel.storage.device_store import Mirror, Mirrors, flatten_recurrent, on_device
 from lockstep.parallel.storage.store import TensorStore
 from lockstep.parallel.transfer.copy_registration import register_copies
 from lockstep.train.callbacks.driver import TaskDriver
@@ -148,17 +148,17 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
         open_store(own, number, rank=rank, ranks=ranks, access=access)
         for (ranks, own, access, _), number in zip(call.stores, stored, strict=True)
     ]
-    for (ranks, _, _, replaced), views in zip(call.stores, [*opened], strict=True):
+    for (ranks, _, _, replaced), own in zip(call.stores, [*opened], strict=True):
         if replaced is not None and rank in ranks:
-            opened[replaced] = views
+            opened[replaced] = own
     with noting_shortage(device):
         mirrors = _move_to_device(call, opened, rank, device)
-    parameters = [view for views in opened[: call.num_groups] for view in views]
-    tensors = [
-        *(nn.Parameter(view, requires_grad=False) for view in parameters),
-        *(view for views in opened[call.num_groups :] for view in views),
-    ]
-    assignment: Assignment = unpacked(call.payload, packed, tensors)
+    views = [view for own in opened[: call.num_groups] for view in own]
+    parameters = [nn.Parameter(view, requires_grad=False) for view in views]
+    others = [view for own in opened[call.num_groups :] for view in own]
+    assignment: Assignment = unpacked(call.payload, packed, [*parameters, *others])
+    if device.type != "cpu":
+        flatten_recurrent(assignment.model, parameters, views)
     register_copies(assignment.model)
     mirrored = opened[-1] if call.has_options else ()
     neighbours = call.connections.opened(rank, channels, mirrored)
