@@ -10,6 +10,7 @@ import torch
 
 from lockstep.comm.exchange import ShareTotals
 from lockstep.parallel.batch_run import Run
+from lockstep.parallel.data_parallel.late_check import LateCheck
 from lockstep.parallel.loss.share_losses import Sums
 
 _NO_SPAN = nullcontext()
@@ -52,11 +53,13 @@ class TrainingStep:
         totals: the losses of all shares.
         weight: their weight.
         is_skipped: a value was not finite: nothing is updated.
+        late: the check of its values, if the host learns the verdict later.
     """
 
-    def __init__(self, batch: Run, step: int) -> None:
+    def __init__(self, batch: Run, step: int, late: LateCheck | None = None) -> None:
         self.batch = batch
         self.step = step
+        self.late = late
         self.totals = ShareTotals([], [])
         self.weight = 0.0
         self.is_skipped = False

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import optim
 
 from lockstep.comm.collectives.gradients import TensorSpec
 from lockstep.plan.layout import Extent, Piece, elementwise_slices, whole_parameters
@@ -71,6 +72,8 @@ class Updater(ABC):
     """An optimizer that can work on pieces."""
 
     is_elementwise = False  # whether ``divide`` may cut parameters
+    # An optimizer of torch whose step leaves out the update where its ``found_inf`` is 1.
+    guarded: optim.Optimizer | None = None
     is_known: bool = False  # whether it leaves parameters without a gradient unchanged
     # Whether every slot is in the store, or the same on all ranks.
     shares_all: bool = False

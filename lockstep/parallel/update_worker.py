@@ -13,6 +13,7 @@ import torch
 from lockstep.comm.collectives.gradients import Gradients, cut_piece
 from lockstep.comm.exchange import Exchange, ShareTotals
 from lockstep.parallel.data_parallel.gradient_rules import GradientJudge, GradientRules
+from lockstep.parallel.data_parallel.late_check import LateCheck
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.sharding.residency import Residency
 from lockstep.parallel.update import Updater
@@ -157,9 +158,13 @@ class UpdateWorker:
 
     def _step(self, step: int) -> bool:
         """Update the pieces, and bring them to the other domains; False to skip the step."""
-        assert self.updater is not None
         if not self._judge.settle(step, abs(self._factor) * self.exchange.gradient_bound):
             return False
+        self._update(step)
+        return True
+
+    def _update(self, step: int) -> None:
+        assert self.updater is not None
         board = self.board if self._changes_weights else None
         if self._residency is not None:
             self._residency.release()
@@ -175,7 +180,13 @@ class UpdateWorker:
                     },
                     all_pieces=not self.updater.is_known,
                 )
-        return True
+
+    def _update_if_finite(self, step: int, check: LateCheck, totals: torch.Tensor) -> None:
+        """Update the pieces if the device finds all values finite."""
+        gradients = [one.tensor.grad for one in itertools.chain.from_iterable(self._pieces)]
+        check.look([one for one in gradients if one is not None], totals)
+        with check.guarding():
+            self._update(step)
 
     # --- gradients and slots ---------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from lockstep.data.map_style.sources import Batch, Source
 from lockstep.data.trees import Tree
 from lockstep.errors import NonFiniteError
 from lockstep.parallel.batch_run import Observe, Run, StepBatch, Take
+from lockstep.parallel.data_parallel.late_check import LateCheck, LateStep
 from lockstep.parallel.data_parallel.passes import Passes
 from lockstep.parallel.independence.split_test import is_tried
 from lockstep.parallel.local_steps import LocalSteps
@@ -96,6 +97,9 @@ class Worker(UpdateWorker):
         self._program: object = None
         self._calls: list[_Call] = []
         self._idle_sizes: dict[int, bool] = {}
+        self._check: LateCheck | None = None  # of the present fit
+        self._unsettled: LateStep | None = None
+        self._may_be_late = False
 
     # --- training --------------------------------------------------------------------------------
 
@@ -107,7 +111,9 @@ class Worker(UpdateWorker):
             is_restartable: if a rank dies, the epoch may continue: only sums of its steps' results
                 are kept.
         """
-        return
+        self._check = self._unsettled = None
+        is_alone = self.plan.num_ranks == self.plan.num_shares == 1 and self.board is None
+        self._may_be_late = is_alone and not is_synchronous
 
     @property
     def local_steps(self) -> LocalSteps | None:
@@ -143,16 +149,56 @@ class Worker(UpdateWorker):
         return temporary_memory() if is_scarce else nullcontext()
 
     def _train_once_or_twice(self, batch: StepBatch) -> StepResult:
+        check = self._check_of(batch)
+        if check is None:
+            self.settle()
+            return self._train_checked(batch)
+        try:
+            result = self._train(self._begun(batch, check))
+        except _RepeatStepError:
+            self._may_be_late = False
+            self._end_repeated()
+            self.settle()
+            return self._train_checked(batch)
+        previous = self._unsettled
+        self._unsettled = LateStep(batch, self.passes.first_buffers, check)
+        if previous is not None and previous.is_refused():
+            return self._train_again(previous, self._unsettled)
+        return result
+
+    def _check_of(self, batch: StepBatch) -> LateCheck | None:
+        """The check of a step whose verdict the host may learn later; None if it must wait."""
+        is_watched = batch.observe is not None or is_traced() or self.passes.has_turns
+        if not self._may_be_late or is_watched or is_tried(batch.step):
+            return None
+        if self._check is None and self.updater is not None:
+            self._check = LateCheck.of(self.updater, self._rules, self.passes.device)
+        return self._check
+
+    def _train_again(self, *steps: LateStep) -> StepResult:
+        """Make the last steps again, since the device has refused the first of them."""
+        self._unsettled, self._may_be_late = None, False
+        self.passes.restore_buffers(steps[0].buffers)
+        for step in steps:
+            with step.as_then():
+                result = self._train_checked(step.batch)
+        return result
+
+    def _train_checked(self, batch: StepBatch) -> StepResult:
         try:
             return self._train(self._begun(batch))
         except _UnknownReductionError:
-            self.passes.restore_buffers()
+            self._end_repeated()  # all ranks know it
             self.passes.use_whole_batch()
-            self.exchange.end_step()  # all ranks know it
             return self._train(self._begun(batch))
 
-    def _begun(self, batch: StepBatch) -> TrainingStep:
-        return TrainingStep(Run.of_step(batch, self.plan.num_shares), batch.step)
+    def _end_repeated(self) -> None:
+        """End a step that is made again, before its update."""
+        self.passes.restore_buffers()
+        self.exchange.end_step()
+
+    def _begun(self, batch: StepBatch, late: LateCheck | None = None) -> TrainingStep:
+        return TrainingStep(Run.of_step(batch, self.plan.num_shares), batch.step, late)
 
     def _train(self, now: TrainingStep) -> StepResult:
         self.passes.begin(now.batch)
@@ -197,7 +243,12 @@ class Worker(UpdateWorker):
             case Reduce():
                 self._reduce(now)
             case Step():
-                if not now.is_void:
+                late = now.totals.late
+                if now.is_void:
+                    return
+                if now.late is not None and late is not None:
+                    self._update_if_finite(now.step, now.late, late.values)
+                else:
                     now.is_skipped = not self._step(now.step)
             case Sync():
                 self.exchange.end_step()
@@ -205,10 +256,12 @@ class Worker(UpdateWorker):
     def _reduce(self, now: TrainingStep) -> None:
         batch = now.batch
         self.passes.hand_in()
-        needs_totals = self._rules.on_nonfinite != "ignore"
+        needs_totals = self._rules.on_nonfinite != "ignore" and now.late is None
         now.take(self.exchange.collect(batch.num_filled, needs_totals=needs_totals))
         if now.totals.is_guess:
             raise _UnknownReductionError
+        if now.late is not None and now.totals.late is None:
+            raise _RepeatStepError  # the weight of the loss must be read from the device
         self.passes.check_side_effects()
         if batch.is_observed:
             batch.end_observing()
@@ -216,6 +269,7 @@ class Worker(UpdateWorker):
             self.passes.call.give_up_format()
         if now.weight:
             check_used(now.step, self.exchange.is_any_used())
+        if now.weight and now.late is None:
             now.is_skipped = refuses(
                 self._rules.on_nonfinite,
                 now.step,
@@ -315,8 +369,17 @@ class Worker(UpdateWorker):
         return self.passes.reads(run)
 
     def synchronise(self, *, is_last: bool = False) -> None:
-        """Make the weights of all ranks equal, after an epoch or, with ``is_last``, the task."""
-        return
+        """Make the weights of all ranks equal, after an epoch or, with ``is_last``, the task.
+
+        A rank alone learns the verdict on its last step.
+        """
+        self.settle()
+
+    def settle(self) -> None:
+        """Know that the last step is complete, before its weights are read."""
+        step, self._unsettled = self._unsettled, None
+        if step is not None and step.is_refused():
+            self._train_again(step)
 
     def epoch_logs(self) -> dict[str, float]:
         """Values for an epoch's logs, beside losses; ranks are synchronised."""
@@ -374,5 +437,9 @@ class _Call(NamedTuple):
     run: Callable[[TrainingStep], None] | None
 
 
-class _UnknownReductionError(Exception):
+class _RepeatStepError(Exception):
+    """The step must be made again, and the host must wait for its values before the update."""
+
+
+class _UnknownReductionError(_RepeatStepError):
     """The loss's reduction is unknown: repeat the step with the loss of the whole batch."""

@@ -26,8 +26,9 @@ from lockstep.parallel.update import BoundPiece, PieceSlots, assemble_slots
 from lockstep.plan.layout import Extent, Piece
 from lockstep.train.optim.fused_step import fastest_form
 from lockstep.train.optim.optimizer_checks import check_hooks, make_optimizer
+from lockstep.train.optim.optimizer_kinds import ELEMENTWISE, PARAMETERWISE
 from lockstep.train.optim.optimizer_state import place_slots
-from lockstep.train.optim.updaters import ELEMENTWISE, PARAMETERWISE, TorchUpdater
+from lockstep.train.optim.updaters import TorchUpdater
 from tests.thorough import core_of
 
 Parameters = dict[str, nn.Parameter]

@@ -22,11 +22,13 @@ class LateTotal:
     Args:
         fetch: of the totals.
         known: further ones.
+        values: the totals, on the device.
     """
 
-    def __init__(self, fetch: accelerators.Fetch, known: list[float]) -> None:
+    def __init__(self, fetch: accelerators.Fetch, known: list[float], values: torch.Tensor) -> None:
         self._fetch: accelerators.Fetch | None = fetch
         self._known = known
+        self.values = values
 
     def __float__(self) -> float:
         if self._fetch is not None:
@@ -47,6 +49,7 @@ class LateLosses:
         self._num_due = 0
         self._numbers: dict[tuple[int, int], torch.Tensor] = {}  # by share and place in its line
         self._fetch: accelerators.Fetch | None = None
+        self._values = torch.empty(0)  # what it fetches
 
     def begin(self) -> None:
         """A new pass: nothing has been put yet."""
@@ -90,10 +93,12 @@ class LateLosses:
         if not self._numbers or any(place for _, place in self._numbers):
             return None
         known = [share for share in range(num_shares) if (share, 0) not in self._numbers]
-        total = LateTotal(self._fetch or self._fetched(), self._lines[known, 0].tolist())
+        fetch = self._fetch or self._fetched()
+        total = LateTotal(fetch, self._lines[known, 0].tolist(), self._values)
         self._numbers.clear()
         return total
 
     def _fetched(self) -> accelerators.Fetch:
         numbers = [number.reshape(()).double() for number in self._numbers.values()]
-        return accelerators.Fetch(torch.stack(numbers))
+        self._values = torch.stack(numbers)
+        return accelerators.Fetch(self._values)

@@ -4,10 +4,10 @@ A source turns indices into a ``Batch``. Arrays and map-style datasets are sourc
 only be iterated is a stream (``data.iterable.streams``), and refused here with a reason.
 """
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from lockstep.accelerators import sent
 from lockstep.data.iterable.read_ahead import Prefetch, ReadAhead
+from lockstep.data.map_style.arrays import as_array, from_numpy
 from lockstep.data.map_style.huggingface import collate_rows, has_plain_rows
 from lockstep.data.map_style.map_datasets import name_of, read_items
-from lockstep.data.map_style.mapped_files import remember_file
 from lockstep.data.trees import Tree, map_tensors, named_tensors, tensors_of
 from lockstep.errors import BadRecordError, DataError, Problems
 
@@ -40,12 +40,18 @@ class Batch:
         targets: of the loss, shape (n, ...); None without.
         sample_weight: shape (n,); None for equal weights.
         num_samples: n.
+        least_target: none of the targets, which are one tensor of integers, is below it; None if
+            that is unknown. On a device the host cannot look without waiting.
     """
 
     inputs: Tree
     targets: Tree
     sample_weight: torch.Tensor | None
     num_samples: int
+    least_target: int | None = None
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Source(ABC):
@@ -88,10 +94,15 @@ class ArraySource(Source):
         self.inputs = inputs
         self.targets = targets
         self.sample_weight = sample_weight
+        self._least_target: tuple[int, int | None] | None = None  # a version, and the value then
 
     def __len__(self) -> int:
         first = next(tensors_of((self.inputs, self.targets)), None)
         return 0 if first is None else len(first)
+
+    def is_on(self, device: torch.device) -> bool:
+        """True if a device can read its samples itself."""
+        return all(tensor.device == device for tensor in tensors_of((self.inputs, self.targets)))
 
     def between(self, first: int, last: int) -> "ArraySource":
         """Consecutive samples, in the same memory."""
@@ -103,8 +114,10 @@ class ArraySource(Source):
         return ArraySource(map_tensors(cut, self.inputs), map_tensors(cut, self.targets), weight)
 
     def read(self, indices: torch.Tensor, dtype: torch.dtype | None) -> Batch:
+        places_on = cache(partial(sent, indices))
+
         def pick(tensor: torch.Tensor) -> torch.Tensor:
-            places = indices if tensor.is_cpu else sent(indices, tensor.device)
+            places = indices if tensor.is_cpu else places_on(tensor.device)
             # The faster index_select lacks some integer types for a single dim.
             rows = tensor[places] if tensor.dim() == 1 else tensor.index_select(0, places)
             return rows.to(dtype) if dtype is not None and rows.is_floating_point() else rows
@@ -115,7 +128,24 @@ class ArraySource(Source):
             targets=map_tensors(pick, self.targets),
             sample_weight=None if weight is None else pick(weight).to(dtype or weight.dtype),
             num_samples=len(indices),
+            least_target=self._least(),
         )
+
+    def _least(self) -> int | None:
+        """The least of all targets on a device; read again where they have changed."""
+        targets = self.targets
+        if not isinstance(targets, torch.Tensor) or targets.is_cpu:
+            return None
+        if self._least_target is None or self._least_target[0] != targets._version:
+            self._least_target = targets._version, least_of(targets)
+        return self._least_target[1]
+
+
+def least_of(targets: Tree) -> int | None:
+    """The least of integer targets; None for others. Waits for a device."""
+    if not isinstance(targets, torch.Tensor) or not targets.numel():
+        return None
+    return int(targets.min()) if targets.dtype in _INTEGERS else None
 
 
 class DatasetSource(Source):
@@ -327,7 +357,7 @@ def _as_tensors(value: Any, name: str) -> Tree:
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, np.ndarray):
-        return _from_numpy(value, name)
+        return from_numpy(value, name)
     if isinstance(value, tuple):
         return tuple(_as_tensors(part, name) for part in value)
     if isinstance(value, dict):
@@ -335,52 +365,12 @@ def _as_tensors(value: Any, name: str) -> Tree:
     if isinstance(value, Constant):
         return Constant(_as_tensors(value.value, name))
     if isinstance(value, list) or hasattr(value, "__array__"):
-        return _from_numpy(_as_array(value, name), name)
+        return from_numpy(as_array(value, name), name)
     raise DataError(
         f"`{name}` must be {SUPPORTED}.",
         received=_describe(value),
         fix="Put it into one of these forms.",
     )
-
-
-def _as_array(value: Any, name: str) -> np.ndarray[Any, Any]:
-    try:
-        return np.asarray(value)
-    except ValueError as error:
-        raise DataError(
-            f"The rows of `{name}` must form an array.",
-            received=error,
-            fix="Give all rows the same shape, or pass a map-style Dataset.",
-        ) from error
-
-
-def _shared_with(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A tensor in the memory of an array."""
-    if array.dtype.name == "bfloat16":  # of ml_dtypes, which torch does not know
-        return _shared_with(array.view(np.int16)).view(torch.bfloat16)
-    if array.flags.writeable:
-        return torch.from_numpy(array)
-    # Only if needed: catch_warnings makes Python forget which warnings it has shown.
-    with warnings.catch_warnings():
-        # Read-only arrays (memory maps) are only ever read here.
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        return torch.from_numpy(array)
-
-
-def _from_numpy(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
-    usable = array.dtype.isnative and all(
-        stride >= 0 and stride % array.itemsize == 0 for stride in array.strides
-    )
-    if not usable:  # reversed, a field of records, of another byte order: torch needs a copy
-        array = array.astype(array.dtype.newbyteorder("="), order="C")
-    try:
-        return remember_file(_shared_with(array), array)
-    except TypeError as error:
-        raise DataError(
-            f"`{name}` holds an array that torch cannot read.",
-            received=f"dtype {array.dtype}, shape {array.shape}",
-            fix="Convert it to numbers, for example with .astype('float32').",
-        ) from error
 
 
 def check_lengths(source: ArraySource, name: str) -> None:

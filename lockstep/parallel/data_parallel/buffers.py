@@ -8,6 +8,7 @@ statistics of BatchNorm.
 A ``forward`` may write to a buffer, or assign another tensor in its place. Both are restored.
 """
 
+import operator
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -51,9 +52,12 @@ class Buffers:
         return bool(self._places)
 
     @torch.no_grad()
-    def keep(self) -> Kept:
-        """A copy of all buffers."""
+    def keep(self, older: Kept | None = None) -> Kept:
+        """A copy of all buffers; in the memory of an older copy, if it is of the same tensors."""
         tensors = [buffers.get(name) for buffers, name in self._places]
+        if older is not None and older.values and _are_same(tensors, older.tensors):
+            _copy([(values, buffer) for buffer, values in older.values])
+            return older
         unique = list({id(one): one for one in tensors if one is not None}.values())
         return Kept(tensors, list(zip(unique, _copies(unique), strict=True)))
 
@@ -105,6 +109,12 @@ class Buffers:
             elif not buffer.equal(values):
                 buffer.copy_(values)
         _copy(written)
+
+
+def _are_same(
+    tensors: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]
+) -> bool:
+    return len(tensors) == len(others) and all(map(operator.is_, tensors, others))
 
 
 def _is_written_unasked(buffer: torch.Tensor) -> bool:

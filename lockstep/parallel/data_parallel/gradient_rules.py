@@ -79,6 +79,12 @@ class GradientRules:
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     @property
+    def only_raises(self) -> bool:
+        """True if values that are not finite end training, and nothing else is done."""
+        changes = (self.clip_norm, self.clip_value, self.loss_scale)
+        return self.on_nonfinite == "raise" and all(one is None for one in changes)
+
+    @property
     def needs_norm(self) -> bool:
         """True if the whole gradient is checked."""
         return (

@@ -87,7 +87,8 @@ class Passes(ABC):
         self.device = device
         self._dtype = DTYPES[plan.precision]
         self._buffers = Buffers(model)
-        self._first_buffers = Kept([], [])  # at the beginning of the step
+        self.first_buffers = Kept([], [])  # at the beginning of the step
+        self._spare_buffers = Kept([], [])  # of the step before, or older: their memory
         self._norms = BatchNorms(model)
         holders = [plan.num_ranks]
         if plan.pipeline is not None:
@@ -153,7 +154,8 @@ class Passes(ABC):
         if run.is_training:
             self._exchange.expect(run.num_filled)
             if self._buffers:
-                self._first_buffers = self._buffers.keep()
+                older, self._spare_buffers = self._spare_buffers, self.first_buffers
+                self.first_buffers = self._buffers.keep(older)
             self._side_effects.begin(is_divided=run.num_filled > 1)
             self._clear_gradients()
 
@@ -174,10 +176,10 @@ class Passes(ABC):
         """
         self._side_effects.settle(self._exchange.board)
 
-    def restore_buffers(self) -> None:
-        """The step is skipped: restore the buffers from its beginning."""
+    def restore_buffers(self, kept: Kept | None = None) -> None:
+        """The step is skipped: restore the buffers from its beginning, or ``kept`` ones."""
         if self._buffers:
-            self._buffers.restore(self._first_buffers)
+            self._buffers.restore(self.first_buffers if kept is None else kept)
 
     def settle_buffers(self) -> None:
         """The step is taken: set the buffers as one pass over the whole batch leaves them."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lockstep import accelerators
-from lockstep.data.map_style.sources import Batch
+from lockstep.data.map_style.sources import Batch, least_of
 from lockstep.data.trees import map_tensors, tensors_of
 
 
@@ -67,9 +67,12 @@ def moved(batch: Batch, device: torch.device) -> Batch:
         plain = tensor.device.type != "cpu" or tensor.layout != torch.strided
         return tensor.to(device, non_blocking=True) if plain else accelerators.sent(tensor, device)
 
+    targets = batch.targets
+    is_seen = isinstance(targets, torch.Tensor) and targets.is_cpu
     return Batch(
         inputs=map_tensors(move, batch.inputs),
-        targets=map_tensors(move, batch.targets),
+        targets=map_tensors(move, targets),
         sample_weight=map_tensors(move, batch.sample_weight),
         num_samples=batch.num_samples,
+        least_target=least_of(targets) if is_seen else batch.least_target,
     )

@@ -98,7 +98,7 @@ class FunctionAdapter(LossAdapter):
 
     def _by_class(self, loss: ClassLoss, output: torch.Tensor, batch: Batch) -> ShareLoss:
         self._is_proven = False
-        total, weight = loss(output, batch.targets, batch.sample_weight)
+        total, weight = loss(output, batch.targets, batch.sample_weight, batch.least_target)
         if batch.sample_weight is not None or loss.class_weight is not None:
             return _pair(total, weight)
         # The weight is a number of targets: valid, and maybe 0.

@@ -111,12 +111,16 @@ class ClassLoss:
         )
 
     def __call__(
-        self, output: torch.Tensor, target: Any, sample_weight: torch.Tensor | None
+        self,
+        output: torch.Tensor,
+        target: Any,
+        sample_weight: torch.Tensor | None,
+        least_target: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | float]:
         options = self.options
         if self.class_weight is not None:
             options = {**options, "weight": self.class_weight.to(output)}
-        elif sample_weight is None and self._counts_all(target):
+        elif sample_weight is None and self._counts_all(target, least_target):
             total = self.function(output, target, reduction="sum", **options)
             return total, float(target.numel())
         weights = class_weights(output, target, self.class_weight, self.ignore_index)
@@ -127,12 +131,13 @@ class ClassLoss:
         per_sample = sample_weight.to(losses).reshape(-1, *[1] * (losses.dim() - 1))
         return (losses * per_sample).sum(), (weights * per_sample).sum(dtype=torch.float64)
 
-    def _counts_all(self, target: torch.Tensor) -> bool:
+    def _counts_all(self, target: torch.Tensor, least: int | None) -> bool:
         """True if no target is ``ignore_index``, as far as a glance at the smallest one says."""
-        is_class = not target.is_floating_point() and target.numel() > 0
-        return (
-            is_class and not accelerators.computes(target) and int(target.min()) > self.ignore_index
-        )
+        if target.is_floating_point() or not target.numel():
+            return False
+        if least is None and not accelerators.computes(target):
+            least = int(target.min())
+        return least is not None and least > self.ignore_index
 
 
 def class_weights(

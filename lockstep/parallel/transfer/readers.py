@@ -72,8 +72,8 @@ def reading_ahead(
     """Within the block, a source that is read ahead, if its options say so.
 
     Args:
-        source: the source. Arrays are read ahead for an accelerator, which gets the next batch
-            while it computes on the current one.
+        source: the source. Arrays in host memory are read ahead for an accelerator, which gets
+            the next batch while it computes on the current one.
         steps: this rank's reads in each step.
         device: the batches' destination.
 
@@ -82,7 +82,7 @@ def reading_ahead(
     """
     how = source.ahead if isinstance(source, Source) else None
     if how is None and isinstance(source, ArraySource) and device.type != "cpu":
-        how = ReadAhead(workers=0, depth=1)
+        how = None if source.is_on(device) else ReadAhead(workers=0, depth=1)
     if how is None or not isinstance(source, Source):
         yield source
         return

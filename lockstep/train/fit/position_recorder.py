@@ -56,6 +56,7 @@ class PositionRecorder:
         if not may_be_taken or not self._is_wanted(position):
             rank_sync.driver.record_position(None)
             return
+        rank_sync.worker.settle()
         self.show_all()
         results = [result.settled() for result in results]
         own = results

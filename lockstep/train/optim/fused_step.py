@@ -17,6 +17,22 @@ _KINDS = frozenset({optim.Adam, optim.AdamW, optim.Adagrad})
 _DTYPES = (torch.float32, torch.float64)
 
 
+def has_guard(optimizer: optim.Optimizer) -> bool:
+    """True if its step leaves out the update, slots included, where ``found_inf`` is 1."""
+    if type(optimizer) not in (optim.Adam, optim.AdamW, optim.SGD):
+        return False
+    if not all(group["fused"] for group in optimizer.param_groups):
+        return False
+    # A first step makes momentum that is not initialized, also where it updates nothing.
+    return type(optimizer) is not optim.SGD or all(
+        optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
+        for group in optimizer.param_groups
+        if group["momentum"]
+        for parameter in group["params"]
+        if parameter.requires_grad
+    )
+
+
 def step_in_fastest_form(optimizer: optim.Optimizer, step: Callable[[], object]) -> None:
     """Step one of torch's own optimizers without hooks: by ``step``, or by the kernel alone."""
     if not step_adam(optimizer):

@@ -11,7 +11,7 @@ from torch import nn, optim
 from lockstep.errors import ModelError, OptionError
 from lockstep.parallel.exchange.exchange_layout import sparse_weights
 from lockstep.plan.spec import Plan
-from lockstep.train.optim.updaters import ELEMENTWISE, PARAMETERWISE
+from lockstep.train.optim.optimizer_kinds import ELEMENTWISE, PARAMETERWISE
 
 
 def make_optimizer(optimizer: Any, model: nn.Module) -> optim.Optimizer:

@@ -35,32 +35,10 @@ from lockstep.parallel.update import (
     assemble_slots,
 )
 from lockstep.train.checkpointing.training_state import TrainingState
-from lockstep.train.optim.fused_step import fastest_form, step_in_fastest_form
+from lockstep.train.optim.fused_step import fastest_form, has_guard, step_in_fastest_form
+from lockstep.train.optim.optimizer_kinds import ELEMENTWISE, LAZY, PARAMETERWISE
 from lockstep.train.optim.optimizer_state import optimizer_parts, option_values, set_optimizer
 from lockstep.train.runtime.shared_options import SharedOptions, options_spec
-
-# Treat every element separately. Exact types: a subclass may do anything.
-ELEMENTWISE = frozenset(
-    {
-        optim.SGD,
-        optim.Adam,
-        optim.AdamW,
-        optim.Adamax,
-        optim.NAdam,
-        optim.RAdam,
-        optim.RMSprop,
-        optim.Adagrad,
-        optim.Adadelta,
-        optim.ASGD,
-        optim.Rprop,
-    }
-)
-
-# Accept sparse gradients, if without momentum and decay; the last accepts no others.
-LAZY = frozenset({optim.SGD, optim.Adagrad, optim.SparseAdam})
-
-# Treat every parameter separately.
-PARAMETERWISE = frozenset({optim.Adafactor, optim.Muon})
 
 
 class TorchUpdater(Updater):
@@ -98,6 +76,12 @@ class TorchUpdater(Updater):
         return type(self.optimizer) in LAZY and not any(
             group.get("momentum") or group.get("weight_decay") for group in groups
         )
+
+    @property
+    def guarded(self) -> optim.Optimizer | None:  # type: ignore[override]  # of others it is fixed
+        """The user's optimizer, if this rank steps it itself and the user chose its fused form."""
+        is_stepped = self._active is self.optimizer and self.is_known
+        return self.optimizer if is_stepped and has_guard(self.optimizer) else None
 
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
         self._pieces = list(pieces)

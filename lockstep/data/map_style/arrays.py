@@ -1,0 +1,60 @@
+"""Arrays of numpy, and what becomes one, as tensors."""
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.data.map_style.mapped_files import remember_file
+from lockstep.errors import DataError
+
+
+def as_array(value: Any, name: str) -> np.ndarray[Any, Any]:
+    """Rows as an array.
+
+    Raises:
+        DataError: they have different shapes.
+    """
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise DataError(
+            f"The rows of `{name}` must form an array.",
+            received=error,
+            fix="Give all rows the same shape, or pass a map-style Dataset.",
+        ) from error
+
+
+def _shared_with(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """A tensor in the memory of an array."""
+    if array.dtype.name == "bfloat16":  # of ml_dtypes, which torch does not know
+        return _shared_with(array.view(np.int16)).view(torch.bfloat16)
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    # Only if needed: catch_warnings makes Python forget which warnings it has shown.
+    with warnings.catch_warnings():
+        # Read-only arrays (memory maps) are only ever read here.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(array)
+
+
+def from_numpy(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
+    """A tensor of an array, in the same memory if torch can read it there.
+
+    Raises:
+        DataError: torch has no such numbers.
+    """
+    usable = array.dtype.isnative and all(
+        stride >= 0 and stride % array.itemsize == 0 for stride in array.strides
+    )
+    if not usable:  # reversed, a field of records, of another byte order: torch needs a copy
+        array = array.astype(array.dtype.newbyteorder("="), order="C")
+    try:
+        return remember_file(_shared_with(array), array)
+    except TypeError as error:
+        raise DataError(
+            f"`{name}` holds an array that torch cannot read.",
+            received=f"dtype {array.dtype}, shape {array.shape}",
+            fix="Convert it to numbers, for example with .astype('float32').",
+        ) from error
