@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch_contenders as plain
@@ -50,10 +51,10 @@ class Contender:
         return [package for package in self.packages if find_spec(package) is None]
 
 
-def lockstep(net_name: str, seconds: float, precision: str, engine: str | None = None) -> Figures:
+def lockstep(net_name: str, seconds: float, precision: str = "fp32", **options: Any) -> Figures:
     from lockstep_contenders import train  # only here: no other contender's memory is to hold it
 
-    return train(net_name, seconds, precision, engine)
+    return train(net_name, seconds, precision, **options)
 
 
 def bare_ddp(net_name: str, seconds: float) -> Figures:
@@ -105,6 +106,10 @@ CONTENDERS = {
         partial(lockstep, precision="bf16-mixed"),
         'the same with `precision="bf16-mixed"`',
         nets=LARGE_NETS,
+    ),
+    "lockstep compiled": Contender(partial(lockstep, is_compiled=True), "with `compile=True`"),
+    "ddp compiled": Contender(
+        partial(plain.distributed, train=plain.train_ddp_compiled), "DDP of `torch.compile(model)`"
     ),
     "ddp": Contender(
         partial(plain.distributed, train=plain.train_ddp),

@@ -34,7 +34,11 @@ class EpochClock(lockstep.Callback):
 
 
 def train(
-    net_name: str, seconds: float, precision: Any = "fp32", engine: str | None = None
+    net_name: str,
+    seconds: float,
+    precision: Any = "fp32",
+    engine: str | None = None,
+    is_compiled: bool = False,
 ) -> dict[str, float]:
     net = NETS[net_name]
     clock = EpochClock(seconds)
@@ -45,6 +49,7 @@ def train(
         strategy=lockstep.MirroredStrategy(NUM_RANKS, engine=engine),
         callbacks=[clock],
         precision=precision,
+        compile=is_compiled,
     )
     data = net.make_data(net.num_samples)
     trainer.fit(data, epochs=100_000, batch_size=net.batch_size, verbose=0)

@@ -88,6 +88,12 @@ def train_ddp(net: Net, rank: int, seconds: float) -> dict[str, float]:
     return loop(net, plain_step(net, model), batches(net, rank, NUM_RANKS), seconds)
 
 
+def train_ddp_compiled(net: Net, rank: int, seconds: float) -> dict[str, float]:
+    """On CPUs ``torch.compile`` of the wrapper compiles nothing (torch 2.13): so, what it wraps."""
+    model = DistributedDataParallel(torch.compile(net.make_model()), **DDP_SETTINGS)
+    return loop(net, plain_step(net, model), batches(net, rank, NUM_RANKS), seconds)
+
+
 def train_apart(net: Net, rank: int, seconds: float) -> dict[str, float]:
     """The same without any exchange: what two cores make that need nothing of each other."""
     return loop(net, plain_step(net, net.make_model()), batches(net, rank, NUM_RANKS), seconds)
