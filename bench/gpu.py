@@ -43,6 +43,8 @@ def run_tests() -> Figures:
     """What the tests on devices say."""
     workers = str(min(6, os.cpu_count() or 1))
     command = [sys.executable, "-m", "pytest", "-q", "-n", workers]
+    # It warns beside xdist, and warnings are errors here.
+    command += ["-p", "no:benchmark"]
     code, output = run([*command, "-m", "not thorough", "tests/devices"], LIMITS["tests"])
     counts = re.findall(r"(\d+) (passed|failed|error|errors|skipped)", output)
     found: Figures = {word: int(number) for number, word in counts}

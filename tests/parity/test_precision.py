@@ -1,5 +1,7 @@
 """Mixed precision and memory formats: as good as float32, and the same bits whoever computes."""
 
+import warnings
+from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -406,19 +408,27 @@ def test_attention_that_is_computed_again_is_the_same() -> None:
 # --- compiled models -----------------------------------------------------------------------------
 
 
+@pytest.fixture
+def compiles_calmly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Else torch compiles programs to find out what the processor can, and starts processes."""
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # helpers get these
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    with (
+        warnings.catch_warnings(),
+        inductor_config.patch({"cpp.vec_isa_ok": True, "compile_threads": 1}),
+    ):
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, in what it imports
+        # torch hides this one itself, but not from those who make errors of warnings.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        yield
+
+
 # Compilation takes its time, above all where other tests have the cores.
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in what it imports
-# torch hides this one itself, but not from those who make errors of warnings.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.usefixtures("compiles_calmly")
 @pytest.mark.parametrize("name", ["cnn_batch_norm"])
-@inductor_config.patch({"cpp.vec_isa_ok": True, "compile_threads": 1})  # type: ignore[untyped-decorator]
-def test_a_compiled_model_trains_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Else torch compiles programs to find out what the processor can, and starts processes; here
-    # as in helpers, which get the variables.
-    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+def test_a_compiled_model_trains_the_same(name: str) -> None:
     one = case(name)
     found = []
     for compiled in (False, True):
@@ -435,6 +445,48 @@ def test_a_compiled_model_trains_the_same(name: str, monkeypatch: pytest.MonkeyP
     assert ", compiled" in str(trainer.plan)
     for key, value in found[0].items():
         torch.testing.assert_close(found[1][key], value, rtol=1e-12, atol=1e-13)
+
+
+class _CompileCounter(lockstep.Callback):
+    """How often this process has compiled something, at the end of each epoch."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.counts: list[int] = []
+
+    def note(self, *details: object) -> None:
+        self.count += 1
+
+    def on_epoch_end(self, epoch: int, logs: object = None) -> None:
+        self.counts.append(self.count)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("compiles_calmly")
+def test_nothing_is_compiled_again_after_the_first_epoch() -> None:
+    """With a short last batch, shares and validation of other sizes, and in a second fit."""
+    from torch._dynamo.callback import callback_handler
+
+    counter = _CompileCounter()
+    callback_handler.register_start_callback(counter.note)
+    try:
+        trainer = lockstep.Trainer(
+            nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3)),
+            loss=nn.CrossEntropyLoss(),
+            optimizer=partial(torch.optim.Adam, lr=1e-3),
+            strategy=lockstep.MirroredStrategy(2, num_shares=4),
+            callbacks=[counter],
+            compile=True,
+        )
+        x, y = torch.randn(100, 16), torch.arange(100) % 3
+        for _ in range(2):
+            held_out = (x[:37], y[:37])
+            trainer.fit((x, y), batch_size=16, epochs=2, validation_data=held_out, verbose=0)
+    finally:
+        callback_handler.remove_start_callback(counter.note)
+    assert counter.counts[0] > 0
+    assert counter.counts == [counter.counts[0]] * 4
 
 
 def test_stages_are_not_compiled() -> None:
