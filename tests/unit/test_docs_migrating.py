@@ -28,6 +28,9 @@ STAND_INS = ROOT / "tests" / "stand_ins"
 STOOD_IN_FOR = ("horovod",)
 LAUNCHED = ("before_ddp.py", "after_ddp.py")
 TIMEOUT_SECONDS = 240
+# How torch 2.13 ends one in 25 processes of its own DistributedDataParallel over gloo.
+TORCHS_ABORT = "terminate called without an active exception"
+ABORTED_BY_TORCH = ("before_ddp.py",)
 
 # They train in float32, and sum in their own orders: within 5e-7 of float64 when measured.
 LARGEST_DIFFERENCE = 1e-5
@@ -82,11 +85,14 @@ def like(page: Page, argv: Sequence[str]) -> str | None:
     return "keras" if "import keras" in text else "torch"
 
 
-def finish(processes: Sequence[HostProcess]) -> None:
-    """All of them must come to a good end."""
+def finish(processes: Sequence[HostProcess]) -> bool:
+    """All of them must come to a good end; False if torch has aborted one after its last line."""
     for process in processes:
         status, out, err = process.finish(TIMEOUT_SECONDS)
+        if status != 0 and TORCHS_ABORT in err:
+            return False
         assert status == 0, out + err
+    return True
 
 
 def weights_in(folder: Path) -> list[Tensor]:
@@ -140,15 +146,19 @@ def test_a_program_comes_to_the_weights(
         "KERAS_HOME": str(tmp_path),  # a file there may name another backend
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
-    with ExitStack() as stack:
-        processes = []
-        for argv, variables in starts_of(command):
-            told = {**environment, **warm.VARIABLES, **own, **variables}
-            process = HostProcess(argv, told, tmp_path, like=like(page, argv))
-            stack.callback(process.close)
-            stack.callback(process.end)
-            processes.append(process)
-        finish(processes)
+
+    def run() -> bool:
+        with ExitStack() as stack:
+            processes = []
+            for argv, variables in starts_of(command):
+                told = {**environment, **warm.VARIABLES, **own, **variables}
+                process = HostProcess(argv, told, tmp_path, like=like(page, argv))
+                stack.callback(process.close)
+                stack.callback(process.end)
+                processes.append(process)
+            return finish(processes)
+
+    assert run() or (block.file in ABORTED_BY_TORCH and (run() or run()))
     for found, wanted in zip(weights_in(tmp_path), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=LARGEST_DIFFERENCE)
 
