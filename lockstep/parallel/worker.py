@@ -113,7 +113,8 @@ class Worker(UpdateWorker):
         """
         self._check = self._unsettled = None
         is_alone = self.plan.num_ranks == self.plan.num_shares == 1 and self.board is None
-        self._may_be_late = is_alone and not is_synchronous
+        waits = is_synchronous or self.passes.device.type == "cpu"
+        self._may_be_late = is_alone and not waits
 
     @property
     def local_steps(self) -> LocalSteps | None:
@@ -153,23 +154,27 @@ class Worker(UpdateWorker):
         if check is None:
             self.settle()
             return self._train_checked(batch)
+        now = self._begun(batch, check)
         try:
-            result = self._train(self._begun(batch, check))
+            result = self._train(now)
         except _RepeatStepError:
             self._may_be_late = False
             self._end_repeated()
             self.settle()
             return self._train_checked(batch)
         previous = self._unsettled
-        self._unsettled = LateStep(batch, self.passes.first_buffers, check)
-        if previous is not None and previous.is_refused():
+        self._unsettled = LateStep(batch, now.batch, self.passes.first_buffers, check)
+        if previous is not None and not previous.settle():
             return self._train_again(previous, self._unsettled)
+        # The next step's go to memory that no step needs any more.
+        self.passes.first_buffers = None if previous is None else previous.buffers
         return result
 
     def _check_of(self, batch: StepBatch) -> LateCheck | None:
         """The check of a step whose verdict the host may learn later; None if it must wait."""
-        is_watched = batch.observe is not None or is_traced() or self.passes.has_turns
-        if not self._may_be_late or is_watched or is_tried(batch.step):
+        if not self._may_be_late or is_tried(batch.step):
+            return None
+        if is_traced() or self.passes.has_turns:
             return None
         if self._check is None and self.updater is not None:
             self._check = LateCheck.of(self.updater, self._rules, self.passes.device)
@@ -263,7 +268,7 @@ class Worker(UpdateWorker):
         if now.late is not None and now.totals.late is None:
             raise _RepeatStepError  # the weight of the loss must be read from the device
         self.passes.check_side_effects()
-        if batch.is_observed:
+        if batch.is_observed and now.late is None:
             batch.end_observing()
         if now.totals.is_refused:
             self.passes.call.give_up_format()
@@ -378,7 +383,7 @@ class Worker(UpdateWorker):
     def settle(self) -> None:
         """Know that the last step is complete, before its weights are read."""
         step, self._unsettled = self._unsettled, None
-        if step is not None and step.is_refused():
+        if step is not None and not step.settle():
             self._train_again(step)
 
     def epoch_logs(self) -> dict[str, float]:

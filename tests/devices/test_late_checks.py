@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchmetrics import Accuracy, MeanSquaredError
 
 import lockstep
 from lockstep.errors import NonFiniteError
@@ -34,6 +35,9 @@ class Found:
             model,
             **{"loss": nn.CrossEntropyLoss(), **options},
             optimizer=OPTIMIZERS[optimizer],
+            metrics={
+                "metric": MeanSquaredError() if is_linear else Accuracy("multiclass", num_classes=3)
+            },
             schedule=lambda given: torch.optim.lr_scheduler.StepLR(given, 3, 0.9),
             strategy=lockstep.SingleDeviceStrategy(ACCELERATORS[0]),
         )
@@ -54,13 +58,14 @@ class Found:
 def refused(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """The verdicts that hosts read a step later."""
     verdicts: list[bool] = []
-    read = LateStep.is_refused
+    original = LateStep.settle
 
-    def is_refused(step: LateStep) -> bool:
-        verdicts.append(read(step))
-        return verdicts[-1]
+    def settle(step: LateStep) -> bool:
+        is_valid = original(step)
+        verdicts.append(not is_valid)
+        return is_valid
 
-    monkeypatch.setattr(LateStep, "is_refused", is_refused)
+    monkeypatch.setattr(LateStep, "settle", settle)
     return verdicts
 
 

@@ -7,7 +7,6 @@ only be iterated is a stream (``data.iterable.streams``), and refused here with 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -114,10 +113,12 @@ class ArraySource(Source):
         return ArraySource(map_tensors(cut, self.inputs), map_tensors(cut, self.targets), weight)
 
     def read(self, indices: torch.Tensor, dtype: torch.dtype | None) -> Batch:
-        places_on = cache(partial(sent, indices))
+        places_on = {indices.device: indices}
 
         def pick(tensor: torch.Tensor) -> torch.Tensor:
-            places = indices if tensor.is_cpu else places_on(tensor.device)
+            if tensor.device not in places_on:
+                places_on[tensor.device] = sent(indices, tensor.device)
+            places = places_on[tensor.device]
             # The faster index_select lacks some integer types for a single dim.
             rows = tensor[places] if tensor.dim() == 1 else tensor.index_select(0, places)
             return rows.to(dtype) if dtype is not None and rows.is_floating_point() else rows

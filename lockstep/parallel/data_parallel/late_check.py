@@ -19,7 +19,7 @@ from torch import optim
 
 from lockstep import accelerators
 from lockstep.comm.shared_memory.status_board import look_around_of
-from lockstep.parallel.batch_run import StepBatch
+from lockstep.parallel.batch_run import Run, StepBatch
 from lockstep.parallel.data_parallel.buffers import Kept
 from lockstep.parallel.data_parallel.gradient_rules import GradientRules
 from lockstep.parallel.update import Updater
@@ -42,9 +42,7 @@ class LateCheck:
     def of(cls, updater: Updater, rules: GradientRules, device: torch.device) -> Self | None:
         """The check of a rank that trains alone; None if it must wait for its device."""
         optimizer = updater.guarded
-        if optimizer is None or device.type == "cpu" or not rules.only_raises:
-            return None
-        return cls(optimizer, device)
+        return None if optimizer is None or not rules.only_raises else cls(optimizer, device)
 
     @torch.no_grad()
     def look(self, gradients: Sequence[torch.Tensor], totals: torch.Tensor) -> None:
@@ -75,20 +73,29 @@ class LateStep:
 
     Args:
         batch: of the step.
+        run: its shares, with the outputs that ``observe`` is to be called with.
         buffers: the model's, before the step.
         check: that has looked at it.
     """
 
-    def __init__(self, batch: StepBatch, buffers: Kept, check: LateCheck) -> None:
+    def __init__(self, batch: StepBatch, run: Run, buffers: Kept | None, check: LateCheck) -> None:
         self.batch = batch
         self.buffers = buffers
+        self._run = run
         self._groups = check.optimizer.param_groups
         self._options = [_options_of(group) for group in self._groups]
         self._fetch = check.fetch()
 
-    def is_refused(self) -> bool:
-        """True if the device has left out its update; waits until the device has decided."""
-        return bool(self._fetch.wait(look_around_of(None)))
+    def settle(self) -> bool:
+        """Wait until the device has decided, and have the outputs observed if the step is valid.
+
+        Returns:
+            False if the device has left out the update.
+        """
+        is_valid = not self._fetch.wait(look_around_of(None))
+        if is_valid:
+            self._run.end_observing()
+        return is_valid
 
     @contextmanager
     def as_then(self) -> Iterator[None]:

@@ -361,7 +361,7 @@ class ModelPasses(Passes):
             if not self._isolates_buffers:
                 body(run, share)
                 return
-            self._buffers.restore(self._left_buffers.get(share, self.first_buffers))
+            self.restore_buffers(self._left_buffers.get(share))
             body(run, share)
             self._left_buffers[share] = self._buffers.keep()
 

@@ -87,8 +87,7 @@ class Passes(ABC):
         self.device = device
         self._dtype = DTYPES[plan.precision]
         self._buffers = Buffers(model)
-        self.first_buffers = Kept([], [])  # at the beginning of the step
-        self._spare_buffers = Kept([], [])  # of the step before, or older: their memory
+        self.first_buffers: Kept | None = None  # at the beginning of the step
         self._norms = BatchNorms(model)
         holders = [plan.num_ranks]
         if plan.pipeline is not None:
@@ -154,8 +153,7 @@ class Passes(ABC):
         if run.is_training:
             self._exchange.expect(run.num_filled)
             if self._buffers:
-                older, self._spare_buffers = self._spare_buffers, self.first_buffers
-                self.first_buffers = self._buffers.keep(older)
+                self.first_buffers = self._buffers.keep(self.first_buffers)
             self._side_effects.begin(is_divided=run.num_filled > 1)
             self._clear_gradients()
 
@@ -178,8 +176,9 @@ class Passes(ABC):
 
     def restore_buffers(self, kept: Kept | None = None) -> None:
         """The step is skipped: restore the buffers from its beginning, or ``kept`` ones."""
-        if self._buffers:
-            self._buffers.restore(self.first_buffers if kept is None else kept)
+        kept = kept or self.first_buffers
+        if kept is not None:
+            self._buffers.restore(kept)
 
     def settle_buffers(self) -> None:
         """The step is taken: set the buffers as one pass over the whole batch leaves them."""

@@ -31,3 +31,11 @@ class FitHooks(NamedTuple):
     full_state: bool = False
     validation: bool = False
     reports: ReportTimes = "never"
+
+    def keeps_states(self, num_ranks: int) -> bool:
+        """True if states after steps are kept. A rank alone has copies only if they are asked for.
+
+        Args:
+            num_ranks: of the Plan.
+        """
+        return self.full_state or (self.state and num_ranks > 1)

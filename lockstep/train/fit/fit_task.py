@@ -218,6 +218,7 @@ class FitTask(Task):
         batches = self._batches(rank_sync, run.source, epoch)
         bad_records = self._filter_of(rank_sync, self.source)
         reports = self._reports(rank_sync)
+        keeps_states = self.hooks.keeps_states(rank_sync.worker.plan.num_ranks)
         for index, batch in enumerate(batches, self._num_done(epoch)):
             if self.hooks.step_begin:
                 stops = rank_sync.sync_callback(partial(driver.begin_step, index))
@@ -229,10 +230,11 @@ class FitTask(Task):
             run.num_epochs = epoch + 1
             if reports.are_wanted:
                 reports.end_batch(partial(self._report, rank_sync, results))
-            if self.hooks.state:
+            if keeps_states:
                 position = FitPosition(epoch, True, batch=index + 1, num_steps=run.num_steps)
                 run.recorder.end_step(position, results)
-            if self._end_step(rank_sync, index, results[-1], replace(begun, stops=stops)):
+            begun = begun if stops == begun.stops else replace(begun, stops=stops)
+            if self._end_step(rank_sync, index, results[-1], begun):
                 break
         run.num_epochs = epoch + 1
         return self._end_epoch(run, epoch, results)
@@ -319,9 +321,8 @@ class FitTask(Task):
         if self.hooks.callbacks:
             run.recorder.show_all()
         run.recorder.record(FitPosition(epoch + 1, num_steps=run.num_steps))
-        end = partial(rank_sync.driver.end_epoch, epoch, logs)
         renew_at = FitPosition(epoch + 1) if self.hooks.callbacks else None
-        return rank_sync.sync_callback(end, renew_at)
+        return rank_sync.sync_callback(partial(rank_sync.driver.end_epoch, epoch, logs), renew_at)
 
     def _filter_of(
         self, rank_sync: RankSync, source: Source | SharedStream | None
@@ -401,7 +402,7 @@ class FitTask(Task):
     def _train_step(self, rank_sync: RankSync, batch: StepBatch) -> StepResult:
         """One step, or one of each function in turn; none if no record is left."""
         worker = rank_sync.worker
-        if self._skips_bad_records and not len(batch.indices):
+        if not batch.indices.shape[0] and self._skips_bad_records:
             return StepResult(total=0.0, weight=0.0, num_samples=0)
         if not self.turns:
             return worker.train_step(batch)

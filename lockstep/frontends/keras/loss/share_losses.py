@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from keras import tree
 
+from lockstep import accelerators
 from lockstep.data.map_style.sources import Batch
 from lockstep.data.trees import Tree
 from lockstep.errors import LossError
@@ -189,10 +190,11 @@ class KerasLoss(LossAdapter):
         """A single loss; a sum is divided by the samples of its share and scaled by the batch."""
         seed = factor * (1 if one.weight is not None else self.batch_size)
         weight = float(num_samples) if one.weight is None else one.weight or _EMPTY_WEIGHT
+        total = one.total.detach()
         return ShareLoss(
             values=(one.total,),
             seeds=(seed,),
-            total=float(seed * one.total.item()),
+            total=seed * (total.double() if accelerators.computes(total) else total.item()),
             weight=weight,
             is_guess=one.is_guess,
         )
