@@ -103,18 +103,20 @@ class Worker(UpdateWorker):
 
     # --- training --------------------------------------------------------------------------------
 
-    def begin_training(self, *, is_synchronous: bool, is_restartable: bool) -> None:
+    def begin_training(
+        self, *, is_synchronous: bool, is_restartable: bool, is_watched: bool
+    ) -> None:
         """A ``fit`` begins.
 
         Args:
-            is_synchronous: callbacks or metrics need all ranks after every step.
+            is_synchronous: all ranks take part in what happens after every step.
             is_restartable: if a rank dies, the epoch may continue: only sums of its steps' results
                 are kept.
+            is_watched: callbacks act after every step.
         """
         self._check = self._unsettled = None
         is_alone = self.plan.num_ranks == self.plan.num_shares == 1 and self.board is None
-        waits = is_synchronous or self.passes.device.type == "cpu"
-        self._may_be_late = is_alone and not waits
+        self._may_be_late = is_alone and not is_watched and self.passes.device.type != "cpu"
 
     @property
     def local_steps(self) -> LocalSteps | None:
@@ -158,16 +160,14 @@ class Worker(UpdateWorker):
         try:
             result = self._train(now)
         except _RepeatStepError:
-            self._may_be_late = False
             self._end_repeated()
-            self.settle()
-            return self._train_checked(batch)
+            self._may_be_late = False
+            return self._train_once_or_twice(batch)
         previous = self._unsettled
         self._unsettled = LateStep(batch, now.batch, self.passes.first_buffers, check)
         if previous is not None and not previous.settle():
             return self._train_again(previous, self._unsettled)
-        # The next step's go to memory that no step needs any more.
-        self.passes.first_buffers = None if previous is None else previous.buffers
+        self.passes.first_buffers = None if previous is None else previous.buffers  # to reuse
         return result
 
     def _check_of(self, batch: StepBatch) -> LateCheck | None:

@@ -89,11 +89,13 @@ class Constant:
 class ArraySource(Source):
     """Samples along the first dim of arrays or tensors."""
 
+    _version = -1  # of the targets, when the least was read
+
     def __init__(self, inputs: Tree, targets: Tree, sample_weight: Any) -> None:
         self.inputs = inputs
         self.targets = targets
         self.sample_weight = sample_weight
-        self._least_target: tuple[int, int | None] | None = None  # a version, and the value then
+        self._least: int | None = None
 
     def __len__(self) -> int:
         first = next(tensors_of((self.inputs, self.targets)), None)
@@ -129,17 +131,17 @@ class ArraySource(Source):
             targets=map_tensors(pick, self.targets),
             sample_weight=None if weight is None else pick(weight).to(dtype or weight.dtype),
             num_samples=len(indices),
-            least_target=self._least(),
+            least_target=self.least_target(),
         )
 
-    def _least(self) -> int | None:
-        """The least of all targets on a device; read again where they have changed."""
+    def least_target(self) -> int | None:
+        """See ``Batch``: of all targets on a device, read again where they have changed."""
         targets = self.targets
         if not isinstance(targets, torch.Tensor) or targets.is_cpu:
             return None
-        if self._least_target is None or self._least_target[0] != targets._version:
-            self._least_target = targets._version, least_of(targets)
-        return self._least_target[1]
+        if self._version != targets._version:
+            self._version, self._least = targets._version, least_of(targets)
+        return self._least
 
 
 def least_of(targets: Tree) -> int | None:

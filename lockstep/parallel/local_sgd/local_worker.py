@@ -59,7 +59,9 @@ class LocalWorker(Worker, LocalSteps):
         self._num_steps = 0  # since the last average
         self._is_over = False
 
-    def begin_training(self, *, is_synchronous: bool, is_restartable: bool) -> None:
+    def begin_training(
+        self, *, is_synchronous: bool, is_restartable: bool, is_watched: bool
+    ) -> None:
         self._is_synchronous = is_synchronous
 
     @property

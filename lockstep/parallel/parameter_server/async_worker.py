@@ -172,7 +172,9 @@ class AsyncWorker(Worker, LocalSteps):
             weights=lambda queue: FreshWeights(queue, self._groups[_GROUP], served, row_versions),
         )
 
-    def begin_training(self, *, is_synchronous: bool, is_restartable: bool) -> None:
+    def begin_training(
+        self, *, is_synchronous: bool, is_restartable: bool, is_watched: bool
+    ) -> None:
         self._is_synchronous, self._is_restartable = is_synchronous, is_restartable
 
     @property

@@ -140,7 +140,8 @@ class FitTask(Task):
         rank_sync = RankSync(worker=worker, control=control, driver=driver)
         has_more = self.metrics or self.loss_parts or self.turns or self._skips_bad_records
         worker.begin_training(
-            is_synchronous=self._meets_between_steps,
+            is_synchronous=self._is_watched or isinstance(self.source, SharedStream),
+            is_watched=self._is_watched,
             is_restartable=self.hooks.full_state and not has_more,
         )
         recorder = PositionRecorder(
@@ -195,11 +196,9 @@ class FitTask(Task):
         return resume
 
     @property
-    def _meets_between_steps(self) -> bool:
-        """True if all ranks take part in what happens between two steps."""
-        is_stream = isinstance(self.source, SharedStream)
-        has_snapshots = self.snapshots is not None
-        return self.hooks.step_begin or self.hooks.step_end or has_snapshots or is_stream
+    def _is_watched(self) -> bool:
+        """True if callbacks act, or snapshots are taken, between two steps."""
+        return self.hooks.step_begin or self.hooks.step_end or self.snapshots is not None
 
     @property
     def _skips_bad_records(self) -> bool:

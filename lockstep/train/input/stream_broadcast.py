@@ -221,7 +221,7 @@ class SharedStream:
             self._num_used += 1
             if isinstance(reading, ReplayableReading):
                 reading.use()
-            yield batch if isinstance(batch, ArraySource) else _arrived(batch)
+            yield batch if isinstance(batch, ArraySource) else _ArrivedBatch(batch)
         control.broadcast(_BatchHeader())
 
     def _read(
@@ -406,9 +406,16 @@ class _CopiedBatches:
         """Nothing to do: there are no other ranks."""
 
 
-def _arrived(staged: Staged) -> ArraySource:
-    batch = staged.take()
-    return ArraySource(batch.inputs, batch.targets, batch.sample_weight)
+class _ArrivedBatch(ArraySource):
+    """A batch on a device; what was seen of it in host memory is not read there again."""
+
+    def __init__(self, staged: Staged) -> None:
+        batch = staged.take()
+        super().__init__(batch.inputs, batch.targets, batch.sample_weight)
+        self._least = batch.least_target
+
+    def least_target(self) -> int | None:
+        return self._least
 
 
 def _follow(control: Control) -> Iterator[ArraySource]:
