@@ -137,7 +137,7 @@ class ArraySource(Source):
     def least_target(self) -> int | None:
         """See ``Batch``: of all targets on a device, read again where they have changed."""
         targets = self.targets
-        if not isinstance(targets, torch.Tensor) or targets.is_cpu:
+        if not isinstance(targets, torch.Tensor) or targets.is_cpu or targets.is_inference():
             return None
         if self._version != targets._version:
             self._version, self._least = targets._version, least_of(targets)

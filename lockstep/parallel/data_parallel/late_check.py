@@ -35,8 +35,9 @@ class LateCheck:
 
     def __init__(self, optimizer: optim.Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
-        self._sum = torch.zeros((), device=device)  # NaN once a value was not finite
-        self._found = torch.zeros((), device=device)  # then 1
+        # NaN, and 1, once a value was not finite.
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._found = torch.zeros((), dtype=torch.float32, device=device)
 
     @classmethod
     def of(cls, updater: Updater, rules: GradientRules, device: torch.device) -> Self | None:
