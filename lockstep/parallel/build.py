@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from lockstep.comm.collectives.reduce_scatter import members_by_domain
@@ -53,7 +54,7 @@ def build_worker(
     process = endpoint.process_groups({pair for one in mail.values() for pair in one.channels})
     exchange = endpoint.exchange(process)
     owned = owned_groups(plan, spec, work.updater, dict(work.model.named_parameters()), exchange)
-    residency = residency_of(work, owned, exchange)
+    residency = residency_of(work, owned, exchange, endpoint.device)
     for gradients in exchange.gradients.values():
         if isinstance(gradients, ShardedReduce):  # units keep all ranks in step, also in backward
             gradients.waits_in_backward = residency is not None or not BatchNorms(work.model)
@@ -104,7 +105,7 @@ def open_passes(
 
 
 def residency_of(
-    work: Workload, owned: Sequence[OwnedGroup], exchange: Exchange
+    work: Workload, owned: Sequence[OwnedGroup], exchange: Exchange, device: torch.device
 ) -> Residency | None:
     """The residency of a rank's parameters, if the Plan divides them."""
     sharding, units = work.plan.sharding, units_of(work)
@@ -118,7 +119,7 @@ def residency_of(
         [units[name] for name in group.names],
         len(sharding.units),
         group.pieces,
-        gather=gradients.begin_gather,
+        gradients,
     )
     return Residency(
         work.model,
@@ -127,6 +128,7 @@ def residency_of(
         parameters=group.names,
         memory=memory,
         gradients=gradients,
+        device=device,
     )
 
 

@@ -1,6 +1,6 @@
 """A group of parameters on one of its ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,16 +40,17 @@ class OwnedGroup:
         """True if a parameter's gradient is sparse (some rows only)."""
         return self.spec.gradients.is_sparse(parameter)
 
-    def bound(self, *, is_alone: bool) -> list[BoundPiece]:
+    def bound(self, kept: Mapping[Piece, torch.Tensor], *, is_alone: bool) -> list[BoundPiece]:
         """The pieces, for an updater.
 
         Args:
+            kept: those that lie elsewhere than in their parameters' memory.
             is_alone: no other rank maps the memory: the parameters themselves are stepped.
         """
         bound = []
         for piece in self.pieces:
             member = self.members[piece.parameter]
-            cut = cut_piece(member.detach(), piece)
+            cut = (kept[piece] if piece in kept else cut_piece(member, piece)).detach()
             if self.is_sparse(piece.parameter):
                 cut = cut.view(-1, member.shape[1])
             cut.requires_grad_()

@@ -150,6 +150,10 @@ class Updater(ABC):
         """Give the front end's optimizer the ``slots`` of all ranks."""
         raise NotImplementedError
 
+    def write_back_slots(self) -> None:
+        """Bring this rank's pieces of stored slots to the store, if it steps on copies of them."""
+        return
+
     def stored(self) -> list[tuple[str, torch.Tensor]]:
         """Stored tensors with their parameters' names, in the same order on all ranks."""
         return []

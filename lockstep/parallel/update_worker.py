@@ -60,7 +60,8 @@ class UpdateWorker:
         # Numbers of the parameters that no rank has whole between steps.
         self._away = frozenset() if residency is None else residency.memory.numbers
         self._groups = groups
-        self._pieces = [group.bound(is_alone=plan.num_ranks == 1) for group in groups]
+        kept = {} if residency is None else residency.memory.kept
+        self._pieces = [group.bound(kept, is_alone=plan.num_ranks == 1) for group in groups]
         bound = [piece for pieces in self._pieces for piece in pieces]
         if updater is not None:
             updater.bind(bound)
@@ -221,6 +222,7 @@ class UpdateWorker:
         """All-gather the stored slots between domains that do not share them; collective."""
         assert self.updater is not None
         if self.plan.sharding is not None:
+            self.updater.write_back_slots()
             return
         self.exchange.open()  # if no step has opened it
         for group in self._groups:
@@ -230,6 +232,13 @@ class UpdateWorker:
                     self.exchange.gradients[group.number].all_gather(
                         {numbers[name]: tensor.detach()}, all_pieces=True
                     )
+
+    def reload_weights(self) -> None:
+        """Take notice of weights that may have been set from outside, while all are here."""
+        if self._residency is not None:
+            self._residency.memory.keep_pieces()
+        if self.updater is not None:
+            self.updater.reload_weights()
 
     def rebind(self) -> None:
         """Reload the state of the front end's optimizer after it has changed."""

@@ -3,12 +3,13 @@
 import os
 from collections.abc import Sequence
 
+from lockstep.cluster import tpu
 from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_devices
 from lockstep.errors import OptionError, Problems
 from lockstep.options import check_timeout
-from lockstep.plan.devices import Devices, check_devices, device_names, is_cpu
-from lockstep.plan.engines import check_engine, over
+from lockstep.plan.devices import Devices, check_devices, device_names, is_cpu, kind_of
+from lockstep.plan.engines import backend_for, check_engine, check_leave, over
 from lockstep.plan.makers.data_parallel import Maker, Mirrored
 from lockstep.plan.makers.sharded import FullySharded, as_units
 from lockstep.strategies.base import Strategy
@@ -25,22 +26,23 @@ class FullyShardedStrategy(Strategy):
     The parameters stay the user's own: they keep their names, shapes and identities. A unit's
     parameters are gathered before its pass and freed after it. On one host's cores, where
     ``MirroredStrategy`` has one copy of the parameters for all replicas, this saves gradients only;
-    it is for devices, and hosts, that share no memory.
+    it is for devices, which share no memory.
 
     Args:
-        devices: as in ``MirroredStrategy``; cores so far.
+        devices: as in ``MirroredStrategy``; no TPUs.
         level: what the devices divide: ``"slots"``, the optimizer's; ``"gradients"`` and slots; or
             ``"parameters"``, gradients and slots (levels 1, 2 and 3 of ZeRO).
         units: names of the modules whose parameters are gathered together; a list of names for
             several modules in one unit. None takes the entries of lists of modules, and the layers
             outside of lists. What is in no unit, or used by several, stays on every device.
         num_shares: as in ``MirroredStrategy``.
-        engine: what moves tensors between devices: ``"gloo"``, which is also the default.
+        engine: what moves tensors between devices: ``"gloo"``, which is also the default on cores.
+            None on accelerators is their own backend, as in ``MirroredStrategy``.
         timeout_seconds: longest wait for a replica; a longer one is an error.
 
     Raises:
-        DeviceError: devices that do not exist, or that are no cores.
-        OptionError: another invalid argument.
+        DeviceError: devices that do not exist, of two kinds, or named twice.
+        OptionError: TPUs, or another invalid argument.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class FullyShardedStrategy(Strategy):
         timeout_seconds: float = 600.0,
     ) -> None:
         check_devices(devices)
+        if isinstance(devices, Sequence):
+            check_leave(devices, engine)
         problems = Problems()
         if level not in _LEVELS:
             problems.add(
@@ -70,15 +74,17 @@ class FullyShardedStrategy(Strategy):
         self.level = level
         self.units = as_units(units)
         self.num_shares = num_shares
-        self.engine = engine or "gloo"
         self.timeout_seconds = timeout_seconds
         names = device_names(self.devices, discover().hosts[0])
-        if not is_cpu(names):
+        if kind_of(names[0]) == tpu.KIND:
             raise OptionError(
-                "FullyShardedStrategy trains on cores so far.",
+                "FullyShardedStrategy frees and takes memory within a step, which torch_tpu has no "
+                "function for.",
                 received=f"devices {', '.join(names)}",
-                fix="Use MirroredStrategy on accelerators.",
+                fix="Use TPUStrategy.",
             )
+        self.engine = engine or ("gloo" if is_cpu(names) else None)
+        backend_for(self.engine, names)
 
     def maker(self, precision: str = "fp32") -> Maker:
         mirrored = Mirrored(

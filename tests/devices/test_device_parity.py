@@ -25,6 +25,13 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "mirrored-1-shares-3": lambda: lockstep.MirroredStrategy(ranks_on_devices(1), num_shares=3),
     "mirrored-2": lambda: lockstep.MirroredStrategy(ranks_on_devices(2), engine="gloo"),
     "mirrored-4": lambda: lockstep.MirroredStrategy(ranks_on_devices(4), engine="gloo"),
+    "sharded-2": lambda: lockstep.FullyShardedStrategy(ranks_on_devices(2), engine="gloo"),
+    "sharded-2-slots": lambda: lockstep.FullyShardedStrategy(
+        ranks_on_devices(2), level="slots", engine="gloo"
+    ),
+    "sharded-3-on-one": lambda: lockstep.FullyShardedStrategy(
+        ranks_on_devices(1) * 3, engine="gloo"
+    ),
     "pipeline-2": lambda: lockstep.PipelineStrategy(
         2, microbatches=2, devices=ranks_on_devices(2), engine="gloo"
     ),

@@ -51,10 +51,13 @@ class GradientSpec:
             return [replace(extent, bucket=bucket) for extent, bucket in pairs]
         return in_buckets(extents, self.num_buckets) if self.num_buckets else extents
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of the gradients of a share."""
-        return flat_offsets(self.extents)[1]
+    def numbers_by_bucket(self) -> list[list[int]]:
+        """The parameters' numbers, by their bucket where each rank keeps its part of the sums."""
+        buckets = self.buckets or (0,) * len(self.tensors)
+        return [
+            [number for number, own in enumerate(buckets) if own == bucket]
+            for bucket in sorted({*buckets})
+        ]
 
     @property
     def table_shape(self) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ changed after its bucket was sent (a layer that runs backward twice), and sends 
 """
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from lockstep.plan.program.sum_tree import subtrees
 
 
 @dataclass(frozen=True, kw_only=True)
-class _BucketSlice:
+class BucketSlice:
     """The part of a bucket that one rank sends another: pieces of a subtree's sum.
 
     Attributes:
@@ -62,8 +62,8 @@ class Bucket:
 
     number: int
     parameters: frozenset[int]
-    outgoing: list[_BucketSlice]
-    incoming: list[_BucketSlice]
+    outgoing: list[BucketSlice]
+    incoming: list[BucketSlice]
     missing: set[int] = field(default_factory=set)
     is_sent: bool = False
     is_late: bool = False
@@ -108,30 +108,30 @@ class OverlappedReduce(ReduceScatter):
                 incoming=self._all_incoming(bucket, parameters) if self._keeps_incoming else [],
             )
 
-    def _all_incoming(self, bucket: int, parameters: frozenset[int]) -> list[_BucketSlice]:
+    def _all_incoming(self, bucket: int, parameters: frozenset[int]) -> list[BucketSlice]:
         incoming = [self._incoming(peer, bucket, parameters) for peer in self._clients]
         return [part for parts in incoming for part in parts]
 
     def _outgoing(
         self, peer: int, bucket: int, parameters: frozenset[int]
-    ) -> Iterable[_BucketSlice]:
+    ) -> Iterable[BucketSlice]:
         pieces = [piece for piece in self._pieces[peer] if piece.parameter in parameters]
         for rows in self._subtrees_of(self._rank):
             cuts = {piece: self._rows.cut(rows.start, piece) for piece in pieces}
             runs = side_by_side(list(cuts.values()))
-            yield _BucketSlice(
+            yield BucketSlice(
                 peer=peer, rows=rows, tag=self._tag(bucket, rows), runs=runs, pieces=cuts
             )
 
     def _incoming(
         self, peer: int, bucket: int, parameters: frozenset[int]
-    ) -> Iterable[_BucketSlice]:
+    ) -> Iterable[BucketSlice]:
         """Memory that lies as the sender's row does."""
         pieces = [piece for piece in self._pieces[self._rank] if piece.parameter in parameters]
         own = [self._rows.cut(self._own_rows.start, piece) for piece in pieces]
         for rows in self._subtrees_of(peer):
             runs, places = _alike(own)
-            yield _BucketSlice(
+            yield BucketSlice(
                 peer=peer,
                 rows=rows,
                 tag=self._tag(bucket, rows),
@@ -205,14 +205,14 @@ class OverlappedReduce(ReduceScatter):
             self._rows.sum_own_rows(list(part.pieces), part.rows)
             bucket.sends += self._transport.send(part.peer, part.runs, part.tag)
 
-    def _receive(self, parts: Iterable[_BucketSlice]) -> list[Message]:
+    def _receive(self, parts: Iterable[BucketSlice]) -> list[Message]:
         return [
             message
             for part in self._filled(parts)
             for message in self._transport.receive(part.peer, part.runs, part.tag)
         ]
 
-    def _filled(self, parts: Iterable[_BucketSlice]) -> list[_BucketSlice]:
+    def _filled(self, parts: Iterable[BucketSlice]) -> list[BucketSlice]:
         return [part for part in parts if part.rows.start < self._num_filled]
 
     # --- when all have met -----------------------------------------------------------------------
@@ -263,26 +263,32 @@ class OverlappedReduce(ReduceScatter):
     # --- after the update ------------------------------------------------------------------------
 
     def _move(self, sends: Buffers, receives: Buffers) -> None:
-        self._transport.finish(self._begin_move(sends, receives))
+        self.begin_move(sends, receives)()
 
-    def _begin_move(self, sends: Buffers, receives: Buffers) -> list[Message]:
-        """Begin to move pieces without a copy: all ranks' stores have the same layout."""
-        begun = [
-            message
-            for peer, pieces in receives.items()
-            for message in self._transport.receive(peer, side_by_side(pieces), 0)
-        ]
-        begun += [
-            message
-            for peer, pieces in sends.items()
-            for message in self._transport.send(peer, side_by_side(pieces), 0)
-        ]
-        return begun
+    def begin_move(self, sends: Buffers, receives: Buffers) -> Callable[[], None]:
+        """Begin to move pieces, in host memory without a copy: all stores have the same layout.
+
+        For arguments and result see ``ProcessGroupTransport.begin``.
+        """
+        return self._transport.begin(_runs_of(sends), _runs_of(receives), tag=0)
 
 
-def side_by_side(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors of one store as bytes: those between which there is only alignment, as one."""
+def _runs_of(buffers: Buffers) -> Buffers:
+    return {peer: side_by_side(tensors) for peer, tensors in buffers.items()}
+
+
+def side_by_side(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Tensors of one store as bytes: those between which there is only alignment, as one.
+
+    On a device they stay what they are.
+    """
+    if _are_on_device(tensors):
+        return tensors
     return [_bytes_at(start, stop) for start, stop in _spans(tensors)]
+
+
+def _are_on_device(tensors: Sequence[torch.Tensor]) -> bool:
+    return any(tensor.device.type != "cpu" for tensor in tensors)
 
 
 def _spans(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
@@ -306,9 +312,12 @@ def _bytes_at(start: int, stop: int) -> torch.Tensor:
 
 
 def _alike(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """New memory for tensors that lie alike: as bytes, run by run; and the tensors."""
+    """New memory for tensors that lie alike: as ``side_by_side`` gives it; and the tensors."""
     runs: list[torch.Tensor] = []
     places: list[torch.Tensor] = []
+    if _are_on_device(tensors):
+        runs = places = [torch.empty_like(one) for one in tensors]
+        return runs, places
     for start, stop in _spans(tensors):
         run = torch.empty(stop - start, dtype=torch.uint8)
         runs.append(run)

@@ -301,9 +301,9 @@ class ReduceScatter(GroupGradients):
     def all_gather(self, tensors: Mapping[int, torch.Tensor], *, all_pieces: bool) -> None:
         if self._rows.has_touched and not all_pieces:
             self._all_gather_touched(tensors)
-        self._move(*self._pieces_to_move(tensors, all_pieces=all_pieces))
+        self._move(*self.pieces_to_move(tensors, all_pieces=all_pieces))
 
-    def _pieces_to_move(
+    def pieces_to_move(
         self, tensors: Mapping[int, torch.Tensor], *, all_pieces: bool
     ) -> tuple[Buffers, Buffers]:
         """What this rank sends in ``all_gather``, and where it receives."""
@@ -316,8 +316,9 @@ class ReduceScatter(GroupGradients):
                 if number in tensors and is_changed and not self._is_everywhere[number]:
                     yield cut_piece(tensors[number], piece)
 
+        own = list(pieces_of(self._rank))
         return (
-            {peer: list(pieces_of(self._rank)) for peer in self._partners.values()},
+            dict.fromkeys(self._partners.values(), own),
             {client: list(pieces_of(client)) for client in self._clients},
         )
 

@@ -9,15 +9,17 @@ All ranks send the buckets in one order, whichever parameters a share has used: 
 a bucket that another one sends later. A gradient that a share does not have is sent as zeros.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lockstep.comm.collectives.gradients import Gradients, add_up
-from lockstep.comm.collectives.overlapped_reduce import Bucket, OverlappedReduce
-from lockstep.comm.shared_memory.shared_region import discard
+from lockstep.comm.collectives.overlapped_reduce import Bucket, BucketSlice, OverlappedReduce
+from lockstep.comm.collectives.piece_memory import PieceMemory, piece_memory
+from lockstep.comm.transport import Buffers
 from lockstep.errors import ModelError
 from lockstep.plan.layout import Piece
 
@@ -41,7 +43,25 @@ class ShardedReduce(OverlappedReduce):
         self._names = names
         self._put: set[tuple[int, int]] = set()  # rows and parameters, in this step
         self._waiting: dict[int, Bucket] = {}  # in the order of sending, if no other is asked for
-        self._under_way: list[Bucket] = []
+        self._under_way: list[_Transfer] = []
+        self._memories: dict[int, PieceMemory] = {}  # of this rank's rows, by bucket
+        self._sums: dict[Piece, torch.Tensor] = {}  # where they are placed
+
+    def divide(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
+        super().divide(pieces)
+        first = self._own_rows.start
+        for number, bucket in self._buckets.items():
+            own = self._own_pieces(bucket)
+            memory = piece_memory(
+                [self._memory_of(row, one) for row in self._own_rows for one in bucket.parameters],
+                [self._rows.cut(first, piece) for piece in own],
+            )
+            self._memories[number] = memory
+            self._sums |= zip(own, memory.kept, strict=True)
+        self.free()
+
+    def _own_pieces(self, bucket: Bucket) -> list[Piece]:
+        return [one for one in self._pieces[self._rank] if one.parameter in bucket.parameters]
 
     # --- while passes run ------------------------------------------------------------------------
 
@@ -97,7 +117,8 @@ class ShardedReduce(OverlappedReduce):
             ModelError: too late.
         """
         self._put.add((row, parameter))
-        if self._buckets[self._bucket_of[parameter]].is_sent:
+        bucket = self._buckets[self._bucket_of[parameter]]
+        if bucket.is_sent:
             raise ModelError(
                 "Backward has computed a gradient of a parameter after the gradients of its unit "
                 "were summed and their memory was freed.",
@@ -105,25 +126,25 @@ class ShardedReduce(OverlappedReduce):
                 fix="Use torch.utils.checkpoint with use_reentrant=False, and name modules that "
                 'share a parameter as one unit; or use level="slots".',
             )
+        self._memories[bucket.number].take()
 
     def bound(self) -> float:
         """Unknown: the memory of other ranks' pieces is free already."""
         return float("inf")
 
     def _exchange(self, bucket: Bucket) -> None:
-        """Send a bucket, begin to receive it, and add up those before it."""
+        """Begin to send and receive a bucket, and add up those before it."""
         bucket.is_sent = True
+        self._memories[bucket.number].take()
         outgoing = self._filled(bucket.outgoing)
         for rows in {part.rows for part in outgoing}:
             self._rows.sum_own_rows(self._all_pieces(bucket), rows)
             self._zero_unused(rows, bucket)
-        bucket.incoming = self._all_incoming(bucket.number, bucket.parameters)
-        bucket.receives = self._receive(bucket.incoming)
-        for part in outgoing:
-            bucket.sends += self._transport.send(part.peer, part.runs, part.tag)
+        incoming = self._filled(self._all_incoming(bucket.number, bucket.parameters))
+        finish = self._transport.begin(_runs(outgoing), _runs(incoming), tag=1 + bucket.number)
         if self.waits_in_backward:
             self._finish()
-        self._under_way.append(bucket)
+        self._under_way.append(_Transfer(bucket=bucket, incoming=incoming, finish=finish))
 
     def _zero_unused(self, rows: range, bucket: Bucket) -> None:
         """Put zeros where this rank has put no gradient in any of these rows."""
@@ -145,38 +166,26 @@ class ShardedReduce(OverlappedReduce):
         ]
 
     @torch.no_grad()
-    def _add_up(self, bucket: Bucket) -> None:
+    def _add_up(self, transfer: "_Transfer") -> None:
         """Wait for a bucket; put the sums of this rank's pieces in its row, and free the rest."""
-        self._transport.finish([*bucket.receives, *bucket.sends])
-        own = [piece for piece in self._pieces[self._rank] if piece.parameter in bucket.parameters]
+        transfer.finish()
+        first, own = self._own_rows.start, self._own_pieces(transfer.bucket)
         filled = [rows for rows in self._subtrees_of(self._rank) if rows.start < self._num_filled]
         summands = []
         for piece in own:
             found = {rows.start: self._rows.cut(rows.start, piece) for rows in filled}
-            found |= {part.rows.start: part.pieces[piece] for part in self._filled(bucket.incoming)}
+            found |= {part.rows.start: part.pieces[piece] for part in transfer.incoming}
             summands.append(found)
         for piece, total in zip(own, add_up(summands), strict=True):
-            place = self._place(piece)
-            if place.data_ptr() != total.data_ptr():
+            place = self._rows.cut(first, piece)
+            if place is not total:
                 place.copy_(total)
-        bucket.incoming, bucket.receives, bucket.sends = [], [], []
-        self._free(bucket, {piece: self._place(piece) for piece in own})
+        self._memories[transfer.bucket.number].free()
 
     def free(self) -> None:
         """Free the sums: the step has used them."""
-        for bucket in self._buckets.values():
-            self._free(bucket, {})
-
-    def _place(self, piece: Piece) -> torch.Tensor:
-        """Where the sum of a piece is placed."""
-        return self._rows.cut(self._own_rows.start, piece)
-
-    def _free(self, bucket: Bucket, kept: dict[Piece, torch.Tensor]) -> None:
-        """Free a bucket's gradients, but for the sums of this rank's pieces."""
-        for row in self._own_rows:
-            keeps = kept.values() if row == self._own_rows.start else ()
-            for parameter in bucket.parameters:
-                discard(self._memory_of(row, parameter), keeps)
+        for memory in self._memories.values():
+            memory.drop()
 
     def _finish(self) -> None:
         """Add up the buckets that are under way."""
@@ -193,18 +202,9 @@ class ShardedReduce(OverlappedReduce):
     def collect(self, num_rows: int) -> None:
         self._rows.collect(num_rows)
 
-    def begin_gather(self, tensors: Mapping[int, torch.Tensor]) -> Callable[[], None]:
-        """Begin to bring all ranks' pieces of parameters to all ranks; the result waits for them.
-
-        Args:
-            tensors: parameters, by number. They must not change until then.
-        """
-        messages = self._begin_move(*self._pieces_to_move(tensors, all_pieces=True))
-        return partial(self._transport.finish, messages)
-
     def all_ranks(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of all ranks, by rank; every rank calls it with as many."""
-        own = torch.tensor(numbers)
+        own = torch.tensor(numbers, device=self._rows.base(0).device)
         found = {peer: torch.empty_like(own) for peer in self._clients}
         self._transport.transfer(
             {peer: [own] for peer in found}, {peer: [one] for peer, one in found.items()}
@@ -217,5 +217,33 @@ class ShardedReduce(OverlappedReduce):
 
     def reduce_scatter(self, pieces: Iterable[Piece]) -> list[torch.Tensor | None]:
         return [
-            self._place(piece) if self._rows.is_used(piece.parameter) else None for piece in pieces
+            self._sums[piece] if self._rows.is_used(piece.parameter) else None for piece in pieces
         ]
+
+    def gather(self, pieces: Sequence[Piece], sums: Sequence[torch.Tensor | None]) -> None:
+        for memory in self._memories.values():
+            memory.take()
+        super().gather(pieces, sums)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Transfer:
+    """A bucket that is sent and received.
+
+    Attributes:
+        bucket: the bucket.
+        incoming: where other ranks' sums go.
+        finish: waits until all have come and gone.
+    """
+
+    bucket: Bucket
+    incoming: Sequence[BucketSlice]
+    finish: Callable[[], None]
+
+
+def _runs(parts: Iterable[BucketSlice]) -> Buffers:
+    """The memory of parts, by the rank at the other end."""
+    found: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for part in parts:
+        found[part.peer] += part.runs
+    return found

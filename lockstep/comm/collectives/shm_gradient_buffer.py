@@ -35,11 +35,10 @@ from lockstep.comm.collectives.gradients import (
     cut_piece,
     levels_of,
     norms_on_host,
-    views_in,
 )
 from lockstep.comm.collectives.prepared_sums import PreparedSums
 from lockstep.comm.collectives.products import multiply
-from lockstep.comm.collectives.shm_gradient_memory import GradientMemory
+from lockstep.comm.collectives.shm_gradient_memory import GradientMemory, row_on_device
 from lockstep.comm.collectives.shm_touched_rows import TouchedRows, sum_of_rows
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.plan.layout import Piece, row_blocks
@@ -93,7 +92,7 @@ class SharedGradientBuffer(GroupGradients):
         self._rows = [
             self._memory.row(share)
             if device is None or share not in self._here
-            else self._rows_on(device)
+            else row_on_device(spec, device)
             for share in range(spec.num_shares)
         ]
         self._own: dict[tuple[int, int], _Own] = {}
@@ -102,10 +101,6 @@ class SharedGradientBuffer(GroupGradients):
         self._prepared: tuple[Sequence[Piece], PreparedSums] | None = None
         self._published: dict[int, list[tuple[int, int]]] = {}  # this rank's rows of the table
         self._factors_of_rows: Sequence[float] | None = None
-
-    def _rows_on(self, device: torch.device) -> list[torch.Tensor]:
-        buffer = torch.empty(self._spec.row_bytes, dtype=torch.uint8, device=device)
-        return views_in(buffer, self._spec.tensors)
 
     def begin_pass(self) -> None:
         self._own.clear()

@@ -3,7 +3,9 @@
 import torch
 
 from lockstep.comm.collectives.gradient_spec import GradientSpec
+from lockstep.comm.collectives.gradients import views_in
 from lockstep.comm.shared_memory.shared_region import SharedRegion
+from lockstep.plan.layout import flat_offsets
 
 
 class GradientMemory:
@@ -106,3 +108,14 @@ class GradientMemory:
         if self._reserved.get(start, 0) < num_bytes:
             self._region.reserve(self._offset + start, num_bytes)
             self._reserved[start] = num_bytes
+
+
+def row_on_device(spec: GradientSpec, device: torch.device) -> list[torch.Tensor]:
+    """A share's gradients in a device's memory: in one storage, or in one for each bucket."""
+    row: dict[int, torch.Tensor] = {}
+    for numbers in spec.numbers_by_bucket():
+        tensors = [spec.tensors[number] for number in numbers]
+        _, num_bytes = flat_offsets([tensor.extent for tensor in tensors])
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        row |= zip(numbers, views_in(buffer, tensors), strict=True)
+    return [row[number] for number in range(len(row))]

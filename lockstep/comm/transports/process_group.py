@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from lockstep.accelerators import await_device, pinned, use
+from lockstep.accelerators import await_device, await_event, pinned, use
 from lockstep.channel.polling import Stopwatch
 from lockstep.channel.sealed_channel import late
 from lockstep.comm.codec.message_codec import decode, encode
@@ -97,6 +97,7 @@ class ProcessGroups:
         self._store: SharedStore | None = None  # what groups keep of it does not keep it alive
         self._end_groups: Callable[[], object] | None = None
         self._is_open = False
+        self._followed: Any = None  # an event behind the last collective that was followed
 
     def __getitem__(self, name: str) -> Any:
         return self._groups[name]
@@ -164,20 +165,34 @@ class ProcessGroups:
         with self.naming_lost_rank():
             work.wait(timedelta(seconds=self._meeting.timeout_seconds))
 
+    def follow(self, work: Any) -> None:
+        """The device's stream waits for a collective on it; this process for the one before.
+
+        So it is one collective ahead of its device at most, and notices when another rank is gone.
+
+        Raises:
+            WorkerError: another rank is gone.
+        """
+        with self.naming_lost_rank():
+            work.wait()
+            before, self._followed = self._followed, torch.Event(self.own_device.type)
+            self._followed.record()
+            if before is not None:
+                await_event(before, self._look)
+
     def _finish_on_device(self, work: Any) -> None:
         """The device's stream waits for a collective, and this process for the stream.
 
         It checks other ranks meanwhile: a plain wait for the stream would not end if another rank
         never makes the collective.
         """
-
-        def look_around(waited: float) -> None:
-            self._check_timeout(waited)
-            self._look_around(waited)
-
         with self.naming_lost_rank():
             work.wait()
-            await_device(self.own_device, look_around)
+            await_device(self.own_device, self._look)
+
+    def _look(self, waited_seconds: float) -> None:
+        self._check_timeout(waited_seconds)
+        self._look_around(waited_seconds)
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
         watch = Stopwatch()

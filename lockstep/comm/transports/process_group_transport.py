@@ -1,6 +1,7 @@
 """Transfers and messages between the ranks of one group of torch.distributed."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,10 +75,80 @@ class ProcessGroupTransport(Transport):
         out: torch.Tensor,
         out_sizes: Sequence[int],
     ) -> None:
+        self._groups.wait(self._begun(into, into_sizes, out, out_sizes))
+
+    def _begun(
+        self,
+        into: torch.Tensor,
+        into_sizes: Sequence[int],
+        out: torch.Tensor,
+        out_sizes: Sequence[int],
+    ) -> Any:
         options = _dist.distributed_c10d.AllToAllOptions()
         with self._groups.naming_lost_rank():
-            work = self._group.alltoall_base(into, out, list(into_sizes), list(out_sizes), options)
-        self._groups.wait(work)
+            return self._group.alltoall_base(into, out, list(into_sizes), list(out_sizes), options)
+
+    # --- while this rank computes ----------------------------------------------------------------
+
+    def begin(self, sends: Buffers, receives: Buffers, *, tag: int) -> Callable[[], None]:
+        """Begin to send tensors and to fill others; the result waits until all have come and gone.
+
+        All ranks that take part begin the same in the same order.
+
+        Args:
+            sends: as of ``transfer``; in host memory they must not change until then.
+            receives: as of ``transfer``; on a device they need memory only when that is called.
+            tag: of the messages.
+        """
+        if self._groups.own_device.type != "cpu":
+            return (self._begin_by_host if self._groups.is_staged else self._begin_on_device)(
+                sends, receives
+            )
+        messages = [
+            one for peer, tensors in receives.items() for one in self.receive(peer, tensors, tag)
+        ]
+        messages += [
+            one for peer, tensors in sends.items() for one in self.send(peer, tensors, tag)
+        ]
+        return partial(self.finish, messages)
+
+    def _begin_by_host(self, sends: Buffers, receives: Buffers) -> Callable[[], None]:
+        """By way of host memory."""
+        going = [_bytes_of(sends.get(peer, ())) for peer in self._ranks]
+        sizes = [sum(one.nbytes for one in receives.get(peer, ())) for peer in self._ranks]
+        out = self._groups.buffer(sum(map(_size, going)), self._groups.device)
+        into = self._groups.buffer(sum(sizes), self._groups.device)
+        _fill(out, [part for parts in going for part in parts])
+        work = self._begun(into, sizes, out, [*map(_size, going)])
+
+        def finish() -> None:
+            self._groups.wait(work)
+            _unpack(into, [one for peer in self._ranks for one in receives.get(peer, ())])
+
+        return finish
+
+    def _begin_on_device(self, sends: Buffers, receives: Buffers) -> Callable[[], None]:
+        """Device to device. The host need not wait for it: see ``ProcessGroups.follow``."""
+        device = self._groups.own_device
+        nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        packed = {
+            id(tensors): torch.cat([nothing, *_bytes_of(tensors)]) for tensors in sends.values()
+        }
+        out = [packed[id(sends[peer])] if peer in sends else nothing for peer in self._ranks]
+        into = [
+            nothing.new_empty(sum(one.nbytes for one in receives.get(peer, ())))
+            for peer in self._ranks
+        ]
+        options = _dist.distributed_c10d.AllToAllOptions()
+        with self._groups.naming_lost_rank():
+            work = self._group.alltoall(into, out, options)
+
+        def finish() -> None:
+            self._groups.follow(work)
+            for peer, buffer in zip(self._ranks, into, strict=True):
+                _unpack(buffer, receives.get(peer, ()))
+
+        return finish
 
     # --- one by one ------------------------------------------------------------------------------
 
@@ -111,6 +182,21 @@ def _bytes_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Dense tensors as bytes, those without any left out."""
     flat = (tensor.detach().as_strided((tensor.numel(),), (1,)) for tensor in tensors)
     return [tensor.view(torch.uint8) for tensor in flat if tensor.numel()]
+
+
+@torch.no_grad()
+def _fill(buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Pack bytes, from any device."""
+    if parts:
+        torch._foreach_copy_(list(buffer.split([*map(len, parts)])), list(parts))
+
+
+@torch.no_grad()
+def _unpack(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Fill dense tensors, on any device."""
+    parts = _bytes_of(tensors)
+    if parts:
+        torch._foreach_copy_(parts, list(buffer.split([*map(len, parts)])))
 
 
 def _size(parts: Sequence[torch.Tensor]) -> int:

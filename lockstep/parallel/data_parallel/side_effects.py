@@ -52,7 +52,7 @@ class SideEffects:
         self._first: dict[str, float] = {}
         self._marks: dict[str, float] = {}
         self._parameters: dict[str, object] = {}
-        self._places: dict[str, int] = {}
+        self._places: dict[str, object] = {}
 
     def begin(self, *, is_divided: bool) -> None:
         """Begin a training batch, of several shares or of one."""
@@ -98,17 +98,17 @@ class SideEffects:
             if len(marks) > 1 or _DIFFERENT in marks:
                 raise _depends_on_samples(name)
 
-    def _places_now(self) -> dict[str, int]:
-        """The addresses of trained parameters: the optimizer updates this memory."""
+    def _places_now(self) -> dict[str, object]:
+        """Where trained parameters lie: the optimizer updates this memory."""
         return {
-            name: one.data_ptr()
+            name: _place(one, is_gathered=name in self.gathered)
             for name, one in self._model.named_parameters()
             if one.requires_grad
         }
 
     def _looks(self) -> dict[str, object]:
         return {
-            name: _look(parameter, by_value=name not in self.gathered)
+            name: _look(parameter, is_gathered=name in self.gathered)
             for name, parameter in self._model.named_parameters()
             if not (parameter.is_meta or name in self._free)
         }
@@ -139,10 +139,17 @@ def _mark(tensor: torch.Tensor) -> float:
     return float(zlib.crc32(values.numpy().data))
 
 
-def _look(parameter: torch.Tensor, *, by_value: bool) -> object:
+def _place(parameter: torch.Tensor, *, is_gathered: bool) -> object:
+    """An address; of one that is gathered the storage: on a device its address changes then."""
+    if is_gathered and not parameter.is_cpu:
+        return parameter.untyped_storage()._cdata, parameter.storage_offset()
+    return parameter.data_ptr()
+
+
+def _look(parameter: torch.Tensor, *, is_gathered: bool) -> object:
     """A cheap sign of changes; for a frozen one with a value, to detect writes to ``data``."""
-    seen = parameter._version, parameter.data_ptr()
-    if parameter.requires_grad or not (by_value and parameter.numel()):
+    seen = parameter._version, _place(parameter, is_gathered=is_gathered)
+    if is_gathered or parameter.requires_grad or not parameter.numel():
         return seen
     return *seen, _mark(parameter[tuple(size // 2 for size in parameter.shape)])
 

@@ -7,24 +7,30 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Views that torch makes of storages without memory, too.
+_ALIASES = ("alias", "detach", "view")
+
 
 class ReadHook(TorchDispatchMode):
     """Within the block, calls a function with each tensor that an operation is about to read.
 
-    It sees the operations of forward passes and of backward passes on a CPU, also those of views.
+    It sees the operations of forward passes and of backward passes, also reads by way of views.
 
     Args:
         before_read: the function.
+        device: of the tensors. On an accelerator it is called before most views are made, too:
+            torch makes none of a storage without memory.
     """
 
-    def __init__(self, before_read: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, before_read: Callable[[torch.Tensor], None], device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._before_read = before_read
+        self._needs_memory = _reads if device.type == "cpu" else _reads_or_views
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if _reads(func):
+        if self._needs_memory(func):
             for value in (*args, *(kwargs or {}).values()):
                 for one in value if isinstance(value, list | tuple) else (value,):
                     if isinstance(one, torch.Tensor):
@@ -35,7 +41,16 @@ class ReadHook(TorchDispatchMode):
 @cache
 def _reads(func: Any) -> bool:
     """True if an operation reads values: not if it makes a view, or a tensor of the same shape."""
+    return not _is_view(func) and _reads_or_views(func)
+
+
+@cache
+def _reads_or_views(func: Any) -> bool:
+    """The same, or if it makes a view by strides."""
     name = func._schema.name.rpartition("::")[2]
+    return not (name in _ALIASES or name.startswith("new_") or name.endswith("_like"))
+
+
+def _is_view(func: Any) -> bool:
     infos = [one.alias_info for one in func._schema.returns]
-    is_view = any(info is not None and not info.is_write for info in infos)
-    return not (is_view or name.startswith("new_") or name.endswith("_like"))
+    return any(info is not None and not info.is_write for info in infos)

@@ -48,6 +48,7 @@ class Residency:
         parameters: names of the trainable parameters, in order.
         memory: of the units.
         gradients: of the trainable parameters; those of unit n are the bucket n + 1.
+        device: of this rank.
 
     Attributes:
         memory: of the units.
@@ -63,8 +64,10 @@ class Residency:
         parameters: Sequence[str],
         memory: UnitMemory,
         gradients: ShardedReduce,
+        device: torch.device,
     ) -> None:
         self._model = model
+        self._device = device
         self._modules = modules
         self._names = names
         self._parameters = parameters
@@ -84,6 +87,7 @@ class Residency:
         self._rounds = [0, 0]  # forward and backward passes of this batch, made so far
         self._num_rounds = [0, 0]  # the most that any rank makes
         self._forward_first = False
+        self._is_moving = False  # from unit to unit
 
     # --- between steps ---------------------------------------------------------------------------
 
@@ -133,7 +137,7 @@ class Residency:
         self._rounds[0] += 1
         self._start(_FORWARD)
         saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        with ReadHook(self._before_read), saved, _entering(self._enter):
+        with ReadHook(self._before_read, self._device), saved, _entering(self._enter):
             yield
         if len(self._used) > len(self._seen):
             self._seen = self._used
@@ -144,7 +148,10 @@ class Residency:
         """Around a backward pass."""
         self._rounds[1] += 1
         self._start(_BACKWARD)
-        with ReadHook(self._before_read), _entering(self._enter):  # layers may be computed again
+        with (
+            ReadHook(self._before_read, self._device),
+            _entering(self._enter),
+        ):  # layers may be computed again
             yield
         self._move_to(0)
 
@@ -199,6 +206,7 @@ class Residency:
 
     def _move_to(self, place: int) -> None:
         """Go to a unit, by way of all units before it."""
+        self._is_moving = True
         while not self._is_whole and (place - self._at) * self._direction > 0:
             before, self._at = self._at, self._at + self._direction
             is_inside = 0 <= before <= self._last
@@ -208,6 +216,7 @@ class Residency:
             if is_inside:
                 self.memory.free(self._order[before])
             self._begin_next()
+        self._is_moving = False
 
     def _begin_next(self) -> None:
         """Gather the next unit in this direction while the present one is used."""
@@ -250,7 +259,7 @@ class Residency:
 
     def _before_read(self, tensor: torch.Tensor) -> None:
         """Have a tensor's unit there; in a first step note where it is used."""
-        found = self.memory.find(tensor)
+        found = None if self._is_moving else self.memory.find(tensor)
         if found is None:
             return
         if not self._is_whole:

@@ -1,37 +1,38 @@
 """The memory of units: which are there, whole, and of which this rank has only its part.
 
-The addresses stay the same. So the user's Parameters stay what they are, and what autograd has
-saved of them is valid again once the unit has been gathered.
+The tensors stay the same (``comm.collectives.piece_memory``). So the user's Parameters stay what
+they are, and what autograd has saved of them is valid again once the unit has been gathered.
 """
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from lockstep.comm.collectives.gradients import cut_piece
-from lockstep.comm.shared_memory.shared_region import discard
+from lockstep.comm.collectives.piece_memory import PieceMemory, piece_memory
+from lockstep.comm.collectives.sharded_reduce import ShardedReduce
+from lockstep.comm.transport import Buffers
 from lockstep.plan.layout import Piece
-
-# Tensors by the numbers of their parameters.
-Numbered = Mapping[int, torch.Tensor]
 
 
 class UnitMemory:
     """One rank's memory.
 
     Args:
-        parameters: the trainable parameters, in order.
+        parameters: the trainable parameters, in order. On a device those of a unit share their
+            storage with no others.
         units: the unit of each; None for one that stays.
         num_units: how many units there are.
         pieces: that this rank keeps.
-        gather: begins to bring all ranks' pieces of some parameters to all ranks; what it returns
-            waits for them.
+        gradients: of the parameters; brings pieces from rank to rank.
 
     Attributes:
         numbers: of the parameters in units.
         present: the units that are there, whole.
+        kept: this rank's pieces that lie elsewhere than in their parameters. These have the values
+            while their unit is away.
     """
 
     def __init__(
@@ -40,40 +41,52 @@ class UnitMemory:
         units: Sequence[int | None],
         num_units: int,
         pieces: Sequence[Piece],
-        gather: Callable[[Numbered], Callable[[], None]],
+        gradients: ShardedReduce,
     ) -> None:
-        self._gather = gather
+        self._gradients = gradients
         self._coming: dict[int, Callable[[], None]] = {}
-        self._tensors: list[dict[int, torch.Tensor]] = [{} for _ in range(num_units)]
+        tensors: list[dict[int, torch.Tensor]] = [{} for _ in range(num_units)]
         for number, (parameter, unit) in enumerate(zip(parameters, units, strict=True)):
             if unit is not None:
-                self._tensors[unit][number] = parameter.detach()
-        self.numbers = frozenset(number for own in self._tensors for number in own)
+                tensors[unit][number] = parameter.data  # its version is not the parameter's
+        self.numbers = frozenset(number for own in tensors for number in own)
         self.present = set(range(num_units))
-        self._kept = [
-            [cut_piece(own[one.parameter], one) for one in pieces if one.parameter in own]
-            for own in self._tensors
-        ]
+        self.kept: dict[Piece, torch.Tensor] = {}
+        self._memories: list[PieceMemory] = []
+        self._moves: list[tuple[Buffers, Buffers]] = []
+        for own in tensors:
+            cuts = {
+                one: cut_piece(own[one.parameter], one) for one in pieces if one.parameter in own
+            }
+            memory = piece_memory(list(own.values()), list(cuts.values()))
+            self.kept |= {
+                piece: kept
+                for (piece, cut), kept in zip(cuts.items(), memory.kept, strict=True)
+                if kept is not cut
+            }
+            self._memories.append(memory)
+            sends, receives = gradients.pieces_to_move(own, all_pieces=True)
+            self._moves.append((dict.fromkeys(sends, memory.kept), receives))
         self._spans = sorted(
-            (one.data_ptr(), one.data_ptr() + one.nbytes, unit, number)
-            for unit, own in enumerate(self._tensors)
+            (*_place(one), one.nbytes, unit, number)
+            for unit, own in enumerate(tensors)
             for number, one in own.items()
         )
-        self._starts = [start for start, *_ in self._spans]
 
     def __len__(self) -> int:
         """The number of units."""
-        return len(self._tensors)
+        return len(self._memories)
 
     def begin(self, unit: int) -> None:
         """Begin to gather a unit; every rank does so for the same units in the same order."""
         if unit not in self.present and unit not in self._coming:
-            self._coming[unit] = self._gather(self._tensors[unit])
+            self._coming[unit] = self._gradients.begin_move(*self._moves[unit])
 
     def gather(self, unit: int) -> None:
         """Have a unit there; every rank calls it, as it does ``begin``."""
         self.begin(unit)
         if unit in self._coming:
+            self._memories[unit].take()
             self._coming.pop(unit)()
             self.present.add(unit)
 
@@ -83,27 +96,38 @@ class UnitMemory:
             self.gather(unit)
         if unit in self.present:
             self.present.discard(unit)
-            for tensor in self._tensors[unit].values():
-                discard(tensor, self._kept[unit])
+            self._memories[unit].free()
 
-    @torch.no_grad()
+    def keep_pieces(self) -> None:
+        """After a change of parameters that are there: the kept pieces have the new values."""
+        for unit in self.present:
+            self._memories[unit].keep()
+
     def mark_lost(self) -> bool:
         """After a failure: put NaN where other ranks' pieces are not there; True if any are not."""
         away = {*range(len(self))} - self.present
         for unit in away:
-            own = [one.clone() for one in self._kept[unit]]
-            for tensor in self._tensors[unit].values():
-                tensor.fill_(math.nan)
-            for place, value in zip(self._kept[unit], own, strict=True):
-                place.copy_(value)
+            self._memories[unit].fill_rest(math.nan)
         return bool(away)
 
     def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """The unit in whose memory a tensor lies, and the parameter's number; None outside."""
         if tensor.layout != torch.strided or not tensor.numel():
             return None
-        address = tensor.data_ptr()
-        place = bisect_right(self._starts, address) - 1
-        if place < 0 or address >= self._spans[place][1]:
+        base, start = _place(tensor)
+        number = bisect_right(self._spans, (base, start, math.inf)) - 1
+        if number < 0:
             return None
-        return self._spans[place][2:]
+        own_base, own_start, num_bytes, *found = self._spans[number]
+        return (found[0], found[1]) if base == own_base and start < own_start + num_bytes else None
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """A storage, and where a tensor begins in it.
+
+    In host memory all storages are one: several may be of the same memory. On a device a unit's
+    storages stay, and their addresses do not.
+    """
+    if tensor.device.type == "cpu":
+        return 0, tensor.data_ptr()
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.element_size()

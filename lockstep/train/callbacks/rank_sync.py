@@ -91,7 +91,7 @@ class RankSync:
             directive = _END if decided is None else decided
         directive = self._tell(directive)
         set_values(model, directive.values)
-        updater.reload_weights()
+        self.worker.reload_weights()
         if not directive:
             return False
         is_over = directive.halt or (directive.stop and stops_at_once)

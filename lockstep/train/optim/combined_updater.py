@@ -54,6 +54,10 @@ class CombinedUpdater(Updater):
         for updater in self._updaters:
             updater.reload_weights()
 
+    def write_back_slots(self) -> None:
+        for updater in self._updaters:
+            updater.write_back_slots()
+
     def stored(self) -> list[tuple[str, torch.Tensor]]:
         return [each for updater in self._updaters for each in updater.stored()]
 

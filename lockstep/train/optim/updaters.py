@@ -38,6 +38,7 @@ from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.optim.fused_step import fastest_form, has_guard, step_in_fastest_form
 from lockstep.train.optim.optimizer_kinds import ELEMENTWISE, LAZY, PARAMETERWISE
 from lockstep.train.optim.optimizer_state import optimizer_parts, option_values, set_optimizer
+from lockstep.train.optim.stored_pieces import StoredPieces
 from lockstep.train.runtime.shared_options import SharedOptions, options_spec
 
 
@@ -66,6 +67,7 @@ class TorchUpdater(Updater):
         self._active = optimizer
         self._pieces: list[BoundPiece] = []
         self._store: dict[str, dict[str, torch.Tensor]] = {}  # by parameter and slot
+        self._stored_pieces = StoredPieces()
         self._unstored: list[BoundPiece] = []  # pieces whose slots are not all in the store
         self._trained: set[str] = set()  # since it was bound, on any rank
 
@@ -85,6 +87,7 @@ class TorchUpdater(Updater):
 
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
         self._pieces = list(pieces)
+        self._stored_pieces = StoredPieces()
         self._trained = {name for name, one in self.parameters.items() if one.requires_grad}
         # A rank without pieces takes part with a clone, too.
         same = bool(pieces) and all(piece.tensor is self.parameters[piece.name] for piece in pieces)
@@ -218,9 +221,9 @@ class TorchUpdater(Updater):
         )
 
     def _places_of(self, bound: BoundPiece) -> dict[str, torch.Tensor]:
-        """Where a piece's slots lie in the store, by the slot's name."""
+        """Where a piece's stored slots lie, by the slot's name."""
         return {
-            slot: cut_piece(place, bound.piece).view(bound.tensor.shape)
+            slot: self._stored_pieces.of(place, bound).view(bound.tensor.shape)
             for slot, place in self._store.get(bound.name, {}).items()
         }
 
@@ -291,6 +294,9 @@ class TorchUpdater(Updater):
         for part in pieces:
             for slot in part.stored:
                 state[parameters[part.name]][slot] = self._store[part.name][slot]
+
+    def write_back_slots(self) -> None:
+        self._stored_pieces.write_back()
 
     def stored(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, place) for name, slots in self._store.items() for place in slots.values()]

@@ -30,12 +30,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn, optim
 
-from lockstep.comm.collectives.gradients import TensorSpec, cut_piece
+from lockstep.comm.collectives.gradients import TensorSpec
 from lockstep.errors import OptionError
 from lockstep.options import is_number
 from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey
 from lockstep.train.checkpointing.training_state import TrainingState, copy_onto
 from lockstep.train.optim.combined_updater import CombinedUpdater
+from lockstep.train.optim.stored_pieces import StoredPieces
 from lockstep.train.optim.updaters import TorchUpdater
 
 
@@ -69,6 +70,7 @@ class WrappedUpdater(CombinedUpdater):
         self.kept = kept
         self.dtype = dtype
         self._companions: list[Companion] = []
+        self._stored_pieces = StoredPieces()
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -81,8 +83,10 @@ class WrappedUpdater(CombinedUpdater):
         return self.inner.optimizer
 
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
+        self._stored_pieces = StoredPieces()
         self._companions = [
-            Companion(bound, cut_piece(self._kept_of(bound.name), bound.piece)) for bound in pieces
+            Companion(bound, self._stored_pieces.of(self._kept_of(bound.name), bound))
+            for bound in pieces
         ]
         super().bind(pieces)
 
@@ -117,6 +121,10 @@ class WrappedUpdater(CombinedUpdater):
 
     def step(self) -> None:
         self.inner.step()
+
+    def write_back_slots(self) -> None:
+        self._stored_pieces.write_back()
+        super().write_back_slots()
 
     def stored(self) -> list[tuple[str, torch.Tensor]]:
         return [*super().stored(), *self.kept.items()]

@@ -105,10 +105,11 @@ class RunningCall:
         assert worker.board is not None
         lost = worker.updater.recover()
         plan = self.assignment.plan
+        on_devices = not is_cpu(plan.devices)
         has_older = (
             len(plan.domains) > 1
-            and plan.sharding is None
-            and (bool(worker.updater.slot_keys()) or not is_cpu(plan.devices))
+            and (plan.sharding is None or on_devices)
+            and (bool(worker.updater.slot_keys()) or on_devices)
         )
         last = worker.board.last_update
         is_lost = worker.mark_lost()

@@ -101,7 +101,10 @@ class Stores:
         ]
         mapped = _mapped(assignment, stores, "on its device")
         is_apart = isinstance(assignment.plan.update, AveragedUpdate)
-        if assignment.updater is not None and not is_apart:  # else each rank has its own
+        if assignment.plan.sharding is not None and assignment.updater is not None:
+            # Each rank has its pieces on its device, and writes them here when others read them.
+            mapped += _mapped(assignment, self._adopt_slots(assignment, leader), "shared")
+        elif assignment.updater is not None and not is_apart:  # else each rank has its own
             slots: list[TensorStore] = [
                 DeviceStore.zeros(specs, assignment.device) if here else TensorStore.create(specs)
                 for specs, here in zip(_slots(assignment)[1], is_here, strict=True)

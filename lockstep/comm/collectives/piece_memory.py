@@ -1,0 +1,170 @@
+"""The memory of whole tensors, of which a rank keeps its pieces and can free the rest.
+
+In host memory that the ranks share, the pages of the rest are freed in place, and addresses stay.
+A device frees whole storages only: there the pieces are copied to memory of their own before, and
+back afterwards. The storages stay the same objects, and with them every tensor that lies there,
+also what autograd has saved; their addresses change (as in PyTorch's FSDP).
+"""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from lockstep.comm.shared_memory.shared_region import discard
+
+
+class PieceMemory(ABC):
+    """The memory of some tensors.
+
+    Args:
+        tensors: the whole ones; they have memory.
+        cuts: this rank's pieces of them.
+
+    Attributes:
+        kept: the pieces, in memory that stays, in their order.
+    """
+
+    kept: Sequence[torch.Tensor]
+
+    def __init__(self, tensors: Sequence[torch.Tensor], cuts: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._cuts = cuts
+
+    @abstractmethod
+    def take(self) -> None:
+        """Have memory for the whole tensors, in which the pieces have their values."""
+
+    @abstractmethod
+    def keep(self) -> None:
+        """After a change of the whole tensors: the pieces have the new values."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Free all but the pieces, which keep their values."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Free the pieces, too, until ``take``."""
+
+    @torch.no_grad()
+    def fill_rest(self, value: float) -> None:
+        """Have the whole tensors, with a value wherever there is no piece of this rank."""
+        own = [one.clone() for one in self.kept]
+        self.take()
+        for tensor in self._tensors:
+            tensor.fill_(value)
+        for place, one in zip(self._cuts, own, strict=True):
+            place.copy_(one)
+
+
+def piece_memory(tensors: Sequence[torch.Tensor], cuts: Sequence[torch.Tensor]) -> PieceMemory:
+    """The memory of tensors of one device; for the arguments see ``PieceMemory``."""
+    is_on_device = any(tensor.device.type != "cpu" for tensor in tensors)
+    return (DeviceStorages if is_on_device else HostPages)(tensors, cuts)
+
+
+class HostPages(PieceMemory):
+    """Pages of shared memory: zeros after they were freed, and there again when written to."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], cuts: Sequence[torch.Tensor]) -> None:
+        super().__init__(tensors, cuts)
+        self.kept = cuts
+
+    def take(self) -> None:
+        return
+
+    def keep(self) -> None:
+        return
+
+    def free(self) -> None:
+        self._discard(self.kept)
+
+    def drop(self) -> None:
+        self._discard(())
+
+    def _discard(self, kept: Iterable[torch.Tensor]) -> None:
+        for tensor in self._tensors:
+            discard(tensor, kept)
+
+
+class DeviceStorages(PieceMemory):
+    """Storages of a device. Those that have nothing but pieces of this rank stay in place."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], cuts: Sequence[torch.Tensor]) -> None:
+        super().__init__(tensors, cuts)
+        whole, own = _bytes_by_storage(tensors), _bytes_by_storage(cuts)
+        staying = {key for key, num_bytes in whole.items() if own[key] == num_bytes}
+        self.kept = [cut if _key(cut) in staying else cut.clone() for cut in cuts]
+        self._moved = [
+            (cut, kept) for cut, kept in zip(cuts, self.kept, strict=True) if cut is not kept
+        ]
+        self._own_storages = _storages(kept for _, kept in self._moved)
+        self._storages = _storages(tensors)
+        self._freed = _storages(one for one in tensors if _key(one) not in staying)
+        self._is_whole, self._has_pieces = True, True
+
+    def take(self) -> None:
+        if self._is_whole:
+            return
+        _allocate(self._storages)
+        self._is_whole = True
+        if self._has_pieces:
+            _copy([(kept, cut) for cut, kept in self._moved])
+
+    def keep(self) -> None:
+        if self._is_whole:
+            _allocate(self._own_storages)
+            _copy(self._moved)
+            self._has_pieces = True
+
+    def free(self) -> None:
+        if self._is_whole:
+            self.keep()
+            _release(self._freed)
+            self._is_whole = False
+
+    def drop(self) -> None:
+        _release(self._storages)
+        _release(self._own_storages)
+        self._is_whole = self._has_pieces = False
+
+
+# A storage, and its size in bytes while it has memory.
+_Sized = tuple[torch.UntypedStorage, int]
+
+
+def _key(tensor: torch.Tensor) -> int:
+    """Tells a storage from others, also while it has no memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes_by_storage(tensors: Iterable[torch.Tensor]) -> Counter[int]:
+    found: Counter[int] = Counter()
+    for tensor in tensors:
+        found[_key(tensor)] += tensor.nbytes
+    return found
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[_Sized]:
+    found = {_key(tensor): tensor.untyped_storage() for tensor in tensors}
+    return [(storage, storage.nbytes()) for storage in found.values()]
+
+
+def _allocate(storages: Iterable[_Sized]) -> None:
+    for storage, num_bytes in storages:
+        if storage.nbytes() != num_bytes:
+            storage.resize_(num_bytes)
+
+
+def _release(storages: Iterable[_Sized]) -> None:
+    for storage, _ in storages:
+        storage.resize_(0)
+
+
+@torch.no_grad()
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the first of each pair to the second."""
+    if pairs:
+        torch._foreach_copy_([target for _, target in pairs], [source for source, _ in pairs])
