@@ -31,7 +31,7 @@ from lockstep.parallel.pipeline.stage_passes import StagePasses
 from lockstep.parallel.sharding.residency import Residency
 from lockstep.parallel.sharding.sharded_passes import ShardedPasses
 from lockstep.parallel.sharding.unit_memory import UnitMemory
-from lockstep.parallel.sharding.units import modules_of_units
+from lockstep.parallel.sharding.units import modules_of_units, separate_storages
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
 from lockstep.parallel.workload import Workload
@@ -114,9 +114,12 @@ def residency_of(
     (group,) = owned
     gradients = exchange.gradients[group.number]
     assert isinstance(gradients, ShardedReduce)
+    of_trained = {name: units[name] for name in group.names}
+    if device.type != "cpu":
+        separate_storages(work.model, of_trained)
     memory = UnitMemory(
         group.members,
-        [units[name] for name in group.names],
+        list(of_trained.values()),
         len(sharding.units),
         group.pieces,
         gradients,

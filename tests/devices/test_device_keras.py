@@ -1,5 +1,6 @@
 """Keras models on accelerators, also of kinds that Keras does not look for."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -39,10 +40,19 @@ def trained(strategy: Strategy | None, optimizer: str) -> list[Any]:
     return [*model.get_weights(), model.predict(INPUTS, batch_size=8, verbose=0), np.array(loss)]
 
 
-@pytest.mark.parametrize(("count", "optimizer"), [(1, "sgd"), (2, "sgd"), (2, "adam")])
-def test_a_model_trains_as_in_plain_keras(count: int, optimizer: str) -> None:
-    engine = None if count == 1 else "gloo"
-    found = trained(lockstep.MirroredStrategy(ranks_on_devices(count), engine=engine), optimizer)
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "one": lambda: lockstep.MirroredStrategy(ranks_on_devices(1)),
+    "two": lambda: lockstep.MirroredStrategy(ranks_on_devices(2), engine="gloo"),
+    "sharded": lambda: lockstep.FullyShardedStrategy(ranks_on_devices(2), engine="gloo"),
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [("one", "sgd"), ("two", "sgd"), ("two", "adam"), ("sharded", "adam")],
+)
+def test_a_model_trains_as_in_plain_keras(strategy: str, optimizer: str) -> None:
+    found = trained(STRATEGIES[strategy](), optimizer)
     expected = trained(None, optimizer)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

@@ -281,7 +281,9 @@ class Residency:
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int, int | None]:
         """A tensor that autograd saves, its version, and the unit in whose memory it lies."""
         found = self.memory.find(tensor)
-        return tensor, tensor._version, None if found is None else found[0]
+        # A graph that is never run backward would keep a tensor that has the graph, and itself.
+        kept = tensor if tensor.is_leaf else tensor.detach()
+        return kept, tensor._version, None if found is None else found[0]
 
     def _unpack(self, packed: tuple[torch.Tensor, int, int | None]) -> torch.Tensor:
         tensor, version, unit = packed

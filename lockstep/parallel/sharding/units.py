@@ -1,6 +1,7 @@
 """Units: groups of parameters that are gathered together, as a model has them."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -32,3 +33,19 @@ def unit_of_parameters(sharding: Sharding, model: nn.Module) -> dict[str, int | 
         name: next(iter(users[id(parameter)])) if len(users[id(parameter)]) == 1 else None
         for name, parameter in model.named_parameters()
     }
+
+
+def separate_storages(model: nn.Module, units: Mapping[str, int | None]) -> None:
+    """On a device: give parameters of units storages that nothing else has, since units free them.
+
+    Args:
+        model: on the device.
+        units: of its trained parameters, by name; None for one that stays.
+    """
+    users: dict[int, set[int | None]] = defaultdict(set)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        users[tensor.untyped_storage()._cdata].add(units.get(name))
+    for name, parameter in model.named_parameters():
+        is_shared = len(users[parameter.untyped_storage()._cdata]) > 1
+        if is_shared and units.get(name) is not None:
+            parameter.data = parameter.data.clone()

@@ -4,6 +4,8 @@ A store that all ranks map is in host memory. Ranks on devices have copies of th
 their device's memory, and write them back when others read the store.
 """
 
+from typing import Any
+
 import torch
 
 from lockstep.comm.collectives.gradients import cut_piece
@@ -17,6 +19,9 @@ class StoredPieces:
     def __init__(self) -> None:
         # By the whole tensor's id: the copy, its place, and the whole, which keeps its id.
         self._copies: dict[tuple[int, Piece], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def __reduce__(self) -> Any:
+        return StoredPieces, ()  # copies are of this process's device
 
     def of(self, whole: torch.Tensor, bound: BoundPiece) -> torch.Tensor:
         """A piece of a stored tensor: in its place, or a copy on the device of the parameter's."""

@@ -215,10 +215,11 @@ class TorchUpdater(Updater):
     def _has_unstored_slots(self, bound: BoundPiece) -> bool:
         """True if a slot of the piece that belongs in the store is missing or lies elsewhere."""
         slots = self._active.state.get(bound.tensor, {})
-        return any(
-            not isinstance(slots.get(slot), torch.Tensor) or not _is_placed(slots[slot], place)
-            for slot, place in self._places_of(bound).items()
-        )
+        names = self._store.get(bound.name, {})
+        if not all(isinstance(slots.get(slot), torch.Tensor) for slot in names):
+            return True
+        places = self._places_of(bound)
+        return not all(_is_placed(slots[slot], place) for slot, place in places.items())
 
     def _places_of(self, bound: BoundPiece) -> dict[str, torch.Tensor]:
         """Where a piece's stored slots lie, by the slot's name."""

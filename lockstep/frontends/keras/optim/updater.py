@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from keras import device, optimizers
 
-from lockstep.comm.collectives.gradients import cut_piece
 from lockstep.errors import CheckpointError
 from lockstep.frontends.keras.optim.fused_adam import step_bare_adam, use_fused_adam
 from lockstep.frontends.keras.optim.optimizer_copy import (
@@ -36,6 +35,7 @@ from lockstep.parallel.storage.allocator import temporary_memory
 from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey, Updater, assemble_slots
 from lockstep.plan.layout import Extent, Piece
 from lockstep.train.checkpointing.training_state import TrainingState
+from lockstep.train.optim.stored_pieces import StoredPieces
 from lockstep.units import first_few
 
 # Names of classes in keras.src: a user's subclass may do anything. Keras itself makes subclasses
@@ -93,6 +93,7 @@ class KerasUpdater(Updater):
         self._may_step_directly = True  # the user's optimizer itself, on one device
         self._dummy: Any = None  # a copy for a variable outside of the model
         self._pieces: list[BoundPiece] = []
+        self._stored_pieces = StoredPieces()
         self._step_variables: list[Any] = []  # by piece
         self._active_slots: list[dict[str, Any]] = []  # by piece, and name
 
@@ -128,7 +129,7 @@ class KerasUpdater(Updater):
         return super().divide(extents, num_ranks, num_shares)
 
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
-        self._pieces = list(pieces)
+        self._pieces, self._stored_pieces = list(pieces), StoredPieces()
         own = [self._variables[bound.name] for bound in pieces]
         pairs = list(zip(own, pieces, strict=True))
         is_whole = pieces and all(variable._value is bound.tensor for variable, bound in pairs)
@@ -159,10 +160,13 @@ class KerasUpdater(Updater):
 
     def _cut(self, whole: torch.Tensor, bound: BoundPiece, *, is_shared: bool) -> torch.Tensor:
         """A slot's piece; a slot with its parameter's layout in memory is cut where that is."""
-        if bound.piece.stop - bound.piece.start == self._variables[bound.name]._value.numel():
-            return whole
-        assert is_shared or whole.dim() == 0  # if parameters are cut, slots are in the store
-        return cut_piece(whole, bound.piece) if is_shared else whole
+        if is_shared:
+            return self._stored_pieces.of(whole, bound)
+        is_whole = (
+            bound.piece.stop - bound.piece.start == self._variables[bound.name]._value.numel()
+        )
+        assert is_whole or whole.dim() == 0  # if parameters are cut, slots are in the store
+        return whole
 
     def _exclude_from_decay(self) -> None:
         """Exclude the pieces of excluded variables, which Keras knows by id, from weight decay."""
@@ -291,6 +295,9 @@ class KerasUpdater(Updater):
         for name, slots in assemble_slots(pieces, parameters).items():
             for slot, value in slots.items():
                 self._slots[name, slot].assign(value)
+
+    def write_back_slots(self) -> None:
+        self._stored_pieces.write_back()
 
     def stored(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, place) for (name, _), place in self._store.items()]
