@@ -148,7 +148,7 @@ SECTIONS = {
         "Several ranks on one device",
         "Wide MLP in float32; what ranks exchange goes by way of host memory (gloo).",
         "samples/s",
-        "1 ranks",
+        "1 rank",
     ),
 }
 

@@ -89,7 +89,9 @@ def waits_of(train: Train) -> int:
     return len(waits)
 
 
-def tell(contenders: dict[str, Contender], steps: int, per_step: int, **more: float) -> None:
+def measure_each(
+    contenders: dict[str, Contender], steps: int, per_step: int, **more: float
+) -> None:
     """Measure contenders, and print a line of JSON for each.
 
     Args:
@@ -129,7 +131,7 @@ def loop(loss_of: Callable[[Tensor], Tensor], count: int, batch_size: int, optim
 def fit(trainer: Any, data: Any, batch_size: int) -> Train:
     """The same by a Trainer."""
 
-    class Telling(lockstep.Callback):
+    class EpochEnds(lockstep.Callback):
         def __init__(self, clock: Any) -> None:
             self.clock = clock
 
@@ -137,7 +139,7 @@ def fit(trainer: Any, data: Any, batch_size: int) -> Train:
             self.clock.end_epoch()
 
     def train(clock: Any) -> None:
-        trainer.callbacks = [Telling(clock)]
+        trainer.callbacks = [EpochEnds(clock)]
         trainer.fit(data, batch_size=batch_size, epochs=clock.epochs, verbose=0)
 
     return train
@@ -160,6 +162,40 @@ def one_process() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def in_loops(
+    make_model: Callable[[], Any],
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    train_with: Callable[[Any, Any], Train],
+    finished: Callable[[Any], Any] = lambda model: model,
+) -> dict[str, Contender]:
+    """A hand-written loop, the same with ``CrossReplicaOptimizer``, and with DDP.
+
+    Args:
+        make_model: makes the model, on the device.
+        make_optimizer: makes an optimizer of its parameters.
+        train_with: makes the loop, with a model and an optimizer.
+        finished: what is done to the model last, such as ``torch.compile``.
+    """
+
+    def by_hand() -> Train:
+        model = make_model()
+        return train_with(finished(model), make_optimizer(model.parameters()))
+
+    def by_own_loop() -> Train:
+        model = make_model()
+        optimizer = lockstep.CrossReplicaOptimizer(make_optimizer(model.parameters()), model)
+        return train_with(finished(model), optimizer)
+
+    def by_ddp() -> Train:
+        model = make_model()
+        replica = nn.parallel.DistributedDataParallel(
+            model, gradient_as_bucket_view=True, static_graph=True
+        )
+        return train_with(finished(replica), make_optimizer(model.parameters()))
+
+    return {"loop": by_hand, "own loop": by_own_loop, "DDP": by_ddp}
+
+
 # --- the parts ------------------------------------------------------------------------------------
 
 
@@ -172,7 +208,10 @@ def gpt(tiny: bool) -> None:
     count = steps * batch_size
     tokens = torch.randint(size.words, (count, size.context + 1), device=DEVICE)
 
-    def loop_with(model: Any, optimizer: Any) -> Train:
+    def model() -> GPT:
+        return GPT(size).to(DEVICE)
+
+    def train_with(model: Any, optimizer: Any) -> Train:
         def loss_of(rows: Tensor) -> Tensor:
             with cast():
                 found: Tensor = model(tokens[rows, :-1], tokens[rows, 1:])
@@ -180,32 +219,16 @@ def gpt(tiny: bool) -> None:
 
         return loop(loss_of, count, batch_size, optimizer)
 
-    def by_hand() -> Train:
-        model = GPT(size).to(DEVICE)
-        return loop_with(torch.compile(model), adam(model.parameters()))
-
-    def by_own_loop() -> Train:
-        model = GPT(size).to(DEVICE)
-        optimizer = lockstep.CrossReplicaOptimizer(adam(model.parameters()), model)
-        return loop_with(torch.compile(model), optimizer)
-
-    def by_ddp() -> Train:
-        model = GPT(size).to(DEVICE)
-        replica = nn.parallel.DistributedDataParallel(
-            model, gradient_as_bucket_view=True, static_graph=True
-        )
-        return loop_with(torch.compile(replica), adam(model.parameters()))
-
     def by_fsdp() -> Train:
         from torch.distributed.fsdp import fully_shard
 
         mesh = dist.device_mesh.init_device_mesh(KIND, (1,))
-        model = GPT(size).to(DEVICE)
-        for block in model.blocks:
+        net = model()
+        for block in net.blocks:
             block.compile()
             fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        return loop_with(model, adam(model.parameters()))
+        fully_shard(net, mesh=mesh)
+        return train_with(net, adam(net.parameters()))
 
     def by_fit(**options: Any) -> Train:
         trainer = lockstep.Trainer(
@@ -220,16 +243,19 @@ def gpt(tiny: bool) -> None:
         return fit(trainer, ((tokens[:, :-1], tokens[:, 1:]),), batch_size)
 
     torch.set_float32_matmul_precision("high")
+    loops = in_loops(model, adam, train_with, torch.compile)
     ours: dict[str, Contender] = {
-        "loop": by_hand,
+        "loop": loops["loop"],
         "fit": by_fit,
         "fit, unchecked": partial(by_fit, on_nonfinite="ignore"),
-        "own loop": by_own_loop,
+        "own loop": loops["own loop"],
     }
     per_step = batch_size * size.context
-    tell(ours, steps, per_step, flops_each=gpt_flops(size))
+    measure_each(ours, steps, per_step, flops_each=gpt_flops(size))
     with one_process():
-        tell({"DDP": by_ddp, "FSDP2": by_fsdp}, steps, per_step, flops_each=gpt_flops(size))
+        measure_each(
+            {"DDP": loops["DDP"], "FSDP2": by_fsdp}, steps, per_step, flops_each=gpt_flops(size)
+        )
 
 
 def cnn(tiny: bool) -> None:
@@ -246,26 +272,13 @@ def cnn(tiny: bool) -> None:
         net: nn.Module = resnet(tuple(depths), width)
         return net.to(DEVICE).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
-    def loop_with(net: nn.Module, optimizer: Any) -> Train:
+    def train_with(net: nn.Module, optimizer: Any) -> Train:
         def loss_of(rows: Tensor) -> Tensor:
             with cast():
                 found: Tensor = criterion(net(images[rows]), labels[rows])
             return found
 
         return loop(loss_of, len(images), batch_size, optimizer)
-
-    def by_hand() -> Train:
-        net = model()
-        return loop_with(net, sgd(net.parameters()))
-
-    def by_own_loop() -> Train:
-        net = model()
-        return loop_with(net, lockstep.CrossReplicaOptimizer(sgd(net.parameters()), net))
-
-    def by_ddp() -> Train:
-        net = model()
-        replica = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
-        return loop_with(replica, sgd(net.parameters()))
 
     def by_fit() -> Train:
         trainer = lockstep.Trainer(
@@ -277,10 +290,11 @@ def cnn(tiny: bool) -> None:
         )
         return fit(trainer, (images, labels), batch_size)
 
-    ours: dict[str, Contender] = {"loop": by_hand, "fit": by_fit, "own loop": by_own_loop}
-    tell(ours, steps, batch_size)
+    loops = in_loops(model, sgd, train_with)
+    ours = {"loop": loops["loop"], "fit": by_fit, "own loop": loops["own loop"]}
+    measure_each(ours, steps, batch_size)
     with one_process():
-        tell({"DDP": by_ddp}, steps, batch_size)
+        measure_each({"DDP": loops["DDP"]}, steps, batch_size)
 
 
 def mlp(tiny: bool) -> None:
@@ -295,25 +309,12 @@ def mlp(tiny: bool) -> None:
         layers = (nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU())
         return nn.Sequential(*layers, nn.Linear(512, 10)).to(DEVICE)
 
-    def loop_with(net: nn.Module, optimizer: Any) -> Train:
+    def train_with(net: nn.Module, optimizer: Any) -> Train:
         def loss_of(rows: Tensor) -> Tensor:
             found: Tensor = criterion(net(inputs[rows]), labels[rows])
             return found
 
         return loop(loss_of, len(inputs), batch_size, optimizer)
-
-    def by_hand() -> Train:
-        net = model()
-        return loop_with(net, adam(net.parameters()))
-
-    def by_own_loop() -> Train:
-        net = model()
-        return loop_with(net, lockstep.CrossReplicaOptimizer(adam(net.parameters()), net))
-
-    def by_ddp() -> Train:
-        net = model()
-        replica = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
-        return loop_with(replica, adam(net.parameters()))
 
     def by_fit(**options: Any) -> Train:
         trainer = lockstep.Trainer(
@@ -325,15 +326,16 @@ def mlp(tiny: bool) -> None:
         )
         return fit(trainer, (inputs, labels), batch_size)
 
+    loops = in_loops(model, adam, train_with)
     ours: dict[str, Contender] = {
-        "loop": by_hand,
+        "loop": loops["loop"],
         "fit": by_fit,
         "fit, unchecked": partial(by_fit, on_nonfinite="ignore"),
-        "own loop": by_own_loop,
+        "own loop": loops["own loop"],
     }
-    tell(ours, steps, batch_size)
+    measure_each(ours, steps, batch_size)
     with one_process():
-        tell({"DDP": by_ddp}, steps, batch_size)
+        measure_each({"DDP": loops["DDP"]}, steps, batch_size)
 
 
 def keras(tiny: bool) -> None:
@@ -375,7 +377,9 @@ def keras(tiny: bool) -> None:
         with lockstep.SingleDeviceStrategy(DEVICE).scope():
             return train_with(compiled())
 
-    tell({"Keras": lambda: train_with(compiled()), "fit": under_a_strategy}, steps, batch_size)
+    measure_each(
+        {"Keras": lambda: train_with(compiled()), "fit": under_a_strategy}, steps, batch_size
+    )
 
 
 def ranks(tiny: bool) -> None:
@@ -398,12 +402,15 @@ def ranks(tiny: bool) -> None:
         return train_with(lockstep.MirroredStrategy([DEVICE] * count, engine="gloo"))
 
     contenders: dict[str, Contender] = {
-        **{f"{count} ranks": partial(mirrored, count) for count in (1, 2, 4)},
+        **{
+            "1 rank" if count == 1 else f"{count} ranks": partial(mirrored, count)
+            for count in (1, 2, 4)
+        },
         "2 ranks, local SGD": lambda: train_with(
             lockstep.LocalSGDStrategy(4, [DEVICE] * 2, engine="gloo")
         ),
     }
-    tell(contenders, steps, batch_size)
+    measure_each(contenders, steps, batch_size)
 
 
 PARTS: dict[str, Callable[[bool], None]] = {

@@ -409,8 +409,8 @@ def test_attention_that_is_computed_again_is_the_same() -> None:
 
 
 @pytest.fixture
-def compiles_calmly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Else torch compiles programs to find out what the processor can, and starts processes."""
+def quick_compilation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Torch compiles no programs to find out what the processor can, and starts no processes."""
     monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # helpers get these
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     with (
@@ -426,7 +426,7 @@ def compiles_calmly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # Compilation takes its time, above all where other tests have the cores.
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
-@pytest.mark.usefixtures("compiles_calmly")
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", ["cnn_batch_norm"])
 def test_a_compiled_model_trains_the_same(name: str) -> None:
     one = case(name)
@@ -463,7 +463,7 @@ class _CompileCounter(lockstep.Callback):
 
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
-@pytest.mark.usefixtures("compiles_calmly")
+@pytest.mark.usefixtures("quick_compilation")
 def test_nothing_is_compiled_again_after_the_first_epoch() -> None:
     """With a short last batch, shares and validation of other sizes, and in a second fit."""
     from torch._dynamo.callback import callback_handler

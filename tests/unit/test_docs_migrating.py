@@ -86,7 +86,7 @@ def like(page: Page, argv: Sequence[str]) -> str | None:
 
 
 def finish(processes: Sequence[HostProcess]) -> bool:
-    """All of them must come to a good end; False if torch has aborted one after its last line."""
+    """All of them must come to a good end; False if torch has aborted one."""
     for process in processes:
         status, out, err = process.finish(TIMEOUT_SECONDS)
         if status != 0 and TORCHS_ABORT in err:
