@@ -5,12 +5,16 @@ others in buckets (``plan.layout.in_buckets``): a bucket is sent when backward h
 last gradient in it, from the sender's row to where the receiver adds it up, and is not copied on
 its way.
 
-The messages are known before any gradient is: each rank sends whole buckets, even if a parameter
-was not used. Receivers learn of that at the barrier. There a sender also announces a gradient that
-changed after its bucket was sent (a layer that runs backward twice), and sends the bucket again.
+Each rank sends whole buckets, even if a parameter was not used. Receivers learn of that at the
+barrier. There a sender also announces a gradient that changed after its bucket was sent (a layer
+that runs backward twice); then the bucket is sent again.
+
+Ranks in host memory send a bucket when it is complete. Between devices a bucket is one collective,
+which all ranks begin in the same order: there a complete bucket waits for those before it.
 """
 
 import ctypes
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +24,7 @@ import torch
 from lockstep.comm.collectives.gradients import Gradients
 from lockstep.comm.collectives.reduce_scatter import ReduceScatter
 from lockstep.comm.transport import Buffers
-from lockstep.comm.transports.process_group_transport import Message, ProcessGroupTransport
+from lockstep.comm.transports.process_group_transport import ProcessGroupTransport
 from lockstep.plan.layout import ALIGNMENT_BYTES, Piece
 from lockstep.plan.program.sum_tree import subtrees
 
@@ -32,16 +36,18 @@ class BucketSlice:
     Attributes:
         peer: the rank at the other end.
         rows: of the subtree.
-        tag: the same at both ends.
         runs: the memory, as bytes.
         pieces: what lies there.
     """
 
     peer: int
     rows: range
-    tag: int
     runs: Sequence[torch.Tensor]
     pieces: Mapping[Piece, torch.Tensor]
+
+
+def _nothing_to_wait_for() -> None:
+    return
 
 
 @dataclass(kw_only=True)
@@ -56,8 +62,7 @@ class Bucket:
         missing: parameters whose gradients are not complete.
         is_sent: this rank has begun to send.
         is_late: gradients have changed since.
-        sends: under way.
-        receives: under way.
+        finish: waits until what is under way has come and gone.
     """
 
     number: int
@@ -67,8 +72,7 @@ class Bucket:
     missing: set[int] = field(default_factory=set)
     is_sent: bool = False
     is_late: bool = False
-    sends: list[Message] = field(default_factory=list)
-    receives: list[Message] = field(default_factory=list)
+    finish: Callable[[], None] = _nothing_to_wait_for
 
 
 class OverlappedReduce(ReduceScatter):
@@ -89,6 +93,7 @@ class OverlappedReduce(ReduceScatter):
         self._num_rows = num_rows
         self._own_rows = self._rows_of([self._rank])
         self._buckets: dict[int, Bucket] = {}
+        self._waiting: dict[int, Bucket] = {}  # not sent, in the order of sending
         self._num_filled = 0  # rows of the step under way
 
     def divide(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
@@ -100,32 +105,26 @@ class OverlappedReduce(ReduceScatter):
                 for number, own in enumerate(self._bucket_of)
                 if own == bucket and not self._is_everywhere[number]
             )
-            outgoing = [self._outgoing(peer, bucket, parameters) for peer in self._clients]
+            outgoing = [self._outgoing(peer, parameters) for peer in self._clients]
             self._buckets[bucket] = Bucket(
                 number=bucket,
                 parameters=parameters,
                 outgoing=[part for parts in outgoing for part in parts],
-                incoming=self._all_incoming(bucket, parameters) if self._keeps_incoming else [],
+                incoming=self._all_incoming(parameters) if self._keeps_incoming else [],
             )
 
-    def _all_incoming(self, bucket: int, parameters: frozenset[int]) -> list[BucketSlice]:
-        incoming = [self._incoming(peer, bucket, parameters) for peer in self._clients]
+    def _all_incoming(self, parameters: frozenset[int]) -> list[BucketSlice]:
+        incoming = [self._incoming(peer, parameters) for peer in self._clients]
         return [part for parts in incoming for part in parts]
 
-    def _outgoing(
-        self, peer: int, bucket: int, parameters: frozenset[int]
-    ) -> Iterable[BucketSlice]:
+    def _outgoing(self, peer: int, parameters: frozenset[int]) -> Iterable[BucketSlice]:
         pieces = [piece for piece in self._pieces[peer] if piece.parameter in parameters]
         for rows in self._subtrees_of(self._rank):
             cuts = {piece: self._rows.cut(rows.start, piece) for piece in pieces}
             runs = side_by_side(list(cuts.values()))
-            yield BucketSlice(
-                peer=peer, rows=rows, tag=self._tag(bucket, rows), runs=runs, pieces=cuts
-            )
+            yield BucketSlice(peer=peer, rows=rows, runs=runs, pieces=cuts)
 
-    def _incoming(
-        self, peer: int, bucket: int, parameters: frozenset[int]
-    ) -> Iterable[BucketSlice]:
+    def _incoming(self, peer: int, parameters: frozenset[int]) -> Iterable[BucketSlice]:
         """Memory that lies as the sender's row does."""
         pieces = [piece for piece in self._pieces[self._rank] if piece.parameter in parameters]
         own = [self._rows.cut(self._own_rows.start, piece) for piece in pieces]
@@ -134,17 +133,12 @@ class OverlappedReduce(ReduceScatter):
             yield BucketSlice(
                 peer=peer,
                 rows=rows,
-                tag=self._tag(bucket, rows),
                 runs=runs,
                 pieces=dict(zip(pieces, places, strict=True)),
             )
 
     def _subtrees_of(self, rank: int) -> Sequence[range]:
         return subtrees(self._rows_of([rank]), self._num_rows)
-
-    def _tag(self, bucket: int, rows: range) -> int:
-        """Of a message; 0 is left for others."""
-        return 1 + bucket * self._num_rows + rows.start
 
     # --- while passes run ------------------------------------------------------------------------
 
@@ -153,64 +147,92 @@ class OverlappedReduce(ReduceScatter):
             self._begin(num_rows)
 
     def _begin(self, num_rows: int) -> None:
-        """Be ready to receive."""
+        self._finish()  # of a step left out
         self._num_filled = num_rows
         for bucket in self._buckets.values():
-            self._transport.finish([*bucket.receives, *bucket.sends])  # of a step left out
             bucket.missing = {*bucket.parameters}
             bucket.is_sent = bucket.is_late = False
-            bucket.sends, bucket.receives = [], self._receive(bucket.incoming)
+        self._waiting = dict(self._buckets)
+
+    def _finish(self) -> None:
+        """Wait for all that is under way."""
+        for bucket in self._buckets.values():
+            bucket.finish()
+            bucket.finish = _nothing_to_wait_for
 
     @property
     def is_early(self) -> bool:
         return len(self._buckets) > 1 and len(self._own_rows) == 1
 
+    @property
+    def _is_ordered(self) -> bool:
+        """Whether all ranks send the buckets in one order."""
+        return self._transport.is_ordered
+
     def arrive(
         self, row: int, parameter: int, gradient: torch.Tensor | None, *, is_last: bool
     ) -> None:
         if gradient is not None:
-            self._note_late(parameter)
+            self._note(row, parameter)
             self._rows.take({(row, parameter): gradient})
-        bucket = self._buckets[self._bucket_of[parameter]]
-        bucket.missing.discard(parameter)
-        if not (bucket.missing or bucket.is_sent):
-            self._send(bucket)
+        if is_last:
+            self._buckets[self._bucket_of[parameter]].missing.discard(parameter)
+            self._send_complete()
+
+    def _send_complete(self) -> None:
+        """Send the buckets that are complete, as far as their order allows."""
+        for number, bucket in list(self._waiting.items()):
+            if not bucket.missing:
+                self.complete(number)
+            elif self._is_ordered:
+                return
+
+    def complete(self, number: int) -> None:
+        """This rank has put all gradients of a bucket: send it, unless that was done."""
+        bucket = self._waiting.pop(number, None)
+        if bucket is not None:
+            bucket.is_sent = True
+            self._exchange(bucket)
 
     def write(self, row: int, gradients: Gradients) -> None:
         for parameter, gradient in enumerate(gradients):
             if gradient is not None:
-                self._note_late(parameter)
+                self._note(row, parameter)
         super().write(row, gradients)
 
     def write_product(
         self, row: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
     ) -> None:
-        self._note_late(parameter)
+        self._note(row, parameter)
         super().write_product(row, parameter, inputs, output_gradients)
 
-    def _note_late(self, parameter: int) -> None:
+    def _note(self, row: int, parameter: int) -> None:
+        """A gradient is put in a row."""
         bucket = self._buckets[self._bucket_of[parameter]]
         bucket.is_late |= bucket.is_sent and parameter in bucket.parameters
 
     def hand_over(self, num_rows: int) -> None:
-        for bucket in self._buckets.values() if self.is_early else ():
-            if bucket.is_late:
-                self._rows.mark(self._own_rows, bucket.parameters)
-            if bucket.is_late or not bucket.is_sent:
-                self._send(bucket)
+        if self.is_early:
+            for bucket in self._buckets.values():
+                if bucket.is_late:
+                    self._rows.mark(self._own_rows, bucket.parameters)
+            self._send_rest()
 
-    def _send(self, bucket: Bucket) -> None:
-        bucket.is_sent = True
-        for part in self._filled(bucket.outgoing):
+    def _send_rest(self) -> None:
+        for number in list(self._waiting):
+            self.complete(number)
+
+    def _exchange(self, bucket: Bucket) -> None:
+        """Begin to send and receive a bucket."""
+        outgoing = self._filled(bucket.outgoing)
+        for part in outgoing:
             self._rows.sum_own_rows(list(part.pieces), part.rows)
-            bucket.sends += self._transport.send(part.peer, part.runs, part.tag)
+        bucket.finish = self._begin_parts(bucket, outgoing, self._filled(bucket.incoming))
 
-    def _receive(self, parts: Iterable[BucketSlice]) -> list[Message]:
-        return [
-            message
-            for part in self._filled(parts)
-            for message in self._transport.receive(part.peer, part.runs, part.tag)
-        ]
+    def _begin_parts(
+        self, bucket: Bucket, outgoing: Sequence[BucketSlice], incoming: Sequence[BucketSlice]
+    ) -> Callable[[], None]:
+        return self._transport.begin(_by_peer(outgoing), _by_peer(incoming), tag=1 + bucket.number)
 
     def _filled(self, parts: Iterable[BucketSlice]) -> list[BucketSlice]:
         return [part for part in parts if part.rows.start < self._num_filled]
@@ -221,17 +243,19 @@ class OverlappedReduce(ReduceScatter):
         super().collect(num_rows)
         if not self.is_early:
             self._begin(num_rows)
-            for bucket in self._buckets.values():
-                self._send(bucket)
+            self._send_rest()
         for bucket in self._buckets.values():
-            again = [
-                part
-                for part in bucket.incoming
-                if self._rows.is_marked(part.rows, bucket.parameters)
-            ]
-            if again:
-                self._transport.finish(bucket.receives)
-                bucket.receives = self._receive(again)
+            if self._rows.is_marked(range(num_rows), bucket.parameters):
+                bucket.finish()
+                outgoing, incoming = self._marked(bucket.outgoing), self._marked(bucket.incoming)
+                bucket.finish = self._begin_parts(bucket, outgoing, incoming)
+
+    def _marked(self, parts: Iterable[BucketSlice]) -> list[BucketSlice]:
+        return [
+            part
+            for part in parts
+            if self._rows.is_marked(part.rows, [piece.parameter for piece in part.pieces])
+        ]
 
     @torch.no_grad()
     def reduce_scatter(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
@@ -239,17 +263,14 @@ class OverlappedReduce(ReduceScatter):
         results = dict(zip(rest, super().reduce_scatter(rest), strict=True))
         for bucket in self._buckets.values():
             results |= self._sums_of(bucket, pieces)
-        for bucket in self._buckets.values():
-            self._transport.finish(bucket.sends)
-            bucket.sends = []
         return [results[piece] for piece in pieces]
 
     def _sums_of(self, bucket: Bucket, pieces: Sequence[Piece]) -> dict[Piece, torch.Tensor | None]:
         own = [piece for piece in pieces if piece.parameter in bucket.parameters]
         self._rows.sum_rows(own)
         partials = {piece: self._rows.subtree_sums(piece) for piece in own}
-        self._transport.finish(bucket.receives)
-        bucket.receives = []
+        bucket.finish()
+        bucket.finish = _nothing_to_wait_for
         for part in self._filled(bucket.incoming):
             for piece in own:
                 for first, *_ in self._rows.subtree_rows(piece.parameter, part.rows):
@@ -271,6 +292,14 @@ class OverlappedReduce(ReduceScatter):
         For arguments and result see ``ProcessGroupTransport.begin``.
         """
         return self._transport.begin(_runs_of(sends), _runs_of(receives), tag=0)
+
+
+def _by_peer(parts: Iterable[BucketSlice]) -> Buffers:
+    """The memory of parts, by the rank at the other end."""
+    found: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for part in parts:
+        found[part.peer] += part.runs
+    return found
 
 
 def _runs_of(buffers: Buffers) -> Buffers:

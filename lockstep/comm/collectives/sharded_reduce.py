@@ -9,17 +9,15 @@ All ranks send the buckets in one order, whichever parameters a share has used: 
 a bucket that another one sends later. A gradient that a share does not have is sent as zeros.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lockstep.comm.collectives.gradients import Gradients, add_up
+from lockstep.comm.collectives.gradients import add_up
 from lockstep.comm.collectives.overlapped_reduce import Bucket, BucketSlice, OverlappedReduce
 from lockstep.comm.collectives.piece_memory import PieceMemory, piece_memory
-from lockstep.comm.transport import Buffers
 from lockstep.errors import ModelError
 from lockstep.plan.layout import Piece
 
@@ -42,7 +40,6 @@ class ShardedReduce(OverlappedReduce):
         super().__init__(*args, **options)
         self._names = names
         self._put: set[tuple[int, int]] = set()  # rows and parameters, in this step
-        self._waiting: dict[int, Bucket] = {}  # in the order of sending, if no other is asked for
         self._under_way: list[_Transfer] = []
         self._memories: dict[int, PieceMemory] = {}  # of this rank's rows, by bucket
         self._sums: dict[Piece, torch.Tensor] = {}  # where they are placed
@@ -66,55 +63,23 @@ class ShardedReduce(OverlappedReduce):
     # --- while passes run ------------------------------------------------------------------------
 
     def _begin(self, num_rows: int) -> None:
-        self._finish()  # of a step left out
-        self._num_filled = num_rows
+        super()._begin(num_rows)
         self._put.clear()
         self.free()
-        for bucket in self._buckets.values():
-            bucket.missing = {*bucket.parameters}
-            bucket.is_sent = False
-        self._waiting = dict(self._buckets)
 
     @property
     def is_early(self) -> bool:
         return True
 
-    def arrive(
-        self, row: int, parameter: int, gradient: torch.Tensor | None, *, is_last: bool
-    ) -> None:
-        if gradient is not None:
-            self._note(row, parameter)
-            self._rows.take({(row, parameter): gradient})
-        if is_last:
-            self._buckets[self._bucket_of[parameter]].missing.discard(parameter)
-            for number, bucket in list(self._waiting.items()):
-                if bucket.missing:
-                    break
-                self.complete(number)
-
-    def complete(self, number: int) -> None:
-        """This rank has put all gradients of a bucket; all ranks complete them in one order."""
-        bucket = self._waiting.pop(number, None)
-        if bucket is not None:
-            self._exchange(bucket)
-
-    def write(self, row: int, gradients: Gradients) -> None:
-        for parameter, gradient in enumerate(gradients):
-            if gradient is not None:
-                self._note(row, parameter)
-        self._rows.write(row, gradients)
-
-    def write_product(
-        self, row: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
-    ) -> None:
-        self._note(row, parameter)
-        self._rows.write_product(row, parameter, inputs, output_gradients)
+    @property
+    def _is_ordered(self) -> bool:
+        return True
 
     def _note(self, row: int, parameter: int) -> None:
         """A gradient is put in a row.
 
         Raises:
-            ModelError: too late.
+            ModelError: its bucket has been sent.
         """
         self._put.add((row, parameter))
         bucket = self._buckets[self._bucket_of[parameter]]
@@ -134,14 +99,13 @@ class ShardedReduce(OverlappedReduce):
 
     def _exchange(self, bucket: Bucket) -> None:
         """Begin to send and receive a bucket, and add up those before it."""
-        bucket.is_sent = True
         self._memories[bucket.number].take()
         outgoing = self._filled(bucket.outgoing)
         for rows in {part.rows for part in outgoing}:
             self._rows.sum_own_rows(self._all_pieces(bucket), rows)
             self._zero_unused(rows, bucket)
-        incoming = self._filled(self._all_incoming(bucket.number, bucket.parameters))
-        finish = self._transport.begin(_runs(outgoing), _runs(incoming), tag=1 + bucket.number)
+        incoming = self._filled(self._all_incoming(bucket.parameters))
+        finish = self._begin_parts(bucket, outgoing, incoming)
         if self.waits_in_backward:
             self._finish()
         self._under_way.append(_Transfer(bucket=bucket, incoming=incoming, finish=finish))
@@ -195,8 +159,7 @@ class ShardedReduce(OverlappedReduce):
     # --- when all have met -----------------------------------------------------------------------
 
     def hand_over(self, num_rows: int) -> None:
-        for number in list(self._waiting):
-            self.complete(number)
+        self._send_rest()
         self._finish()
 
     def collect(self, num_rows: int) -> None:
@@ -239,11 +202,3 @@ class _Transfer:
     bucket: Bucket
     incoming: Sequence[BucketSlice]
     finish: Callable[[], None]
-
-
-def _runs(parts: Iterable[BucketSlice]) -> Buffers:
-    """The memory of parts, by the rank at the other end."""
-    found: dict[int, list[torch.Tensor]] = defaultdict(list)
-    for part in parts:
-        found[part.peer] += part.runs
-    return found

@@ -90,17 +90,22 @@ class ProcessGroupTransport(Transport):
 
     # --- while this rank computes ----------------------------------------------------------------
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether all ranks must ``begin`` in one order: a transfer of a device is a collective."""
+        return self._groups.own_device.type != "cpu"
+
     def begin(self, sends: Buffers, receives: Buffers, *, tag: int) -> Callable[[], None]:
         """Begin to send tensors and to fill others; the result waits until all have come and gone.
 
-        All ranks that take part begin the same in the same order.
+        All ranks that take part begin the same with each tag, in the same order.
 
         Args:
             sends: as of ``transfer``; in host memory they must not change until then.
             receives: as of ``transfer``; on a device they need memory only when that is called.
             tag: of the messages.
         """
-        if self._groups.own_device.type != "cpu":
+        if self.is_ordered:
             return (self._begin_by_host if self._groups.is_staged else self._begin_on_device)(
                 sends, receives
             )

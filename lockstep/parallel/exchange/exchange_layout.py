@@ -226,8 +226,8 @@ def sparse_weights(model: nn.Module) -> frozenset[str]:
 def _num_buckets(
     plan: Plan, group: ParameterGroup, tensors: Sequence[TensorSpec], *, is_early: bool
 ) -> int:
-    """Number of gradient buckets; without stages, on the CPU, they are sent during backward."""
-    if plan.engine.shares_memory or len(group.ranks) == 1 or not is_cpu(plan.devices):
+    """Number of gradient buckets; without stages they are sent during backward."""
+    if plan.engine.shares_memory or len(group.ranks) == 1:
         return 0
     extents = [tensor.extent for tensor in tensors]
     return num_buckets(extents, are_early=is_early and plan.pipeline is None)
