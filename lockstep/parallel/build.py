@@ -55,6 +55,8 @@ def build_worker(
     exchange = endpoint.exchange(process)
     owned = owned_groups(plan, spec, work.updater, dict(work.model.named_parameters()), exchange)
     residency = residency_of(work, owned, exchange, endpoint.device)
+    if residency is not None and endpoint.values is not None:
+        _take_part(work.model, residency, endpoint.values)
     for gradients in exchange.gradients.values():
         if isinstance(gradients, ShardedReduce):  # units keep all ranks in step, also in backward
             gradients.waits_in_backward = residency is not None or not BatchNorms(work.model)
@@ -132,7 +134,17 @@ def residency_of(
         memory=memory,
         gradients=gradients,
         device=device,
+        rank=exchange.rank,
     )
+
+
+@torch.no_grad()
+def _take_part(model: nn.Module, residency: Residency, values: Mapping[str, torch.Tensor]) -> None:
+    """Copy what this rank keeps of parameters from their values, by name."""
+    residency.copy_pieces(values)
+    for name, parameter in model.named_parameters():
+        if name not in residency.gathered:
+            parameter.data.copy_(values[name])
 
 
 def _open_mail(

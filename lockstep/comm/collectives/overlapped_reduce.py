@@ -129,13 +129,17 @@ class OverlappedReduce(ReduceScatter):
         pieces = [piece for piece in self._pieces[self._rank] if piece.parameter in parameters]
         own = [self._rows.cut(self._own_rows.start, piece) for piece in pieces]
         for rows in self._subtrees_of(peer):
-            runs, places = _alike(own)
+            runs, places = _alike(own, self._allocate)
             yield BucketSlice(
                 peer=peer,
                 rows=rows,
                 runs=runs,
                 pieces=dict(zip(pieces, places, strict=True)),
             )
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        """Host memory to receive in."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def _subtrees_of(self, rank: int) -> Sequence[range]:
         return subtrees(self._rows_of([rank]), self._num_rows)
@@ -340,7 +344,9 @@ def _bytes_at(start: int, stop: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _alike(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _alike(
+    tensors: Sequence[torch.Tensor], allocate: Callable[[int], torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """New memory for tensors that lie alike: as ``side_by_side`` gives it; and the tensors."""
     runs: list[torch.Tensor] = []
     places: list[torch.Tensor] = []
@@ -348,7 +354,7 @@ def _alike(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[to
         runs = places = [torch.empty_like(one) for one in tensors]
         return runs, places
     for start, stop in _spans(tensors):
-        run = torch.empty(stop - start, dtype=torch.uint8)
+        run = allocate(stop - start)
         runs.append(run)
         for one in tensors:
             at = one.data_ptr() - start

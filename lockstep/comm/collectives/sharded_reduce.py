@@ -9,6 +9,7 @@ All ranks send the buckets in one order, whichever parameters a share has used: 
 a bucket that another one sends later. A gradient that a share does not have is sent as zeros.
 """
 
+import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ from lockstep.comm.collectives.overlapped_reduce import Bucket, BucketSlice, Ove
 from lockstep.comm.collectives.piece_memory import PieceMemory, piece_memory
 from lockstep.errors import ModelError
 from lockstep.plan.layout import Piece
+
+# The heap keeps what has been freed; what takes that much memory goes back to the kernel.
+_LARGE_BYTES = 1 << 20
 
 
 class ShardedReduce(OverlappedReduce):
@@ -104,11 +108,17 @@ class ShardedReduce(OverlappedReduce):
         for rows in {part.rows for part in outgoing}:
             self._rows.sum_own_rows(self._all_pieces(bucket), rows)
             self._zero_unused(rows, bucket)
+        if self.waits_in_backward:  # before it takes memory for the next
+            self._finish()
         incoming = self._filled(self._all_incoming(bucket.parameters))
         finish = self._begin_parts(bucket, outgoing, incoming)
-        if self.waits_in_backward:
-            self._finish()
         self._under_way.append(_Transfer(bucket=bucket, incoming=incoming, finish=finish))
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        """Memory that goes back to the kernel when it is not used any more."""
+        if num_bytes < _LARGE_BYTES:
+            return super()._allocate(num_bytes)
+        return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
     def _zero_unused(self, rows: range, bucket: Bucket) -> None:
         """Put zeros where this rank has put no gradient in any of these rows."""

@@ -101,6 +101,7 @@ class Endpoint:
         neighbours: its connections to other hosts; None without any.
         meeting: the meeting point of ranks of process groups; None without any.
         residuals: see ``Exchange``.
+        values: of parameters, from which this rank takes its part; None if it has them.
     """
 
     plan: Plan
@@ -112,6 +113,7 @@ class Endpoint:
     neighbours: Neighbours | None = None
     meeting: Meeting | None = None
     residuals: Mapping[str, Residual] | None = None
+    values: Mapping[str, torch.Tensor] | None = None
 
     def exchange(self, groups: ProcessGroups | None = None) -> Exchange:
         """This rank's end of the exchange."""

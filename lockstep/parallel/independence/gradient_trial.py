@@ -4,11 +4,17 @@ A backward pass may mix samples where the forward pass does not: ``scale_grad_by
 how often a row of an embedding is used, a hook divides a gradient by its norm, an autograd function
 takes a mean. So the gradient of three samples (the first one occurs twice) is compared with the
 gradients of the first alone and of the others.
+
+Of a large parameter's gradient a sketch is kept: sums of its elements with random signs, which are
+linear in it and have its norm on average (Alon, Matias, Szegedy, "The space complexity of
+approximating the frequency moments", STOC 1996). So the trial needs no memory for all gradients.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +38,10 @@ _LOW_TOLERANCE, _LOW_FLOOR = 0.3, 2e-2
 # None if nothing requires a gradient.
 RootOf = Callable[[Batch, int], torch.Tensor | None]
 
+
+# Elements of the largest gradient that is kept as it is, and the size of a larger one's sketch.
+_MOST_ELEMENTS = 1 << 17
+_NUM_SIGNS, _COLUMNS = 16, 1024
 
 # Factors of the loss, to test whether gradients are linear in it.
 _SMALL, _LARGE = 2.0**-7, 2.0**7
@@ -101,13 +111,20 @@ class _Precision(TorchDispatchMode):
 
 
 class _Trial:
-    """Subtracts the gradients of parts of some samples from the whole's, in ``.grad``."""
+    """Subtracts the gradients of parts of some samples from the whole's, in ``.grad``.
+
+    Those of large parameters are in sketches instead.
+    """
 
     def __init__(self, model: nn.Module, root_of: RootOf) -> None:
         self._model = model
         self._root_of = root_of
         self.precision = _Precision()
         self._trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self._large = {
+            name: one for name, one in self._trained.items() if one.numel() > _MOST_ELEMENTS
+        }
+        self._sketches: dict[str, torch.Tensor] = {}
         self._sizes: dict[str, float] = {}
         self._starts: list[int] = []  # first samples of the next runs
 
@@ -133,6 +150,7 @@ class _Trial:
 
     def _begin(self, batch: Batch) -> None:
         self._sizes, self._starts = {}, [0, 0, batch.num_samples // 2]
+        self._sketches = {}
         for parameter in self._trained.values():
             parameter.grad = None
 
@@ -144,16 +162,45 @@ class _Trial:
         with self.precision:
             root = self._root_of(part, self._starts.pop(0))
         if root is not None and root.requires_grad:
-            (factor * root).backward()
+            with self._sketching():
+                (factor * root).backward()
         if not self._sizes:
-            for parameter in self._trained.values():
-                if parameter.grad is not None:
-                    parameter.grad = (-1.0 if factor == 1.0 else -_LARGE / factor) * parameter.grad
-            self._sizes = {name: _norm(one.grad) for name, one in self._trained.items()}
+            self._scale(-1.0 if factor == 1.0 else -_LARGE / factor)
+            self._sizes = self._norms()
+
+    def _scale(self, factor: float) -> None:
+        for parameter in self._trained.values():
+            if parameter.grad is not None:
+                parameter.grad = factor * parameter.grad
+        self._sketches = {name: factor * one for name, one in self._sketches.items()}
+
+    @contextmanager
+    def _sketching(self) -> Iterator[None]:
+        """Within the block keep sketches of large parameters' gradients."""
+
+        def take(name: str, parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is not None and not gradient.is_sparse:
+                sketch, before = _sketch_of(gradient), self._sketches.get(name)
+                self._sketches[name] = sketch if before is None else before + sketch
+                parameter.grad = None
+
+        handles = [
+            one.register_post_accumulate_grad_hook(partial(take, name))
+            for name, one in self._large.items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _norms(self) -> dict[str, float]:
+        kept = {name: self._sketches.get(name, one.grad) for name, one in self._trained.items()}
+        return {name: _norm(one) for name, one in kept.items()}
 
     def _residue(self) -> _Residue:
-        left = {name: _norm(one.grad) for name, one in self._trained.items()}
-        return _Residue(self._sizes, left)
+        return _Residue(self._sizes, self._norms())
 
 
 def _differing(residue: _Residue, *, is_low: bool) -> dict[str, float]:
@@ -182,6 +229,20 @@ def _check(residue: _Residue, *, is_low: bool) -> None:
             fix="Remove scale_grad_by_freq, and hooks or autograd functions that mix samples in "
             "backward (by a norm or a mean of their gradients), or train on one device.",
         )
+
+
+@torch.no_grad()
+def _sketch_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Sums of the elements of each column, in several ways: each row has a random sign in each."""
+    flat = gradient.reshape(-1)
+    if flat.dtype in (torch.float16, torch.bfloat16):
+        flat = flat.float()
+    whole = len(flat) // _COLUMNS * _COLUMNS
+    rows = flat[:whole].view(-1, _COLUMNS)
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (_NUM_SIGNS, len(rows)), generator=generator) * 2 - 1
+    sums = signs.to(rows) @ rows / math.sqrt(_NUM_SIGNS)
+    return torch.cat([sums.view(-1), flat[whole:]])
 
 
 def _norm(gradient: torch.Tensor | None) -> float:

@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Views that torch makes of storages without memory, too.
@@ -12,7 +13,7 @@ _ALIASES = ("alias", "detach", "view")
 
 
 class ReadHook(TorchDispatchMode):
-    """Within the block, calls a function with each tensor that an operation is about to read.
+    """Within the block, calls a function with the tensors that an operation is about to read.
 
     It sees the operations of forward passes and of backward passes, also reads by way of views.
 
@@ -22,7 +23,7 @@ class ReadHook(TorchDispatchMode):
             torch makes none of a storage without memory.
     """
 
-    def __init__(self, before_read: Callable[[torch.Tensor], None], device: torch.device) -> None:
+    def __init__(self, before_read: Callable[[list[Tensor]], None], device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._before_read = before_read
         self._needs_memory = _reads if device.type == "cpu" else _reads_or_views
@@ -31,10 +32,9 @@ class ReadHook(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if self._needs_memory(func):
-            for value in (*args, *(kwargs or {}).values()):
-                for one in value if isinstance(value, list | tuple) else (value,):
-                    if isinstance(one, torch.Tensor):
-                        self._before_read(one)
+            given = (*args, *(kwargs or {}).values())
+            values = [one if isinstance(one, list | tuple) else (one,) for one in given]
+            self._before_read([one for own in values for one in own if isinstance(one, Tensor)])
         return func(*args, **(kwargs or {}))
 
 

@@ -9,9 +9,11 @@ All ranks gather the units in one order, one after the other, in forward and in 
 also those that a rank's pass skips, and in a pass for which a rank has no samples. So a rank never
 waits for a unit that another rank does not use.
 
-In a first step all parameters are there. The order is the one in which rank 0's model uses the
-units then. A unit that some rank's model uses again after others, or outside of its modules, stays:
-it is gathered before every step.
+Before that order is known, and while the model is tried, ranks gather units by request: whenever a
+rank needs one, all tell each other which they need, and gather these. A rank that needs none any
+more goes on telling so until all are as far. After the first forward pass the order is settled: the
+one in which rank 0's model has used the units. A unit that some rank's model uses again after
+others, or outside of its modules, stays: it is gathered before every step.
 
 Hooks of modules and of saved tensors gather a unit in time. A hook before every operation finds
 those that read a unit elsewhere: out of the order that is an error, and no operation reads memory
@@ -19,7 +21,7 @@ that is not there.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +39,9 @@ _log = logging.getLogger("lockstep")
 
 _FORWARD, _BACKWARD = 1, -1
 
+# Asked for by a rank that needs no unit.
+_NONE = -1
+
 
 class Residency:
     """One rank's end. Places count the units in the order in which they are used.
@@ -49,6 +54,7 @@ class Residency:
         memory: of the units.
         gradients: of the trainable parameters; those of unit n are the bucket n + 1.
         device: of this rank.
+        rank: this rank.
 
     Attributes:
         memory: of the units.
@@ -65,8 +71,10 @@ class Residency:
         memory: UnitMemory,
         gradients: ShardedReduce,
         device: torch.device,
+        rank: int,
     ) -> None:
         self._model = model
+        self._rank = rank
         self._device = device
         self._modules = modules
         self._names = names
@@ -80,28 +88,38 @@ class Residency:
         self._last = len(names) - 1
         self._at = -1  # the place of the unit that is used, or was last
         self._direction = _FORWARD
-        self._is_whole = True  # all units are there
-        self._is_checked = False
-        self._used: list[int] = []  # units that a pass has used so far, while all are there
+        self._is_shown = True  # rank 0 has all units
+        self._is_tried = False  # so is the model in this batch
+        self._by_request = False
+        self._has_met = False  # all ranks have made their trials in this pass
+        self._used: list[int] = []  # units that the model has used so far, by request
         self._seen: list[int] = []  # those of the forward pass that has used most
         self._rounds = [0, 0]  # forward and backward passes of this batch, made so far
         self._num_rounds = [0, 0]  # the most that any rank makes
         self._forward_first = False
         self._is_moving = False  # from unit to unit
 
+    def copy_pieces(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Copy this rank's pieces from the parameters' values, by name."""
+        own = [values[name] for name in self._parameters]
+        self.memory.copy_pieces(own)
+
     # --- between steps ---------------------------------------------------------------------------
 
-    def hold_all(self) -> None:
-        """Gather all units, and keep them; every rank calls it."""
+    def show(self, *, everywhere: bool = False) -> None:
+        """Gather all units, and keep them on rank 0, or everywhere; every rank calls it."""
+        if self._is_shown and not everywhere:
+            return
+        self.memory.is_held |= everywhere or self._rank == 0
         for unit in range(len(self._names)):
             self.memory.gather(unit)
-        self._is_whole = True
+            self.memory.free(unit)
+        self._is_shown = True
 
     def release(self) -> None:
         """Free all but this rank's pieces."""
-        for unit in range(len(self._names)):
-            self.memory.free(unit)
-        self._is_whole = False
+        self.memory.release()
+        self._is_shown = False
 
     def free_gradients(self) -> None:
         """Free the gradients' sums: the step has used them."""
@@ -123,25 +141,54 @@ class Residency:
         self._num_rounds = [num_rounds, num_rounds if is_training else 0]
         self._rounds = [0, 0]
         self._forward_first = forward_first
-        self._is_checked = is_training and (is_tried or not self._is_ordered)
-        if self._is_checked:
-            self.hold_all()
-        elif is_training and self._is_whole:
+        self._is_tried = is_training and is_tried
+        if is_training:
             self.release()
-        for unit in sorted(self._staying):
+        self._gather_staying()
+
+    def _gather_staying(self) -> None:
+        for unit in sorted(self._staying) if self._is_ordered else ():
             self.memory.gather(unit)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around a forward pass."""
         self._rounds[0] += 1
+        if self._is_tried or not self._is_ordered:
+            self._has_met = not self._is_tried
+            with self.by_request():
+                yield
+                self.meet()
+            if self._num_rounds[1]:
+                self._settle_order()
+            return
         self._start(_FORWARD)
+        with self._watching():
+            yield
+        self._move_to(self._last)
+
+    @contextmanager
+    def by_request(self) -> Iterator[None]:
+        """Around passes for which ranks gather the units that each of them needs."""
+        self._free_others(())
+        self._by_request, self._used = True, []
+        with self._watching():
+            yield
+        self._keep_longest()
+        self._await_all()
+        self._by_request = False
+
+    def meet(self) -> None:
+        """The trials of this rank's share are over: wait for the other ranks'."""
+        if not self._has_met:
+            self._await_all()
+            self._has_met = True
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
         saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with ReadHook(self._before_read, self._device), saved, _entering(self._enter):
             yield
-        if len(self._used) > len(self._seen):
-            self._seen = self._used
-        self._move_to(self._last)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -169,11 +216,11 @@ class Residency:
                 if self._rounds[own] < self._num_rounds[own]:
                     with pass_():
                         pass
-        if self._is_checked and not self._is_ordered:
-            self._settle_order()
 
     def _settle_order(self) -> None:
         """Agree with all ranks on the order of the units, and on those that stay."""
+        if self._is_ordered:
+            return
         count = len(self._names)
         staying = [int(unit in self._staying) for unit in range(count)]
         found = self._gradients.all_ranks([*_completed(self._seen, count), *staying])
@@ -181,11 +228,62 @@ class Residency:
         self._order = [unit for unit in found[0][:count] if unit not in self._staying]
         self._last = len(self._order) - 1
         self._is_ordered = True
+        self._gather_staying()
         if self._staying:
             names = first_few([self._names[unit] for unit in sorted(self._staying)])
             _log.info(
                 "Units that stay on every rank, because they are used elsewhere, too: %s", names
             )
+
+    # --- by request ------------------------------------------------------------------------------
+
+    def _need(self, units: Collection[int]) -> None:
+        """Have units there."""
+        if not self.memory.present.issuperset(units):
+            self._is_moving = True
+            self._free_others(units)
+            while not self.memory.present.issuperset(units):
+                self._gather_requested(min({*units} - self.memory.present), units)
+            self._is_moving = False
+
+    def _await_all(self) -> None:
+        """Take part until no rank needs a unit."""
+        self._free_others(())
+        self._is_moving = True
+        while self._gather_requested(_NONE, ()):
+            pass
+        self._is_moving = False
+
+    def _gather_requested(self, wanted: int, kept: Collection[int]) -> bool:
+        """Gather what the ranks need now, and free what this one does not; False if all are done.
+
+        Args:
+            wanted: what this rank needs.
+            kept: what it keeps.
+        """
+        requests = {unit for (unit,) in self._gradients.all_ranks([wanted])} - {_NONE}
+        for unit in sorted(requests):
+            self.memory.gather_again(unit)
+            self._free_others(kept)
+        return bool(requests)
+
+    def _free_others(self, kept: Collection[int]) -> None:
+        staying = self._staying if self._is_ordered else ()
+        for unit in [*self.memory.present]:
+            if unit not in kept and unit not in staying:
+                self.memory.free(unit)
+
+    def _note_use(self, unit: int) -> None:
+        """The model's forward pass enters a module of a unit, while the order is open."""
+        if not self._is_ordered and unit not in self._used[-1:] and not _is_in_backward():
+            if unit in self._used:
+                self._stay(unit, "is used again after another unit")
+            self._used.append(unit)
+
+    def _keep_longest(self) -> None:
+        if len(self._used) > len(self._seen):
+            self._seen = self._used
+        self._used = []
 
     # --- from unit to unit -----------------------------------------------------------------------
 
@@ -194,9 +292,6 @@ class Residency:
         self._direction = direction
         first = 0 if direction == _FORWARD else self._last
         self._at = first - direction
-        if self._is_whole:
-            self._used = []
-            return
         for place, unit in enumerate(self._order):
             if place != first:
                 self.memory.free(unit)
@@ -207,7 +302,7 @@ class Residency:
     def _move_to(self, place: int) -> None:
         """Go to a unit, by way of all units before it."""
         self._is_moving = True
-        while not self._is_whole and (place - self._at) * self._direction > 0:
+        while (place - self._at) * self._direction > 0:
             before, self._at = self._at, self._at + self._direction
             is_inside = 0 <= before <= self._last
             if is_inside and self._direction == _BACKWARD and self._rounds == self._num_rounds:
@@ -226,17 +321,14 @@ class Residency:
 
     def _enter(self, module: nn.Module) -> None:
         """A module's forward pass begins."""
-        if module is self._model and self._is_whole:
-            self._used = []
+        if module is self._model and self._by_request and not _is_in_backward():
+            self._keep_longest()
         unit = self._modules.get(module)
-        if unit is None:
-            return
-        if not self._is_whole:
+        if unit is not None and self._by_request:
+            self._note_use(unit)
+            self._need([unit])
+        elif unit is not None:
             self._use(unit)
-        elif unit not in self._used[-1:]:
-            if unit in self._used and self._direction == _FORWARD:
-                self._stay(unit, "is used again after another unit")
-            self._used.append(unit)
 
     def _stay(self, unit: int, why: str) -> None:
         """Keep a unit on every rank; after the first step raise an error instead."""
@@ -257,16 +349,21 @@ class Residency:
             )
         self._move_to(place)
 
-    def _before_read(self, tensor: torch.Tensor) -> None:
-        """Have a tensor's unit there; in a first step note where it is used."""
-        found = None if self._is_moving else self.memory.find(tensor)
-        if found is None:
+    def _before_read(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have the units of tensors there; before the order is settled note where it is used."""
+        if self._is_moving:
             return
-        if not self._is_whole:
-            self._use(found[0])
-        elif self._is_checked and found[0] not in self._used[-1:] and not _is_in_backward():
-            name = self._parameters[found[1]]
-            self._stay(found[0], f"is used outside of its modules, by its parameter {name!r}")
+        found = dict(one for one in map(self.memory.find, tensors) if one is not None)
+        if not self._by_request:
+            for unit in found:
+                self._use(unit)
+            return
+        is_noted = not (self._is_ordered or _is_in_backward())
+        for unit, number in found.items() if is_noted else ():
+            if unit not in self._used[-1:]:
+                name = self._parameters[number]
+                self._stay(unit, f"is used outside of its modules, by its parameter {name!r}")
+        self._need(found)
 
     def _error(self, what: str, received: str) -> ModelError:
         return ModelError(
@@ -287,7 +384,9 @@ class Residency:
 
     def _unpack(self, packed: tuple[torch.Tensor, int, int | None]) -> torch.Tensor:
         tensor, version, unit = packed
-        if unit is not None and not self._is_whole:
+        if unit is not None and self._by_request:
+            self._need([unit])
+        elif unit is not None:
             self._use(unit)
         elif unit is None and tensor._version != version:  # torch checks it without hooks only
             raise RuntimeError(

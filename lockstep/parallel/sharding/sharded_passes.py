@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lockstep.data.map_style.sources import Batch
 from lockstep.parallel.batch_run import Run, Take
 from lockstep.parallel.data_parallel.model_passes import ModelPasses
 from lockstep.parallel.independence.split_test import is_tried
@@ -54,8 +55,12 @@ class ShardedPasses(ModelPasses):
             super()._go_backward(shares, now)
 
     def diagnose(self, run: Run, share: int) -> str:
-        self._residency.hold_all()
+        self._residency.show(everywhere=True)
         return super().diagnose(run, share)
+
+    def _try_on_halves(self, run: Run, batch: Batch) -> None:
+        super()._try_on_halves(run, batch)
+        self._residency.meet()
 
     def hand_in(self) -> None:
         self._residency.finish()

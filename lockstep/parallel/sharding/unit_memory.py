@@ -6,7 +6,8 @@ they are, and what autograd has saved of them is valid again once the unit has b
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -30,7 +31,8 @@ class UnitMemory:
 
     Attributes:
         numbers: of the parameters in units.
-        present: the units that are there, whole.
+        present: the units that are there, whole; none at first.
+        is_held: this rank also has all others, since they were there last: free none.
         kept: this rank's pieces that lie elsewhere than in their parameters. These have the values
             while their unit is away.
     """
@@ -49,10 +51,13 @@ class UnitMemory:
         for number, (parameter, unit) in enumerate(zip(parameters, units, strict=True)):
             if unit is not None:
                 tensors[unit][number] = parameter.data  # its version is not the parameter's
-        self.numbers = frozenset(number for own in tensors for number in own)
-        self.present = set(range(num_units))
+        self.present: set[int] = set()
+        self.is_held = True
         self.kept: dict[Piece, torch.Tensor] = {}
         self._memories: list[PieceMemory] = []
+        self._pieces: list[list[Piece]] = []  # of this rank, by unit
+        self._unit_of = {number: unit for unit, own in enumerate(tensors) for number in own}
+        self.numbers = frozenset(self._unit_of)
         self._moves: list[tuple[Buffers, Buffers]] = []
         for own in tensors:
             cuts = {
@@ -65,6 +70,7 @@ class UnitMemory:
                 if kept is not cut
             }
             self._memories.append(memory)
+            self._pieces.append([*cuts])
             sends, receives = gradients.pieces_to_move(own, all_pieces=True)
             self._moves.append((dict.fromkeys(sends, memory.kept), receives))
         self._spans = sorted(
@@ -76,6 +82,14 @@ class UnitMemory:
     def __len__(self) -> int:
         """The number of units."""
         return len(self._memories)
+
+    @torch.no_grad()
+    def copy_pieces(self, values: Sequence[torch.Tensor]) -> None:
+        """Copy this rank's pieces from the values of all parameters; it has no others."""
+        for memory, pieces in zip(self._memories, self._pieces, strict=True):
+            for piece, kept in zip(pieces, memory.kept, strict=True):
+                kept.copy_(cut_piece(values[piece.parameter], piece))
+        self.is_held = False
 
     def begin(self, unit: int) -> None:
         """Begin to gather a unit; every rank does so for the same units in the same order."""
@@ -90,22 +104,48 @@ class UnitMemory:
             self._coming.pop(unit)()
             self.present.add(unit)
 
+    def gather_again(self, unit: int) -> None:
+        """The same where the unit may be there on some ranks only."""
+        self.present.discard(unit)
+        self.gather(unit)
+
     def free(self, unit: int) -> None:
         """Free all but this rank's pieces of a unit."""
         if unit in self._coming:
             self.gather(unit)
         if unit in self.present:
             self.present.discard(unit)
+            if not self.is_held:
+                self._memories[unit].free()
+
+    def release(self) -> None:
+        """Free all but this rank's pieces of all units."""
+        was_held, self.is_held = self.is_held, False
+        for unit in range(len(self)):
+            self.free(unit)
+            if was_held:
+                self._memories[unit].free()
+
+    @contextmanager
+    def written(self, numbers: Iterable[int]) -> Iterator[None]:
+        """Within the block parameters can be set, also of units that are away."""
+        away = set() if self.is_held else {self._unit_of[one] for one in numbers} - self.present
+        for unit in away:
+            self._memories[unit].take()
+        yield
+        for unit in away:
+            self._memories[unit].keep()
             self._memories[unit].free()
 
     def keep_pieces(self) -> None:
         """After a change of parameters that are there: the kept pieces have the new values."""
-        for unit in self.present:
-            self._memories[unit].keep()
+        for unit in range(len(self)):
+            if self.is_held or unit in self.present:
+                self._memories[unit].keep()
 
     def mark_lost(self) -> bool:
         """After a failure: put NaN where other ranks' pieces are not there; True if any are not."""
-        away = {*range(len(self))} - self.present
+        away = set() if self.is_held else {*range(len(self))} - self.present
         for unit in away:
             self._memories[unit].fill_rest(math.nan)
         return bool(away)

@@ -17,9 +17,12 @@ from torch import nn
 from lockstep.comm.collectives.gradients import TensorSpec
 from lockstep.comm.shared_memory.shared_region import SharedRegion, dense_stride
 from lockstep.errors import ModelError
-from lockstep.parallel.storage.allocator import temporary_memory
+from lockstep.parallel.storage.allocator import give_back_freed_memory, temporary_memory
 from lockstep.parallel.update import SlotKey
 from lockstep.plan.layout import flat_offsets
+
+# Freed memory that may stay in the heap while parameters are moved.
+_FREED_BYTES = 1 << 25
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
@@ -124,10 +127,15 @@ class ParameterStore(TensorStore):
     @torch.no_grad()
     @temporary_memory()
     def _move_back(self, moved: Sequence[tuple[torch.Tensor, nn.Parameter]]) -> None:
+        freed = 0
         for view, parameter in moved:
             overlaps = self.region.holds(parameter)  # another view of the same memory
             view.copy_(parameter.clone() if overlaps else parameter)
             set_data(parameter, view)
+            freed += view.nbytes
+            if freed > _FREED_BYTES:  # so that the model is not there twice
+                give_back_freed_memory()
+                freed = 0
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:

@@ -90,7 +90,8 @@ class RankSync:
             decided = self.act(partial(self._directive, act, renew_at))
             directive = _END if decided is None else decided
         directive = self._tell(directive)
-        set_values(model, directive.values)
+        with self.worker.setting(directive.values):
+            set_values(model, directive.values)
         self.worker.reload_weights()
         if not directive:
             return False

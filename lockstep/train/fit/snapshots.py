@@ -28,7 +28,7 @@ class Snapshots:
         worker, control = rank_sync.worker, rank_sync.control
         found = worker.gradients() if result.weight else {}
         gradients = {name: None if one is None else one.clone() for name, one in found.items()}
-        worker.hold_parameters()
+        worker.hold_parameters(everywhere=True)
         ranks = control.gather(
             (
                 _state(worker),

@@ -4,7 +4,7 @@ The script's process makes one; helpers get a copy. On several hosts each makes 
 hosts compare them (``train.multihost.hosts``).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +64,7 @@ def make_worker(
     look_around: Callable[[float], None],
     neighbours: Neighbours | None = None,
     meeting: Meeting | None = None,
+    values: Mapping[str, torch.Tensor] | None = None,
 ) -> Worker:
     """The Worker of a rank for an assignment.
 
@@ -75,6 +76,7 @@ def make_worker(
         look_around: see ``Board``.
         neighbours: this rank's connections to other hosts, if there are several.
         meeting: the meeting point of ranks of process groups, if any.
+        values: of parameters, from which this rank takes its part; None if it has them.
     """
     plan, residuals = assignment.plan, assignment.residuals
     endpoint = Endpoint(
@@ -87,6 +89,7 @@ def make_worker(
         neighbours=neighbours,
         meeting=meeting,
         residuals=None if residuals is None else residuals.by_parameter(),
+        values=values,
     )
     with noting_shortage(endpoint.device):
         if isinstance(plan.update, AveragedUpdate) and assignment.updater is not None:
@@ -108,6 +111,12 @@ def run_task(assignment: Assignment, worker: Worker, control: Control, driver: T
         raise
 
 
+def divides_parameters(assignment: Assignment) -> bool:
+    """True if each rank keeps its part of the parameters only, and gets no more at the start."""
+    sharding = assignment.plan.sharding
+    return sharding is not None and sharding.divides_parameters and assignment.updater is not None
+
+
 def initialize_own(assignment: Assignment, worker: Worker) -> None:
     """On each group's first rank, initialize its parameters that have no values."""
     if assignment.blank:
@@ -118,7 +127,8 @@ def initialize_own(assignment: Assignment, worker: Worker) -> None:
             for name in group.names
         }
         initialize(assignment.model, own & assignment.blank, assignment.seed)
-        worker.barrier()
+    if assignment.blank or divides_parameters(assignment):
+        worker.barrier()  # all have their values: rank 0 may free those of others
 
 
 @contextmanager

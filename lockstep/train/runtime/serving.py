@@ -144,8 +144,9 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     device = rank_device(call.devices, rank)
     accelerators.use(device)
     # Parameters and slots that only other ranks have stay there.
+    sources: list[TensorStore] = []
     opened = [
-        open_store(own, number, rank=rank, ranks=ranks, access=access)
+        open_store(own, number, rank=rank, ranks=ranks, access=access, sources=sources)
         for (ranks, own, access, _), number in zip(call.stores, stored, strict=True)
     ]
     for (ranks, _, _, replaced), own in zip(call.stores, [*opened], strict=True):
@@ -171,7 +172,12 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
             look_around=context.look_around,
             neighbours=neighbours,
             meeting=call.connections.meeting,
+            values=_values_of(sources),
         )
+        for source in sources:
+            source.region.release_pages()
+            source.region.close()
+        sources.clear()
         worker.mirrors = mirrors
         if any(access == "copied on write" for _, _, access, _ in call.stores):
             worker.copy_slots()
@@ -192,6 +198,14 @@ def serve_again(context: HelperContext, body: bytes, descriptors: tuple[int, ...
     part.hear(news)
     with part.assignment.settings.applied(), compute_settings(part.assignment.plan):
         _take_part(part)
+
+
+def _values_of(sources: Sequence[TensorStore]) -> dict[str, torch.Tensor] | None:
+    """The values of parameters by name, if this rank is to copy its part of them."""
+    found = {
+        spec.name: view for one in sources for spec, view in zip(one.specs, one.views, strict=True)
+    }
+    return found or None
 
 
 def _move_to_device(
@@ -226,10 +240,19 @@ def open_store(
     rank: int,
     ranks: Sequence[int],
     access: Access,
+    sources: list[TensorStore],
 ) -> list[torch.Tensor]:
     """The tensors of a store that another process has made; without memory if other ranks have it.
 
     The first rank that has them allocates the memory, unless rank 0 has done so.
+
+    Args:
+        specs: of the tensors.
+        descriptor: of the store.
+        rank: this rank.
+        ranks: those that have it.
+        access: how this rank accesses it.
+        sources: gets the store if this rank is to copy its part of it later.
     """
     if rank not in ranks:
         os.close(descriptor)
@@ -242,6 +265,11 @@ def open_store(
     if is_first:
         region.reserve(0, region.num_bytes)
     store = TensorStore(specs, region)
+    if access == "copied in part":
+        sources.append(store)
+        own = TensorStore.create(specs, is_reserved=False)
+        own.region.close()
+        return own.views
     region.close()
     if is_first or access != "copied":
         return store.views

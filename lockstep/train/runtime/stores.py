@@ -16,11 +16,12 @@ from lockstep.parallel.storage.store import ParameterStore, TensorStore, check_s
 from lockstep.parallel.update import SlotKey
 from lockstep.plan.devices import is_cpu
 from lockstep.plan.makers.averaging import AveragedUpdate
-from lockstep.train.runtime.assignment import Assignment
+from lockstep.train.runtime.assignment import Assignment, divides_parameters
 
 # How ranks other than the store's first, which has the store itself, access it: they map it, too;
 # or copy it; or map it and get their own pages when they write; or copy it to their device.
-Access = Literal["shared", "copied", "copied on write", "on its device"]
+# The parts that a rank keeps are copied when it knows them.
+Access = Literal["shared", "copied", "copied in part", "copied on write", "on its device"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +72,10 @@ class Stores:
         if not is_cpu(assignment.plan.devices):
             with noting_shortage(assignment.device):
                 return self._adopt_on_device(assignment, leader)
-        stores = _mapped(
-            assignment, self._adopt(assignment, leader), "shared" if shares else "copied"
-        )
+        access: Access = "shared" if shares else "copied"
+        if divides_parameters(assignment):
+            access = "copied in part"
+        stores = _mapped(assignment, self._adopt(assignment, leader), access)
         if assignment.updater is not None and not is_apart:
             # Ranks that share no memory may update the same piece, each for itself, unless each has
             # its part. A rank writes only to the slots of its pieces, so it has no pages of others.

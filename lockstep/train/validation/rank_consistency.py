@@ -97,7 +97,8 @@ def check_ranks_agree(worker: Worker, control: Control, samples: Any) -> None:
     batch = Batch(
         inputs=inputs, targets=targets, sample_weight=sample_weight, num_samples=num_samples
     )
-    with left_alone(worker.model, *worker.passes.user_losses()), uncompiled():
+    state = left_alone(worker.model, *worker.passes.user_losses())
+    with worker.in_trial(), state, uncompiled():
         own = _fingerprints(worker.model, lambda: worker.passes.losses_alone(batch))
     by_rank = control.gather(own)
     is_exact = is_cpu(worker.plan.devices)
