@@ -292,6 +292,7 @@ class Worker(UpdateWorker):
         if self._residency is None:
             return nullcontext()
         self.exchange.open()
+        self._residency.release()
         return self._residency.by_request()
 
     def hold_parameters(self, *, everywhere: bool = False) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -267,6 +268,41 @@ def test_same_shares_give_the_same_bits(level: str, devices: int) -> None:
     strategy = lockstep.FullyShardedStrategy(devices, level=level, num_shares=4)
     found = trained(mlp, strategy, precision="fp32")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+class Counts(nn.Module):
+    """Passes its input on, and counts the parameters that this rank has now."""
+
+    def __init__(self, watched: nn.ModuleList, most: float) -> None:
+        super().__init__()
+        self.watched, self.most = (*watched.parameters(),), most
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:  # what is away reads as zeros
+            here = sum(int(np.count_nonzero(one.detach().numpy())) for one in self.watched)
+            every = sum(one.numel() for one in self.watched)
+            assert here <= self.most * every, f"{here} of {every} parameters"
+        return x
+
+
+class Counted(Blocks):
+    def __init__(self, most: float) -> None:
+        super().__init__(8)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(8))
+        self.counts = Counts(self.blocks, most)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(self.counts(x)).tanh() + x
+        output: Tensor = self.last(x)
+        return output
+
+
+def test_no_rank_has_all_parameters_not_even_in_the_first_step() -> None:
+    trained(partial(Counted, 1 / 2 + 2 / 8), SHARDED())
+    with pytest.raises(AssertionError, match="of 18432 parameters"):
+        trained(partial(Counted, 1 / 2), SHARDED())
 
 
 class Reader(lockstep.Callback):

@@ -36,6 +36,18 @@ class Embeds(nn.Module):
         return out
 
 
+class Large(nn.Module):
+    """Its table is so large that a sketch of its gradient is kept."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(50_001, 3, **options), nn.Linear(3, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.table(tokens).sum(1))
+        return out
+
+
 class Between(nn.Module):
     """Two layers with something between them."""
 
@@ -204,3 +216,14 @@ def test_what_does_not_is_not(name: str, dtype: torch.dtype) -> None:
 
 def batch_of(inputs: Tensor) -> Batch:
     return Batch(inputs=inputs, targets=None, sample_weight=None, num_samples=len(inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sketches_of_large_gradients_show_the_same(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    is_low = dtype == torch.bfloat16
+    model = Large().to(dtype)
+    assert check_sample_independence(model, model, batch_of(TOKENS), is_low=is_low)
+    model = Large(scale_grad_by_freq=True).to(dtype)
+    with pytest.raises(ModelError, match=r"gradients of .*table\.weight"):
+        check_sample_independence(model, model, batch_of(TOKENS), is_low=is_low)

@@ -191,11 +191,8 @@ def _kept(model: nn.Module) -> list[torch.Tensor]:
         for name, value in vars(module).items()
         if name not in ("_parameters", "_buffers", "_modules")
     ]
-    return _values(held)
-
-
-def _values(tree: Tree) -> list[torch.Tensor]:
-    return [tensor.detach() for tensor in tensors_of(tree)]
+    own = {id(one) for one in model.parameters()}
+    return [tensor.detach() for tensor in tensors_of(held) if id(tensor) not in own]
 
 
 def _are_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
