@@ -5,8 +5,8 @@ gradients themselves, and hand them in here.
 """
 
 import itertools
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -188,6 +188,36 @@ class UpdateWorker:
         check.look([one for one in gradients if one is not None], totals)
         with check.guarding():
             self._update(step)
+
+    # --- divided parameters ----------------------------------------------------------------------
+
+    def in_trial(self) -> AbstractContextManager[None]:
+        """Around passes that are no part of a step; collective."""
+        if self._residency is None:
+            return nullcontext()
+        self.exchange.open()
+        self._residency.release()
+        return self._residency.by_request()
+
+    def hold_parameters(self, *, everywhere: bool = False) -> None:
+        """Have all parameters on rank 0, or on every rank, until the next step; collective."""
+        if self._residency is not None:
+            self._residency.free_gradients()
+            self._residency.show(everywhere=everywhere)
+
+    def setting(self, names: Collection[str]) -> AbstractContextManager[None]:
+        """Within the block this rank's model can be given values of parameters."""
+        if self._residency is None:
+            return nullcontext()
+        return self._residency.memory.written(self._numbers_of(names) & self._away)
+
+    def _numbers_of(self, names: Collection[str]) -> set[int]:
+        return {number for number, name in enumerate(self.trained_names) if name in names}
+
+    def release_parameters(self) -> None:
+        """Free other ranks' parts of parameters, if they are divided."""
+        if self._residency is not None:
+            self._residency.release()
 
     # --- gradients and slots ---------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ Tasks (``train.fit.fit_task``, ``train.fit.tasks``) call a Worker and do not dep
 divides the model.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -286,34 +286,6 @@ class Worker(UpdateWorker):
         if factor != 1.0 and not self.passes.is_linear:
             raise unequal_scale(now.step)
         self._sum_gradients(factor / self._rules.scale, is_void=now.is_void)
-
-    def in_trial(self) -> AbstractContextManager[None]:
-        """Around passes that are no part of a step; collective."""
-        if self._residency is None:
-            return nullcontext()
-        self.exchange.open()
-        self._residency.release()
-        return self._residency.by_request()
-
-    def hold_parameters(self, *, everywhere: bool = False) -> None:
-        """Have all parameters on rank 0, or on every rank, until the next step; collective."""
-        if self._residency is not None:
-            self._residency.free_gradients()
-            self._residency.show(everywhere=everywhere)
-
-    def setting(self, names: Collection[str]) -> AbstractContextManager[None]:
-        """Within the block this rank's model can be given values of parameters."""
-        if self._residency is None:
-            return nullcontext()
-        return self._residency.memory.written(self._numbers_of(names) & self._away)
-
-    def _numbers_of(self, names: Collection[str]) -> set[int]:
-        return {number for number, name in enumerate(self.trained_names) if name in names}
-
-    def release_parameters(self) -> None:
-        """Free other ranks' parts of parameters, if they are divided."""
-        if self._residency is not None:
-            self._residency.release()
 
     def show_parameters(self) -> None:
         """Bring parameters of other ranks to where rank 0 reads them; collective."""
