@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from lockstep.plan.program.compression import TopK as TopK
     from lockstep.plan.spec import Plan as Plan
     from lockstep.proof.job import Job as Job
+    from lockstep.proof.recording.outcome import compare as compare
+    from lockstep.proof.recording.recorder import record as record
     from lockstep.proof.verification import verify_job
     from lockstep.strategies.base import Strategy as Strategy
     from lockstep.strategies.fully_sharded import FullyShardedStrategy as FullyShardedStrategy
@@ -104,12 +106,14 @@ _HOMES = {
     "all_mean": ("lockstep.custom_loops.replicas", "all_mean"),
     "callbacks": ("lockstep.callbacks", ""),
     "checkpoint": ("lockstep.checkpoint", ""),
+    "compare": ("lockstep.proof.recording.outcome", "compare"),
     "data": ("lockstep.data", ""),
     "device": ("lockstep.capture.scopes", "device"),
     "init": ("lockstep.custom_loops.replicas", "init"),
     "initialize_tpu_system": ("lockstep.strategies.tpu", "initialize_tpu_system"),
     "num_replicas": ("lockstep.custom_loops.replicas", "num_replicas"),
     "rank": ("lockstep.custom_loops.replicas", "rank"),
+    "record": ("lockstep.proof.recording.recorder", "record"),
     "share": ("lockstep.custom_loops.replicas", "share"),
     "verify": ("lockstep.proof.verification", "verify_job"),
 }

@@ -26,6 +26,10 @@ COMMANDS = {
         "lockstep.cli.verify",
         "compare a strategy with a plain loop on one device, tensor by tensor",
     ),
+    "compare": (
+        "lockstep.cli.compare",
+        "compare two records of training loops of any library, or the ranks of one",
+    ),
     "plan": ("lockstep.cli.plan", "show how a strategy would train a model"),
     "checkpoint": (
         "lockstep.cli.checkpoint",

@@ -1,0 +1,63 @@
+"""Canonical names: those of the user's own model, whatever a library has wrapped around it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+# What wrappers put into the names of parameters and modules.
+_WRAPPERS = (
+    "_forward_module",
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "_flat_param_wrapped_module",
+)
+
+
+def canonical(name: str) -> str:
+    """The name without the parts that wrappers have added."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def unwrapped(model: Any) -> nn.Module:
+    """The user's own model, inside of DDP, of an engine, or of what torch.compile returns."""
+    while (inner := _inner_of(model)) is not None:
+        model = inner
+    return model  # type: ignore[no-any-return]  # of a library without types
+
+
+def _inner_of(model: Any) -> nn.Module | None:
+    """What a wrapper has as its only child, or None."""
+    for name in ("module", *_WRAPPERS):
+        inner = getattr(model, "_modules", {}).get(name)
+        is_only = isinstance(inner, nn.Module) and len(model._modules) == 1
+        if is_only and not list(model.parameters(recurse=False)):
+            return inner
+    return None
+
+
+def parameters_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters with their canonical names; a shared one under its first."""
+    keras_names = {id(each.value): each.path for each in getattr(model, "variables", ())}
+    for name, parameter in model.named_parameters():
+        yield keras_names.get(id(parameter), canonical(name)), parameter
+
+
+def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers with their canonical names."""
+    for name, buffer in model.named_buffers():
+        yield canonical(name), buffer
+
+
+def torch_optimizer(optimizer: Any) -> Any:
+    """The optimizer of torch inside of Accelerate's, Lightning's or another wrapper."""
+    while isinstance(inner := _wrapped_by(optimizer), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def _wrapped_by(optimizer: Any) -> Any:
+    own = getattr(optimizer, "__dict__", {})
+    return own.get("optimizer", own.get("_optimizer"))

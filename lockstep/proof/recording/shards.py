@@ -1,0 +1,81 @@
+"""Which elements of a tensor a rank has: all of a plain tensor, its shard of a DTensor.
+
+A shard is a range of indices in each dim. DTensors that are divided otherwise (pending sums,
+strided shards) are put together first, one at a time, by a collective in which every rank takes
+part.
+"""
+
+import math
+from typing import Any
+
+import msgspec
+import torch
+
+
+class Shard(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's part of a tensor.
+
+    Attributes:
+        shape: of the whole tensor.
+        ranges: first index and the one behind the last, in each dim.
+    """
+
+    shape: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the tensor."""
+        return all(each == (0, size) for each, size in zip(self.ranges, self.shape, strict=True))
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the part."""
+        return math.prod(stop - start for start, stop in self.ranges)
+
+    def flat_range(self) -> tuple[int, int]:
+        """First index and the one behind the last, in the tensor as one row."""
+        row = math.prod(self.shape[1:])
+        start, stop = self.ranges[0] if self.ranges else (0, 1)
+        return start * row, stop * row
+
+
+def whole(shape: tuple[int, ...]) -> Shard:
+    """All of a tensor."""
+    return Shard(tuple(shape), tuple((0, size) for size in shape))
+
+
+def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Shard]:
+    """The elements that this rank has, and which of the tensor's these are."""
+    if not is_distributed(tensor):
+        shape = (*tensor.shape, 2) if tensor.is_complex() else tensor.shape
+        return tensor, whole(shape)
+    return _part_of_dtensor(tensor)
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor."""
+    return hasattr(tensor, "to_local") and hasattr(tensor, "device_mesh")
+
+
+def _part_of_dtensor(tensor: Any) -> tuple[torch.Tensor, Shard]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, placements = tuple(tensor.shape), tensor.placements
+    if not all(_is_simple(each, shape) for each in placements):
+        return tensor.full_tensor(), whole(shape)
+    sizes, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, placements)
+    ranges = tuple(
+        (min(first, limit), min(first, limit) + size)
+        for first, size, limit in zip(offsets, sizes, shape, strict=True)
+    )
+    return tensor.to_local(), Shard(shape, ranges)
+
+
+def _is_simple(placement: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a range in each dim describes it."""
+    from torch.distributed.tensor import Shard as ShardPlacement
+
+    if type(placement) is not ShardPlacement:
+        return bool(placement.is_replicate())
+    return placement.dim == 0 or math.prod(shape[1:]) <= 1 << 20
