@@ -207,6 +207,13 @@ def _of_gradients(given: _Gradients, first: Difference) -> Cause:
 
 def _missing_gradient(given: _Gradients) -> Cause | None:
     missing = [name for name in given.differing if name not in given.own]
+    options = next(iter(given.pairing.run.options(given.step).values()))
+    if missing and missing[0] not in options:
+        return Cause(
+            "never moved",
+            f"{missing[0]} is in no group of the optimizer, and in the reference it is: it was "
+            "replaced after the optimizer was made, or filtered out.",
+        )
     if missing and set(missing) == set(given.differing):
         return Cause(
             "never moved",

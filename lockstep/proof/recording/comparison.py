@@ -24,7 +24,13 @@ from lockstep.proof.recording.record_file import (
     START,
 )
 from lockstep.proof.recording.run import Run, Value
-from lockstep.proof.recording.tolerances import Tolerance, adaptive_bound, epsilon_of, is_adaptive
+from lockstep.proof.recording.tolerances import (
+    PART_OF_ALL,
+    Tolerance,
+    adaptive_bound,
+    epsilon_of,
+    is_adaptive,
+)
 
 SAMPLES, RANDOM, LOSS, OPTION = "samples", "random numbers", "loss", "option"
 KINDS = (SAMPLES, RANDOM, LOSS, GRADIENT, OPTION, SLOT, PARAMETER, BUFFER)
@@ -40,9 +46,11 @@ class Difference:
         kind: one of ``KINDS``.
         name: of the tensor, or the option; empty for samples and loss.
         step: from 0; -1 is before the first.
-        relative: the norm of the difference, in parts of the reference's.
+        relative: the norm of the difference, in parts of the reference's and a part of that of
+            all tensors of its kind; see ``tolerances``.
         units: the same in units of rounding.
         agrees: whether two right runs may differ so much.
+        is_amplified: it agrees because the optimizer makes whole steps of rounding.
         remark: the difference in words, if it is not one of size.
         ranks: those that differ; empty for all.
     """
@@ -53,6 +61,7 @@ class Difference:
     relative: float = 0.0
     units: float = 0.0
     agrees: bool = True
+    is_amplified: bool = False
     remark: str = ""
     ranks: tuple[int, ...] = ()
 
@@ -246,6 +255,9 @@ class Pairing:
         if own.shape != other.shape:
             remark = f"shape {own.shape} instead of {other.shape}"
             return Difference(**place, relative=math.inf, agrees=False, remark=remark)  # type: ignore[arg-type]
+        remark = self._absence(own)
+        if remark:
+            return Difference(**place, relative=math.inf, agrees=False, remark=remark)  # type: ignore[arg-type]
         if own.has_same_bits(other):
             return Difference(**place)  # type: ignore[arg-type]
         return self._measure(step, own, other, sizes[_group(other)])
@@ -258,37 +270,45 @@ class Pairing:
         bound = self._bound(step, own, other, all_sizes)
         wrong = tuple(rank for rank, each in distances.items() if each > bound)
         worst = max(distances.values())
-        relative = worst / size if size else (math.inf if worst > bound else 0.0)
+        scale = size + PART_OF_ALL * all_sizes
+        relative = worst / scale if scale else (math.inf if worst > bound else 0.0)
         epsilon = self.tolerance.epsilon(other.dtype)
-        missing = [rank for rank in self.run.ranks if rank not in own.ranks]
-        remark = ""
-        if missing and not own.is_complete:
-            remark = "parts of it are missing"
-        elif missing and own.kind == GRADIENT and not own.is_sharded:
-            remark = f"none on rank {', '.join(map(str, missing))}"
+        is_amplified = not wrong and relative > self.tolerance.relative(other.dtype, step)
         return Difference(
             kind=own.kind,
             name=own.name,
             step=step,
             relative=relative,
             units=relative / epsilon if epsilon else 0.0,
-            agrees=not wrong and not remark,
-            remark=remark,
+            agrees=not wrong,
+            is_amplified=is_amplified,
             ranks=wrong if len(wrong) < len(distances) else (),
         )
+
+    def _absence(self, own: Value) -> str:
+        """Whether a rank lacks it that should have it, in words."""
+        missing = [rank for rank in self.run.ranks if rank not in own.ranks]
+        if missing and not own.is_complete:
+            return "parts of it are missing"
+        if missing and own.kind == GRADIENT and not own.is_sharded:
+            return f"none on rank {', '.join(map(str, missing))}"
+        return ""
 
     def _bound(self, step: int, own: Value, other: Value, all_sizes: float) -> float:
         if epsilon_of(other.dtype) == 0:
             return 0.0
         bound = self.tolerance.bound(other.dtype, step, other.size, all_sizes)
-        if other.kind != PARAMETER or step == START or self.tolerance.given is not None:
+        if step == START or self.tolerance.given is not None or not self._is_adaptive:
             return bound
-        options = next(iter(self.reference.options(step).values())).get(other.name, {})
-        rate = options.get("lr", 0.0)
-        if self._is_adaptive and isinstance(rate, float | int):
+        if other.kind == PARAMETER or other.name.endswith("running_mean"):
             relative = self.tolerance.relative(other.dtype, 0)
-            bound += adaptive_bound(float(rate), step, other.shape, relative)
+            bound += adaptive_bound(self._largest_rate(step), step, other.shape, relative)
         return bound
+
+    def _largest_rate(self, step: int) -> float:
+        options = next(iter(self.reference.options(step).values())).values()
+        rates = [each.get("lr") for each in options]
+        return max((float(each) for each in rates if isinstance(each, float | int)), default=0.0)
 
     @cached_property
     def _is_adaptive(self) -> bool:

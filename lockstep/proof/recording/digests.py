@@ -7,7 +7,7 @@ projections, the products with fixed pseudo-random tensors. All are sums over th
 - digests of several ranks' gradients add up to the digest of their sum, their mean or any other
   combination of them;
 - the projections of a - b are those of a minus those of b, and their root mean square estimates
-  ‖a - b‖, within a factor of two.
+  ‖a - b‖, mostly within a factor of two.
 
 An element's coefficient is the product of one that belongs to its index in the first dim and one
 that belongs to its index in the others: a matrix product with few columns then does all of it, in

@@ -54,6 +54,10 @@ def _known_factors(pairing: Pairing, step: int) -> list[tuple[float, str]]:
         text = "That is the number of ranks times that of batches in a step."
         found += [(ranks * losses, text), (1 / (ranks * losses), f"One over it: {text}")]
     if total > 1:
+        share = total / ranks
+        if ranks > 1:
+            text = "That is the weight of a rank's share: a sum where a mean is needed."
+            found += [(share, text)]
         found += [
             (total, "That is the weight of the batch: a sum where a mean is needed."),
             (1 / total, "That is one over the weight of the batch: divided once too often."),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.proof.recording.names import canonical
+from lockstep.proof.recording.names import Names
 from lockstep.proof.recording.record_file import Computation
 
 
@@ -19,6 +19,7 @@ class ForwardOrder:
     def __init__(self, model: nn.Module) -> None:
         self._order: dict[str, None] = {}
         self._dtype = ""
+        canonical = Names(model)
         self._handles = [
             module.register_forward_hook(self._hook(canonical(name)))
             for name, module in model.named_modules()

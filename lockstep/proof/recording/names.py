@@ -14,11 +14,28 @@ _WRAPPERS = (
     "_checkpoint_wrapped_module",
     "_flat_param_wrapped_module",
 )
+# Classes whose child ``module`` is the user's; others may have a child of that name themselves.
+_WRAPPER_CLASSES = ("DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "_FabricModule")
 
 
-def canonical(name: str) -> str:
-    """The name without the parts that wrappers have added."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+class Names:
+    """The canonical names of a model's modules, parameters and buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._added = {
+            f"{name}.module".removeprefix(".")
+            for name, module in model.named_modules()
+            if type(module).__name__ in _WRAPPER_CLASSES
+        }
+
+    def __call__(self, name: str) -> str:
+        """The name without the parts that wrappers have added."""
+        parts = name.split(".")
+        return ".".join(
+            part
+            for index, part in enumerate(parts)
+            if part not in _WRAPPERS and ".".join(parts[: index + 1]) not in self._added
+        )
 
 
 def unwrapped(model: Any) -> nn.Module:
@@ -41,19 +58,21 @@ def _inner_of(model: Any) -> nn.Module | None:
 def parameters_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters with their canonical names; a shared one under its first."""
     keras_names = {id(each.value): each.path for each in getattr(model, "variables", ())}
+    canonical = Names(model)
     for name, parameter in model.named_parameters():
         yield keras_names.get(id(parameter), canonical(name)), parameter
 
 
 def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Buffers with their canonical names."""
+    canonical = Names(model)
     for name, buffer in model.named_buffers():
         yield canonical(name), buffer
 
 
 def torch_optimizer(optimizer: Any) -> Any:
     """The optimizer of torch inside of Accelerate's, Lightning's or another wrapper."""
-    while isinstance(inner := _wrapped_by(optimizer), torch.optim.Optimizer):
+    while hasattr(inner := _wrapped_by(optimizer), "step"):
         optimizer = inner
     return optimizer
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.proof.recording.digests import WIDTH, accelerator_digest, digest
-from lockstep.proof.recording.names import canonical
+from lockstep.proof.recording.names import Names
 from lockstep.proof.recording.record_file import Entries, Entry, Group, Module, RecordWriter
 from lockstep.proof.recording.shards import local_part
 
@@ -110,7 +110,7 @@ def _plain_options(options: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, An
 
 def modules_of(model: nn.Module) -> tuple[Module, ...]:
     """Modules that draw random numbers, or whose results depend on the whole batch."""
-    found = []
+    canonical, found = Names(model), []
     for name, module in model.named_modules():
         if isinstance(module, _MATTERING):
             share = getattr(module, "p", getattr(module, "dropout", 0.0))

@@ -114,7 +114,9 @@ class RecordComparison:
         for kind in KINDS:
             own = [each for each in self.pairing.differences if each.kind == kind]
             if own:
-                worst = max(own, key=lambda each: (not each.agrees, each.relative))
+                worst = max(
+                    own, key=lambda each: (not each.agrees, not each.is_amplified, each.relative)
+                )
                 found.append((len(own), worst, all(each.has_same_bits for each in own)))
         return found
 

@@ -150,8 +150,15 @@ class Recorder:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not self._is_done:
-            self._end()
+        self._end()
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are recorded."""
+        return self._is_done
 
     def loss(self, value: Any, weight: Any = None) -> None:
         """Note a loss of this rank; several before an update are its parts.
@@ -238,14 +245,13 @@ class Recorder:
         return losses, samples
 
     def _end(self) -> None:
+        """Close the file. The watch is removed behind the block: hooks may be running."""
         self._is_done = True
-        if self._watch is not None:
-            self._watch.remove()
         if self._order is not None:
             self._order.remove()
         if self._file is not None:
             self._file.close(*self._taken())
-        self._watch = self._order = self._file = None
+        self._order = self._file = None
         self._names.clear()
 
 

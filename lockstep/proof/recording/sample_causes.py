@@ -63,9 +63,12 @@ def _repeated(run: Run, step: int, shared: np.ndarray) -> Cause:
 
 
 def _skipped(pairing: Pairing, step: int, own: np.ndarray, other: np.ndarray) -> Cause | None:
+    run = pairing.run
     has_next = _has(pairing.reference, step + 1)
     following = batch_words(pairing.reference, step + 1) if has_next else None
-    if following is not None and _same(own, np.concatenate([other, following])):
+    batches = [len(each.first.steps[step].samples) for each in (run, pairing.reference)]
+    both = following is not None and _same(own, np.concatenate([other, following]))
+    if both and batches[0] > batches[1]:
         return Cause(
             "update left out",
             f"Step {step} has the samples of the reference's steps {step} and {step + 1}: an "
@@ -90,7 +93,7 @@ def _other_size(run: Run, step: int, own: np.ndarray, other: np.ndarray) -> Caus
         hint = " That is the number of ranks: the batch size is of each rank, not of all."
     elif ratio == batches:
         hint = f" That is the number of batches in a step, {batches}."
-    if not hint and _is_within(own, other):
+    if not hint and (_is_within(own, other) or _is_within(other, own)):
         return None
     return Cause(
         "batch size",

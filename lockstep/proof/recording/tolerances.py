@@ -18,7 +18,7 @@ import torch
 
 # Units of rounding that two right runs may differ by, in one tensor.
 _UNITS = {"float64": 2.0**20, "float32": 2.0**10, "float16": 2.0**5, "bfloat16": 2.0**3}
-_PART_OF_ALL = 1 / 16
+PART_OF_ALL = 1 / 16
 _ADAPTIVE = ("exp_avg_sq", "exp_inf", "sum", "square_avg", "acc_delta", "velocity")
 
 
@@ -54,11 +54,7 @@ class Tolerance:
             size: norm of the tensor.
             all_sizes: norm of all tensors of its kind.
         """
-        return self.relative(dtype, step) * (size + _PART_OF_ALL * all_sizes)
-
-    def is_rounding(self, dtype: str, size: float, all_sizes: float) -> bool:
-        """Whether a gradient is so small that none of its digits is determined."""
-        return size <= self.relative(dtype, 0) * _PART_OF_ALL * all_sizes
+        return self.relative(dtype, step) * (size + PART_OF_ALL * all_sizes)
 
 
 def epsilon_of(dtype: str) -> float:

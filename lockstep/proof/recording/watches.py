@@ -35,6 +35,10 @@ class Update(NamedTuple):
 class Observer(Protocol):
     """What a watch calls."""
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more is recorded."""
+
     def names_for(self, parameters: Sequence[torch.Tensor]) -> dict[int, str]:
         """Names of parameters by id; those that the model does not have are left out."""
 
@@ -54,34 +58,36 @@ class Watch(ABC):
 
 
 class TorchWatch(Watch):
-    """Watches optimizers of torch: given ones, or all that step on the model's parameters."""
+    """Watches optimizers of torch: given ones, or all that step on the model's parameters.
+
+    Hooks are not removed within a step, of this or of another thread, which goes through them. So
+    the hook on all optimizers is one for the process, and stays.
+    """
 
     def __init__(self, observer: Observer, optimizers: Sequence[Any] | None) -> None:
         self._observer = observer
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._stepping = threading.local()  # an optimizer may call another one's step
-        if optimizers is None:
-            from torch.optim import optimizer as module
-
-            self._handles = [
-                module.register_optimizer_step_pre_hook(self._before),
-                module.register_optimizer_step_post_hook(self._after),
-            ]
-            return
         self._handles = []
+        if optimizers is None:
+            _watch_all(self)
+            return
         for number, each in enumerate(optimizers):
             self._numbers[each] = number
             self._handles += [
-                each.register_step_pre_hook(self._before),
-                each.register_step_post_hook(self._after),
+                each.register_step_pre_hook(self.before),
+                each.register_step_post_hook(self.after),
             ]
 
     def remove(self) -> None:
+        _everywhere.discard(self)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def _before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    def before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        if self._observer.is_done:
+            return None
         stepping = getattr(self._stepping, "number", None)
         if stepping is not None and stepping != self._numbers.get(optimizer):
             return None  # a step within another's; one that failed is begun again
@@ -103,7 +109,7 @@ class TorchWatch(Watch):
 
         return _after_closure(see, args, kwargs)
 
-    def _after(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    def after(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if getattr(self._stepping, "number", None) != self._numbers.get(optimizer, -1):
             return
         self._stepping.number = None
@@ -116,6 +122,30 @@ class TorchWatch(Watch):
             for slot, value in optimizer.state.get(parameter, {}).items()
             if isinstance(value, torch.Tensor | int | float)
         )
+
+
+_everywhere: set[TorchWatch] = set()
+_hooks: list[Any] = []
+
+
+def _watch_all(watch: TorchWatch) -> None:
+    _everywhere.add(watch)
+    if not _hooks:
+        from torch.optim import optimizer as module
+
+        _hooks.append(module.register_optimizer_step_pre_hook(_before_any))
+        _hooks.append(module.register_optimizer_step_post_hook(_after_any))
+
+
+def _before_any(optimizer: Any, args: Any, kwargs: Any) -> Any:
+    for watch in tuple(_everywhere):
+        args, kwargs = watch.before(optimizer, args, kwargs) or (args, kwargs)
+    return args, kwargs
+
+
+def _after_any(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for watch in tuple(_everywhere):
+        watch.after(optimizer, args, kwargs)
 
 
 def _after_closure(see: Callable[[], None], args: Any, kwargs: Any) -> Any:

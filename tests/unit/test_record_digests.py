@@ -1,0 +1,130 @@
+"""Digests of tensors: what they tell, and that those of shards add up to those of the whole."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.proof.recording.digests import (
+    WIDTH,
+    accelerator_digest,
+    add,
+    bits,
+    digest,
+    distance,
+    norm,
+)
+from lockstep.proof.recording.shards import Shard, local_part, whole
+from tests.thorough import core_of
+
+SHAPES = ["", "3", "5000", "100000", "784 256", "64 32 3 3", "3 1100000", "7 1"]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]
+FLOAT32_ROUNDING = 20 * torch.finfo(torch.float32).eps
+
+
+def tensor_of(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(len(shape))
+    return (10 * torch.randn(shape, generator=generator)).to(dtype)
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split()))
+
+
+def digest_of(tensor: torch.Tensor) -> np.ndarray:
+    return digest(*local_part(tensor))
+
+
+def test_a_digest_has_64_bytes() -> None:
+    assert digest_of(tensor_of((784, 256))).nbytes == 8 * WIDTH == 64
+
+
+@pytest.mark.parametrize("shape", core_of(SHAPES, ["3", "784 256"]))
+@pytest.mark.parametrize("dtype", core_of(DTYPES, [torch.float32]))
+def test_it_has_the_norm_and_the_same_numbers_on_accelerators(
+    shape: str, dtype: torch.dtype
+) -> None:
+    tensor = tensor_of(sizes(shape), dtype)
+    here, there = digest_of(tensor), accelerator_digest(*local_part(tensor)).numpy()
+    size = tensor.double().norm().item()
+    assert norm(here) == pytest.approx(size, rel=FLOAT32_ROUNDING)
+    assert bits(here) == bits(there)
+    assert np.abs(here[2:] - there[2:]).max() <= FLOAT32_ROUNDING * size
+
+
+@pytest.mark.parametrize("shape_text", core_of(SHAPES[1:], ["784 256"]))
+def test_digests_of_shards_add_up(shape_text: str) -> None:
+    """Along the first dim at any place, and along the second."""
+    shape = sizes(shape_text)
+    tensor, one = tensor_of(shape), whole(shape)
+    size = norm(digest_of(tensor))
+    cuts = {1, shape[0] // 2, shape[0] - 1} - {0}
+    for cut in cuts:
+        ends = ((0, cut), (cut, shape[0]))
+        parts = [digest(tensor[a:b], Shard(shape, ((a, b), *one.ranges[1:]))) for a, b in ends]
+        assert distance(add(parts), digest_of(tensor)) <= FLOAT32_ROUNDING * size
+        assert norm(add(parts)) == pytest.approx(size, rel=FLOAT32_ROUNDING)
+    if len(shape) == 2 and shape[1] < 1000 and shape[1] > 1:
+        cut = shape[1] // 3
+        parts = [
+            digest(tensor[:, a:b], Shard(shape, (one.ranges[0], (a, b))))
+            for a, b in ((0, cut), (cut, shape[1]))
+        ]
+        assert distance(add(parts), digest_of(tensor)) <= FLOAT32_ROUNDING * size
+
+
+def test_the_size_of_a_difference_is_estimated() -> None:
+    generator = torch.Generator().manual_seed(9)
+    ratios = []
+    for _ in range(30):
+        tensor = torch.randn(64, 33, generator=generator, dtype=torch.float64)
+        change = 1e-9 * torch.randn(64, 33, generator=generator, dtype=torch.float64)
+        change[torch.rand(64, 33, generator=generator) < 0.5] = 0
+        estimate = distance(digest_of(tensor + change), digest_of(tensor))
+        ratios.append(estimate / change.norm().item())
+    assert min(ratios) > 1 / 3
+    assert max(ratios) < 3
+    assert sum(0.5 < ratio < 2 for ratio in ratios) >= 25
+    assert sum(ratio**2 for ratio in ratios) / len(ratios) == pytest.approx(1, rel=0.3)
+
+
+def test_every_bit_counts() -> None:
+    for shape in ((33,), (300, 70)):
+        tensor = tensor_of(shape)
+        for flat in (0, tensor.numel() // 2, tensor.numel() - 1):
+            other = tensor.clone().flatten()
+            other[flat] = torch.nextafter(other[flat], torch.tensor(math.inf))
+            assert bits(digest_of(other.view(shape))) != bits(digest_of(tensor))
+        assert bits(digest_of(tensor.flip(0))) != bits(digest_of(tensor))
+        assert bits(digest_of(tensor.clone())) == bits(digest_of(tensor))
+
+
+def test_values_that_are_not_finite_are_seen() -> None:
+    tensor = tensor_of((100, 100))
+    tensor[3, 4] = math.nan
+    assert math.isnan(distance(digest_of(tensor), digest_of(tensor_of((100, 100)))))
+
+
+def test_layouts_and_views_do_not_matter() -> None:
+    tensor = tensor_of((64, 128))
+    for other in (tensor.t().contiguous().t(), torch.cat([tensor, tensor])[64:], tensor[:, :]):
+        assert bits(digest_of(other)) == bits(digest_of(tensor))
+    odd = torch.cat([torch.zeros(1), tensor.flatten()])[1:]  # not at a multiple of 8 bytes
+    assert bits(digest_of(odd.view(64, 128))) == bits(digest_of(tensor))
+
+
+def test_where_the_user_allows_shorter_products_float64_is_used() -> None:
+    tensor = tensor_of((300, 300))
+    exact = digest_of(tensor.double())
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert distance(digest_of(tensor), exact) <= 1e-13 * norm(exact)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_empty_and_complex_tensors() -> None:
+    assert norm(digest_of(torch.zeros(0, 4))) == 0
+    tensor = torch.complex(tensor_of((20,)), tensor_of((20,)))
+    assert norm(digest_of(tensor)) == pytest.approx(tensor.norm().item(), rel=1e-6)
