@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from lockstep.plan.program.compression import TopK as TopK
     from lockstep.plan.spec import Plan as Plan
     from lockstep.proof.job import Job as Job
-    from lockstep.proof.recording.outcome import compare as compare
     from lockstep.proof.recording.recorder import record as record
+    from lockstep.proof.records.outcome import compare as compare
     from lockstep.proof.verification import verify_job
     from lockstep.strategies.base import Strategy as Strategy
     from lockstep.strategies.fully_sharded import FullyShardedStrategy as FullyShardedStrategy
@@ -106,7 +106,7 @@ _HOMES = {
     "all_mean": ("lockstep.custom_loops.replicas", "all_mean"),
     "callbacks": ("lockstep.callbacks", ""),
     "checkpoint": ("lockstep.checkpoint", ""),
-    "compare": ("lockstep.proof.recording.outcome", "compare"),
+    "compare": ("lockstep.proof.records.outcome", "compare"),
     "data": ("lockstep.data", ""),
     "device": ("lockstep.capture.scopes", "device"),
     "init": ("lockstep.custom_loops.replicas", "init"),

@@ -27,7 +27,7 @@ COMMANDS = {
         "compare a strategy with a plain loop on one device, tensor by tensor",
     ),
     "compare": (
-        "lockstep.cli.compare",
+        "lockstep.cli.records.compare",
         "compare two records of training loops of any library, or the ranks of one",
     ),
     "plan": ("lockstep.cli.plan", "show how a strategy would train a model"),

@@ -18,8 +18,8 @@ from lockstep.errors import DataError, OptionError
 from lockstep.proof.recording.digests import WIDTH
 from lockstep.proof.recording.names import Names, parameters_of, torch_optimizer
 from lockstep.proof.recording.record_file import START, file_of
-from lockstep.proof.recording.run import Run
 from lockstep.proof.recording.samples import samples_of, words_of
+from lockstep.proof.records.run import Run
 
 X, Y = torch.randn(60, 4, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
 

@@ -6,8 +6,8 @@ from itertools import combinations
 import numpy as np
 
 from lockstep.proof.recording.record_file import Loss, Samples
-from lockstep.proof.recording.run import Run
 from lockstep.proof.recording.samples import words_of
+from lockstep.proof.records.run import Run
 
 
 def batch_words(run: Run, step: int) -> np.ndarray | None:

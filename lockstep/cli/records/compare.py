@@ -10,7 +10,7 @@ import sys
 
 from rich.console import Console
 
-from lockstep.proof.recording.outcome import RecordComparison, compare
+from lockstep.proof.records.outcome import RecordComparison, compare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

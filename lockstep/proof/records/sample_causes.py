@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.proof.recording.batches import batch_words, shared_by_ranks, words_by_rank
-from lockstep.proof.recording.comparison import RANDOM, Difference, Pairing
 from lockstep.proof.recording.record_file import START
-from lockstep.proof.recording.run import Run
+from lockstep.proof.records.batches import batch_words, shared_by_ranks, words_by_rank
+from lockstep.proof.records.comparison import RANDOM, Difference, Pairing
+from lockstep.proof.records.run import Run
 
 
 class Cause(NamedTuple):

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import torch
 
-from lockstep.proof.recording.comparison import Difference, Pairing
-from lockstep.proof.recording.run import Run
 from lockstep.proof.recording.shards import Shard
-from lockstep.proof.recording.tolerances import epsilon_of
+from lockstep.proof.records.comparison import Difference, Pairing
+from lockstep.proof.records.run import Run
+from lockstep.proof.records.tolerances import epsilon_of
 
 
 def describe_elements(pairing: Pairing) -> str:

@@ -12,13 +12,13 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.proof.recording.causes import find_cause
-from lockstep.proof.recording.comparison import KINDS, Difference, Pairing, compare_runs
-from lockstep.proof.recording.elements import describe_elements
-from lockstep.proof.recording.page import write_page
 from lockstep.proof.recording.record_file import START
-from lockstep.proof.recording.run import Run
-from lockstep.proof.recording.sample_causes import Cause
+from lockstep.proof.records.causes import find_cause
+from lockstep.proof.records.comparison import KINDS, Difference, Pairing, compare_runs
+from lockstep.proof.records.elements import describe_elements
+from lockstep.proof.records.page import write_page
+from lockstep.proof.records.run import Run
+from lockstep.proof.records.sample_causes import Cause
 
 
 def compare(

@@ -11,9 +11,10 @@ from functools import cached_property
 
 import numpy as np
 
-from lockstep.proof.recording import sample_causes
-from lockstep.proof.recording.batches import losses_of
-from lockstep.proof.recording.comparison import (
+from lockstep.proof.recording.record_file import BUFFER, GRADIENT, PARAMETER, SLOT, START
+from lockstep.proof.records import sample_causes
+from lockstep.proof.records.batches import losses_of
+from lockstep.proof.records.comparison import (
     LOSS,
     OPTION,
     RANDOM,
@@ -21,10 +22,9 @@ from lockstep.proof.recording.comparison import (
     Difference,
     Pairing,
 )
-from lockstep.proof.recording.factors import explain_factor
-from lockstep.proof.recording.record_file import BUFFER, GRADIENT, PARAMETER, SLOT, START
-from lockstep.proof.recording.run import Run, Value
-from lockstep.proof.recording.sample_causes import Cause
+from lockstep.proof.records.factors import explain_factor
+from lockstep.proof.records.run import Run, Value
+from lockstep.proof.records.sample_causes import Cause
 
 _FIT = 16.0  # times the tolerance: estimates of a few numbers, each with its own rounding
 

@@ -14,7 +14,6 @@ from functools import cached_property
 import numpy as np
 
 from lockstep.errors import DataError
-from lockstep.proof.recording.batches import batch_words, mean_loss, shared_by_ranks
 from lockstep.proof.recording.digests import distance, norm
 from lockstep.proof.recording.record_file import (
     BUFFER,
@@ -23,8 +22,9 @@ from lockstep.proof.recording.record_file import (
     SLOT,
     START,
 )
-from lockstep.proof.recording.run import Run, Value
-from lockstep.proof.recording.tolerances import (
+from lockstep.proof.records.batches import batch_words, mean_loss, shared_by_ranks
+from lockstep.proof.records.run import Run, Value
+from lockstep.proof.records.tolerances import (
     PART_OF_ALL,
     Tolerance,
     adaptive_bound,

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lockstep.disk import replacing
-from lockstep.proof.recording.comparison import KINDS, Difference, Pairing
 from lockstep.proof.recording.record_file import START
+from lockstep.proof.records.comparison import KINDS, Difference, Pairing
 
 _STYLE = """
 :root { --paper: #fff; --ink: #1b1f24; --line: #d0d7de; --bad: #b42318; }

@@ -2,11 +2,11 @@
 
 import math
 
-from lockstep.proof.recording.batches import losses_of
-from lockstep.proof.recording.comparison import Pairing
 from lockstep.proof.recording.record_file import GRADIENT
-from lockstep.proof.recording.run import Run
-from lockstep.proof.recording.sample_causes import Cause
+from lockstep.proof.records.batches import losses_of
+from lockstep.proof.records.comparison import Pairing
+from lockstep.proof.records.run import Run
+from lockstep.proof.records.sample_causes import Cause
 
 _ROUND = 1e-3  # how near to a round number a norm is that was clipped
 
