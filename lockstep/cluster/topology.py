@@ -6,6 +6,34 @@ import msgspec
 MAX_CPU_REPLICAS_PER_CORE = 8
 
 
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """What joins processes: the memory of a host, a bus, or a network.
+
+    Attributes:
+        latency_seconds: until the first byte of a message arrives.
+        bytes_per_second: from one process to another, in one direction.
+    """
+
+    latency_seconds: float
+    bytes_per_second: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """How long a message takes."""
+        return self.latency_seconds + num_bytes / self.bytes_per_second
+
+
+class Network(msgspec.Struct, frozen=True, kw_only=True):
+    """A level of the network: what joins hosts that are next to one another.
+
+    Attributes:
+        hosts: how many consecutive hosts it joins; 0 is all.
+        link: from a host to another.
+    """
+
+    link: Link
+    hosts: int = 0
+
+
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     """One device of a host: a CPU core's worth of compute, or an accelerator.
 
@@ -14,12 +42,15 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         index: among those of its kind.
         memory_bytes: a core's part of the host's; an accelerator's own, or 0 before it is queried.
         model: its maker's name of it, if queried.
+        operations_per_second: floating point operations that it is taken to do, of which planning
+            forms times; 0 where the times of a model were measured on such a device.
     """
 
     kind: str
     index: int
     memory_bytes: int
     model: str = ""
+    operations_per_second: float = 0.0
 
     @property
     def name(self) -> str:
@@ -39,6 +70,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
         num_servers: parameter servers that the launcher has started.
         arithmetic: hosts where this is the same compute the same bits.
         lack: why there is no accelerator, in a sentence; empty if there is one.
+        link: from one of its devices to another; None where it is not known.
+        speed_together: of a device while all work, relative to one that works alone.
     """
 
     name: str
@@ -48,6 +81,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     num_servers: int = 0
     arithmetic: str = ""
     lack: str = ""
+    link: Link | None = None
+    speed_together: float = 1.0
 
     def devices_of(self, kind: str) -> tuple[Device, ...]:
         """The host's devices of one kind, by index."""
@@ -65,9 +100,16 @@ def num_devices(cluster: "Cluster") -> int:
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """All available hosts."""
+    """All available hosts.
+
+    Attributes:
+        hosts: in the order of their ranks.
+        networks: levels of the network between them, the innermost first; empty where it is not
+            known.
+    """
 
     hosts: tuple[Host, ...]
+    networks: tuple[Network, ...] = ()
 
     @property
     def cores(self) -> "Cluster":
@@ -75,4 +117,4 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
         cores = (
             msgspec.structs.replace(host, devices=host.devices_of("cpu")) for host in self.hosts
         )
-        return Cluster(hosts=tuple(cores))
+        return msgspec.structs.replace(self, hosts=tuple(cores))

@@ -43,12 +43,30 @@ class LayerCosts(msgspec.Struct, frozen=True, kw_only=True):
         backward_seconds: of its backward pass, for inputs and parameters.
         activation_bytes: kept from forward to backward.
         is_estimated: counted from floating point operations instead of measured.
+        forward_fixed_seconds: the part of the forward pass that no number of samples changes.
+        backward_fixed_seconds: likewise of the backward pass.
+        operations: floating point operations of the forward pass; 0 if they were not counted.
     """
 
     forward_seconds: float
     backward_seconds: float
     activation_bytes: int
     is_estimated: bool = False
+    forward_fixed_seconds: float = 0.0
+    backward_fixed_seconds: float = 0.0
+    operations: float = 0.0
+
+
+class OptimizerCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """What an optimizer keeps and does.
+
+    Attributes:
+        slots: tensors of a parameter's size that it keeps for each; Adam has two.
+        seconds_per_element: of an update, on the device where layers were measured.
+    """
+
+    slots: float = 2.0
+    seconds_per_element: float = 2e-9
 
 
 class Flow(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +121,8 @@ class LayerGraph(msgspec.Struct, JsonFile, frozen=True, kw_only=True):
         channels_last: images run through it with their channels together in memory.
         inseparable: pairs (first, last) of layers, such that ``last`` changes in place what
             ``first`` has made, or a buffer that both use is changed: no cut may come between.
+        samples: of the microbatch that costs and flows are for; 0 if they were not measured.
+        optimizer: the costs of the optimizer that trains it.
     """
 
     layers: tuple[Layer, ...]
@@ -110,6 +130,8 @@ class LayerGraph(msgspec.Struct, JsonFile, frozen=True, kw_only=True):
     flows: tuple[Flow, ...] = ()
     inseparable: tuple[tuple[int, int], ...] = ()
     channels_last: bool = False
+    samples: int = 0
+    optimizer: OptimizerCosts = OptimizerCosts()
 
     @property
     def parameters(self) -> tuple[ParameterInfo, ...]:

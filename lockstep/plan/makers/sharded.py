@@ -67,7 +67,7 @@ class FullySharded(Wrapping):
 
     def _units(self, graph: LayerGraph) -> Units:
         if self.units is None:
-            return _default_units(graph)
+            return default_units(graph)
         names = [layer.name for layer in graph.layers]
         given = [name for unit in self.units for name in unit]
         unknown = [name for name in given if not any(is_in(layer, name) for layer in names)]
@@ -80,7 +80,8 @@ class FullySharded(Wrapping):
         return self.units
 
 
-def _default_units(graph: LayerGraph) -> Units:
+def default_units(graph: LayerGraph) -> Units:
+    """The entries of lists of modules, and layers outside of lists, but for small ones."""
     tied = {name for names in graph.tied for name in names}
     sizes: dict[str, int] = {}
     for layer in graph.layers:

@@ -4,8 +4,9 @@ A rank runs its passes in their order. A pass starts when its rank is free and a
 has arrived: what another rank sends takes a transfer time, during which both ranks go on. A whole
 backward pass sends when all of it has ended, as it would in a framework that splits none.
 
-Times are in any unit, the same throughout. Not here: links that several transfers share,
-and actions that are no passes (``REDUCE``, ``STEP``, ``SYNC``), which take no time.
+When it has run its passes, a rank exchanges gradients and updates (``REDUCE``, ``STEP``, ``SYNC``)
+for as long as it is told. Times are in any unit, the same throughout. Not here: links that several
+transfers share.
 """
 
 import math
@@ -78,10 +79,13 @@ class Timeline:
         steps_together: ranks begin each step together, at time 0. Without that a rank goes on to
             its next step as soon as it has done with this one, so that only the time from its own
             first pass on counts, as Qi et al. 2023 count it for ZB-H2.
+        after: for each rank how long it exchanges and updates after its last pass; empty for no
+            time.
     """
 
     events: tuple[tuple[Event, ...], ...]
     steps_together: bool = True
+    after: tuple[float, ...] = ()
 
     @property
     def ends(self) -> tuple[float, ...]:
@@ -91,11 +95,12 @@ class Timeline:
     @cached_property
     def makespan(self) -> float:
         """How long the step takes: that of the rank that takes longest."""
+        after = self.after or (0.0,) * len(self.events)
+        begins = [events[0].start if events else 0.0 for events in self.events]
         if self.steps_together:
-            return max(self.ends, default=0.0)
-        return max(
-            (events[-1].end - events[0].start for events in self.events if events), default=0.0
-        )
+            begins = [0.0] * len(self.events)
+        spans = zip(begins, self.ends, after, strict=True)
+        return max((end - begin + more for begin, end, more in spans), default=0.0)
 
     @cached_property
     def bubble_rate(self) -> float:
@@ -169,6 +174,7 @@ def run_programs(
     transfer: Transfer = 0.0,
     *,
     steps_together: bool = True,
+    after: Sequence[float] = (),
 ) -> Timeline:
     """Run the passes of all ranks in simulated time.
 
@@ -179,6 +185,7 @@ def run_programs(
         transfer: time for a stage's values to arrive at a stage on another rank, in either
             direction; or one for each edge of the graph.
         steps_together: see ``Timeline``.
+        after: see ``Timeline``.
 
     Raises:
         PlanError: a deadlock, with what each rank waits for; or programs, costs or transfers
@@ -188,7 +195,9 @@ def run_programs(
     run = _Run(programs, graph, costs, _per_edge(transfer, graph))
     run.run()
     return Timeline(
-        events=tuple(tuple(events) for events in run.events), steps_together=steps_together
+        events=tuple(tuple(events) for events in run.events),
+        steps_together=steps_together,
+        after=tuple(after),
     )
 
 

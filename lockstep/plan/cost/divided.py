@@ -1,0 +1,103 @@
+"""Data parallelism whose ranks divide the training's state, as closed forms.
+
+Sharded levels (ZeRO 1 to 3), and synchronous parameter servers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lockstep.plan.cost.parts import Memory, PlanCost, StepTime
+from lockstep.plan.cost.profile import Profile
+from lockstep.plan.cost.rates import (
+    backward_seconds,
+    base_bytes,
+    forward_seconds,
+    gather_seconds,
+    scatter_seconds,
+    sum_seconds,
+    update_seconds,
+)
+from lockstep.plan.cost.seats import Seats
+from lockstep.plan.cost.staged import Layout, exposed, staged_cost
+
+
+def sharded_cost(
+    profile: Profile,
+    seats: Seats,
+    level: str,
+    unit_bytes: Sequence[float],
+    shares: int,
+    batch_size: int,
+) -> PlanCost:
+    """What a sharded Plan costs for batches of ``batch_size``.
+
+    Args:
+        profile: of the model.
+        seats: of the ranks.
+        level: see ``plan.sharding``.
+        unit_bytes: parameters of each unit that is gathered.
+        shares: of a batch.
+        batch_size: of the global batch.
+    """
+    ranks, costs = len(seats), profile.whole
+    place = seats.place(0, ranks)
+    seat, group = place.seat, place.group
+    turns, samples = -(-shares // ranks), -(-batch_size // shares)
+    divided = sum(unit_bytes) if level == "parameters" else 0.0
+    gather = sum(gather_seconds(one, group) for one in unit_bytes if divided)
+    exchange = scatter_seconds(costs.trainable_bytes, group)
+    exchange += gather_seconds(costs.trainable_bytes - divided, group)
+    forward = forward_seconds(costs, samples, seat)
+    backward = backward_seconds(costs, samples, seat)
+    gathers = 2 * turns * gather
+    step = StepTime(
+        forward=turns * forward,
+        backward=turns * backward,
+        exchange=float(exposed(exchange + gathers, turns * (forward + backward), seat)),
+        update=update_seconds(costs.trainable / ranks, profile.optimizer, seat),
+    )
+    largest = max(unit_bytes, default=0.0)
+    kept = costs.trainable_bytes - sum(unit_bytes)
+    whole = costs.trainable_bytes
+    memory = Memory(
+        parameters=costs.parameter_bytes - divided + divided / ranks,
+        gradients=whole if level == "slots" else kept + sum(unit_bytes) / ranks,
+        slots=profile.optimizer.slots * whole / ranks,
+        activations=samples * costs.activation_bytes,
+        gathered=largest if divided else 0.0,
+        buffers=whole / 8 if level == "slots" else largest,
+        base=base_bytes(seat),
+    )
+    sent = (ranks - 1) * (2 * whole - divided + 2 * turns * divided)
+    return PlanCost(
+        step=step,
+        memory=(memory,) * ranks,
+        memory_limits=tuple(one.device.memory_bytes for one in seats.all),
+        bytes_sent=sent,
+    )
+
+
+def served_cost(
+    profile: Profile, seats: Seats, servers: int, shares: int, batch_size: int
+) -> PlanCost:
+    """What synchronous parameter servers cost: workers compute, and then servers update.
+
+    Servers have the first places of ``seats``.
+    """
+    workers, costs = len(seats) - servers, profile.whole
+    computing = Seats(seats.cluster, seats.all[servers:])
+    base = staged_cost(profile, computing, Layout((0,), (workers,), shares), batch_size)
+    group = seats.place(0, len(seats)).group
+    seat = seats.place(0, servers).seat
+    # Each server sums its part of what all workers have written.
+    exchange = sum_seconds(costs.trainable_bytes * workers / servers, group, shares_memory=True)
+    update = update_seconds(costs.trainable / servers, profile.optimizer, seat)
+    server = Memory(
+        slots=profile.optimizer.slots * costs.trainable_bytes / servers, base=base_bytes(seat)
+    )
+    return PlanCost(
+        step=replace(base.step, exchange=exchange, update=update),
+        memory=(*(replace(one, slots=0.0) for one in base.memory), *(server,) * servers),
+        memory_limits=tuple(one.device.memory_bytes for one in reversed(seats.all)),
+        bytes_sent=base.bytes_sent,
+    )

@@ -1,0 +1,104 @@
+"""The parts of a step's time and of a rank's memory."""
+
+from dataclasses import dataclass, fields, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step, by what the rank that takes longest does in them.
+
+    Attributes:
+        forward: forward passes.
+        backward: backward passes, and forward passes that are made again for them.
+        exchange: gradients, parameters and activations that come from or go to other ranks, as
+            far as the rank waits for them.
+        update: the optimizer's.
+        bubble: waiting for other stages.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    exchange: float = 0.0
+    update: float = 0.0
+    bubble: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return self.forward + self.backward + self.exchange + self.update + self.bubble
+
+    def scaled(self, factor: float) -> "StepTime":
+        """Every part times ``factor``."""
+        return replace(self, **{one.name: factor * getattr(self, one.name) for one in fields(self)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of a rank at its peak.
+
+    Attributes:
+        parameters: the rank's; its part of those that ranks of a host share.
+        gradients: likewise.
+        slots: the optimizer's, of what the rank updates.
+        activations: kept from forward to backward, of all microbatches at once.
+        gathered: parameters of other ranks that it has for a while.
+        buffers: of messages between ranks.
+        base: the framework's own.
+    """
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    slots: float = 0.0
+    activations: float = 0.0
+    gathered: float = 0.0
+    buffers: float = 0.0
+    base: float = 0.0
+
+    @property
+    def sum(self) -> float:
+        """All of it, not rounded."""
+        held = self.parameters + self.gradients + self.slots + self.activations
+        return held + self.gathered + self.buffers + self.base
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return round(self.sum)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCost:
+    """What a Plan is expected to cost.
+
+    Attributes:
+        step: of the rank that takes longest.
+        memory: of each rank.
+        memory_limits: of each rank's device.
+        bytes_sent: by all ranks in a step.
+    """
+
+    step: StepTime
+    memory: tuple[Memory, ...]
+    memory_limits: tuple[int, ...] = ()
+    bytes_sent: float = 0.0
+
+    @property
+    def peak(self) -> Memory:
+        """Of the rank that needs most."""
+        return max(self.memory, key=lambda one: one.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has the memory that it needs."""
+        return self.excess is None
+
+    @property
+    def excess(self) -> tuple[int, int, int] | None:
+        """The rank that lacks most, what it needs and what it has; None if all fit."""
+        pairs = zip(self.memory, self.memory_limits, strict=False)
+        over = [
+            (one.total - limit, rank, one.total, limit)
+            for rank, (one, limit) in enumerate(pairs)
+            if one.total > limit > 0
+        ]
+        return max(over)[1:] if over else None

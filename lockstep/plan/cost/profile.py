@@ -1,0 +1,138 @@
+"""A model's costs as sums over its units: what a run of units costs for any number of samples.
+
+A unit is what no cut may divide (``plan.pipeline.cut_units``). Sums over the first units, one
+subtraction away from any run of them, are floats: two ways to add up a run differ by rounding.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from lockstep.errors import PlanError
+from lockstep.graph.layer_graph import Flow, Layer, LayerGraph, OptimizerCosts
+from lockstep.plan.pipeline.cut_units import costs_of, cut_problem, units_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Costs of a run of layers. Those that grow with the samples are of one sample.
+
+    Attributes:
+        forward_fixed: seconds of the forward pass without any sample.
+        forward: seconds of a sample's forward pass.
+        backward_fixed: as ``forward_fixed``.
+        backward: as ``forward``.
+        operations: floating point operations of a sample's forward pass.
+        activation_bytes: kept from forward to backward for a sample.
+        parameter_bytes: of all parameters.
+        trainable_bytes: of those that are trained.
+        trainable: their elements.
+    """
+
+    forward_fixed: float = 0.0
+    forward: float = 0.0
+    backward_fixed: float = 0.0
+    backward: float = 0.0
+    operations: float = 0.0
+    activation_bytes: float = 0.0
+    parameter_bytes: float = 0.0
+    trainable_bytes: float = 0.0
+    trainable: float = 0.0
+
+
+_FIELDS = tuple(Costs.__dataclass_fields__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """The costs of a model's units, and the tensors that flow between them.
+
+    Attributes:
+        units: runs ``[first, stop)`` of the graph's layers.
+        sums: by name of ``Costs``, the sums over the first units, from none to all.
+        flows: tensors between units.
+        samples: that the flows' sizes are for.
+        optimizer: the costs of the optimizer.
+    """
+
+    units: tuple[tuple[int, int], ...]
+    sums: dict[str, list[float]]
+    flows: tuple[Flow, ...]
+    samples: int
+    optimizer: OptimizerCosts
+
+    @property
+    def num_units(self) -> int:
+        """Units of the model."""
+        return len(self.units)
+
+    def of(self, start: int, stop: int) -> Costs:
+        """The costs of units ``[start, stop)``."""
+        return Costs(**{name: sums[stop] - sums[start] for name, sums in self.sums.items()})
+
+    @property
+    def whole(self) -> Costs:
+        """The costs of the model."""
+        return self.of(0, self.num_units)
+
+    def traffic(self, start: int, stop: int) -> tuple[float, float]:
+        """Bytes of a sample that units ``[start, stop)`` receive and send in a forward pass."""
+        received = sum(
+            flow.num_bytes
+            for flow in self.flows
+            if flow.source < start and any(start <= user < stop for user in flow.users)
+        )
+        sent = sum(
+            flow.num_bytes for flow in self.flows if start <= flow.source < stop <= flow.users[-1]
+        )
+        return received / self.samples, sent / self.samples
+
+
+def profile_of(graph: LayerGraph) -> Profile:
+    """The costs of a graph's units.
+
+    Raises:
+        PlanError: the graph has no costs, or not for how many samples they are.
+    """
+    if graph.samples < 1:
+        raise PlanError(
+            "Costs are for a number of samples.",
+            received=f"samples={graph.samples}",
+            fix="Measure the graph again, or give `samples` in its file.",
+        )
+    units = tuple(units_of(graph))
+    rows = [_costs(graph.layers[first:stop], graph.samples) for first, stop in units]
+    flows = cut_problem(graph, units, 1, None).flows
+    return Profile(
+        units=units,
+        sums={name: _sums(getattr(row, name) for row in rows) for name in _FIELDS},
+        flows=flows,
+        optimizer=graph.optimizer,
+        samples=graph.samples,
+    )
+
+
+def _sums(values: Iterable[float]) -> list[float]:
+    return list(accumulate(values, initial=0.0))
+
+
+def _costs(layers: Sequence[Layer], samples: int) -> Costs:
+    measured = [costs_of(layer) for layer in layers]
+    parameters = {one.name: one for layer in layers for one in layer.parameters}.values()
+    trained = [one for one in parameters if one.trainable]
+    forward_fixed = math.fsum(one.forward_fixed_seconds for one in measured)
+    backward_fixed = math.fsum(one.backward_fixed_seconds for one in measured)
+    forward = math.fsum(one.forward_seconds for one in measured)
+    backward = math.fsum(one.backward_seconds for one in measured)
+    return Costs(
+        forward_fixed=forward_fixed,
+        forward=max(forward - forward_fixed, 0.0) / samples,
+        backward_fixed=backward_fixed,
+        backward=max(backward - backward_fixed, 0.0) / samples,
+        operations=math.fsum(one.operations for one in measured) / samples,
+        activation_bytes=sum(one.activation_bytes for one in measured) / samples,
+        parameter_bytes=sum(one.num_bytes for one in parameters),
+        trainable_bytes=sum(one.num_bytes for one in trained),
+        trainable=sum(one.size for one in trained),
+    )

@@ -1,0 +1,105 @@
+"""Candidates in the order of what they cost, and why each loser loses."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from lockstep.errors import OptionError, PlanError
+from lockstep.plan.cost.parts import StepTime
+from lockstep.plan.search.candidates import Candidate, Problem, candidates
+from lockstep.units import format_bytes, format_time
+
+OBJECTIVES = ("time", "memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """A candidate and its place.
+
+    Attributes:
+        candidate: the candidate.
+        reason: why it is not the first; empty for the first.
+    """
+
+    candidate: Candidate
+    reason: str = ""
+
+
+def best_plans(problem: Problem, objective: str = "time") -> list[Ranked]:
+    """All candidates, the best first, and those that do not fit into memory last.
+
+    Args:
+        problem: the model, the devices and the batch.
+        objective: ``"time"`` of a step; or ``"memory"``, the peak of the rank that needs most.
+
+    Raises:
+        OptionError: an unknown objective.
+        PlanError: nothing fits; with what would make it fit.
+    """
+    if objective not in OBJECTIVES:
+        raise OptionError(
+            "The objective must be what plans are ranked by.",
+            received=f"objective={objective!r}",
+            fix="Use 'time' or 'memory'.",
+        )
+    found = sorted(candidates(problem), key=lambda one: _key(one, objective))
+    if not found[0].cost.fits:
+        raise _nothing_fits(found)
+    best = found[0]
+    return [
+        Ranked(candidate=one, reason="" if one is best else reason_against(one, best, objective))
+        for one in found
+    ]
+
+
+def _key(one: Candidate, objective: str) -> tuple[bool, float, float, int]:
+    seconds, peak = one.cost.step.total, float(one.cost.peak.total)
+    first, second = (seconds, peak) if objective == "time" else (peak, seconds)
+    return (not one.cost.fits, first, second, one.num_devices)
+
+
+def reason_against(loser: Candidate, best: Candidate, objective: str = "time") -> str:
+    """Why one loses: it does not fit, or the part of its cost that is most above the best's."""
+    if loser.cost.excess is not None:
+        rank, needed, limit = loser.cost.excess
+        return f"does not fit: rank {rank} needs {format_bytes(needed)} of {format_bytes(limit)}"
+    if objective == "memory":
+        return _memory_reason(loser, best)
+    return _time_reason(loser.cost.step, best.cost.step)
+
+
+def _time_reason(step: StepTime, best: StepTime) -> str:
+    more = {
+        "slower compute": (step.forward + step.backward) - (best.forward + best.backward),
+        "exchange": step.exchange - best.exchange,
+        "update": step.update - best.update,
+        "bubble": step.bubble - best.bubble,
+    }
+    part = max(more, key=lambda name: more[name])
+    if step.total <= best.total * (1 + 1e-9):
+        return "as fast, with more devices or memory"
+    return f"{part}: {format_time(more[part])} more"
+
+
+def _memory_reason(loser: Candidate, best: Candidate) -> str:
+    mine, its = loser.cost.peak, best.cost.peak
+    more = {one.name: getattr(mine, one.name) - getattr(its, one.name) for one in fields(mine)}
+    part = max(more, key=lambda name: more[name])
+    if more[part] <= 0:
+        return "as small, and slower"
+    return f"{part}: {format_bytes(more[part])} more"
+
+
+def _nothing_fits(found: Sequence[Candidate]) -> PlanError:
+    """The candidate that lacks least says what would make it fit."""
+    lacks = []
+    for one in found:
+        assert one.cost.excess is not None
+        rank, needed, limit = one.cost.excess
+        lacks.append((needed - limit, needed, limit, one, rank))
+    lack, needed, limit, one, rank = min(lacks, key=lambda each: each[0])
+    return PlanError(
+        "Nothing fits into the memory of these devices.",
+        received=f"{format_bytes(limit)} on a device; {one.name} needs least, "
+        f"{format_bytes(needed)} on rank {rank}",
+        fix=f"Use devices with {format_bytes(lack)} more, more devices, or a smaller batch.",
+    )
