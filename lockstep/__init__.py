@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lockstep.proof.recording.recorder import record as record
     from lockstep.proof.records.outcome import compare as compare
     from lockstep.proof.verification import verify_job
+    from lockstep.strategies.automatic import AutoStrategy as AutoStrategy
     from lockstep.strategies.base import Strategy as Strategy
     from lockstep.strategies.fully_sharded import FullyShardedStrategy as FullyShardedStrategy
     from lockstep.strategies.hybrid import HybridStrategy as HybridStrategy
@@ -70,6 +71,7 @@ if "keras" not in sys.modules:
 
 # Public name -> (module that defines it, its name there; "" is the module itself).
 _HOMES = {
+    "AutoStrategy": ("lockstep.strategies.automatic", "AutoStrategy"),
     "BatchSizeSearch": ("lockstep.train.batch_size_search.batch_size", "BatchSizeSearch"),
     "Callback": ("lockstep.train.callbacks.callback", "Callback"),
     "Checkpoint": ("lockstep.train.checkpointing.checkpoints", "Checkpoint"),

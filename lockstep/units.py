@@ -1,5 +1,6 @@
 """Formats numbers for people: bytes, counts and times with units; and lists."""
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,6 +14,18 @@ def format_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.{digits}f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} TiB"
+
+
+_SIZES = {unit: 1024**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))} | {
+    unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), start=1)
+}
+_SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_SIZES)})")
+
+
+def parse_bytes(text: str) -> int | None:
+    """``"1.5 KiB"`` -> ``1536``; None for what is no size."""
+    found = _SIZE.fullmatch(text.strip())
+    return round(float(found[1]) * _SIZES[found[2]]) if found else None
 
 
 def format_count(count: float) -> str:

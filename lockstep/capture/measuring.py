@@ -76,6 +76,19 @@ def measure_layers(
     ]
 
 
+def count_operations(model: nn.Module, trace: Trace, inputs: Tree) -> list[float]:
+    """Floating point operations of each layer's forward pass; those of matrices are counted."""
+    layers = _layer_runs(model, trace, map_tensors(_copied, inputs))
+    state = ModelState(model)
+    try:
+        set_mode(model, training=trace.training)
+        with torch.no_grad():
+            counts = _run(layers, _count_operations)
+    finally:
+        state.restore()
+    return [_ASSUMED_SPEED * forward for forward, _ in counts]
+
+
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 

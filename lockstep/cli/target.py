@@ -16,6 +16,7 @@ from typing import Any
 from lockstep.errors import LockstepError, OptionError
 from lockstep.plan.pipeline.schedules import SCHEDULES
 from lockstep.proof.job import Job
+from lockstep.strategies.automatic import AutoStrategy
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.hybrid import HybridStrategy
 from lockstep.strategies.local_sgd import LocalSGDStrategy
@@ -33,10 +34,15 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--strategy",
-        choices=tuple(_STRATEGIES),
+        choices=STRATEGIES,
         default="mirrored",
         help="how to train (default: mirrored)",
     )
+    add_strategy_options(parser)
+
+
+def add_strategy_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of strategies, but for the strategy's name."""
     parser.add_argument(
         "--devices", type=int, metavar="N", help="number of devices; of a hybrid, per replica"
     )
@@ -80,6 +86,7 @@ def make_strategy(options: argparse.Namespace) -> Strategy:
 def _check_options(options: argparse.Namespace) -> None:
     """Refuse options of other strategies."""
     taken = {
+        "auto": (),
         "pipeline": _PIPELINE_OPTIONS,
         "hybrid": (*_PIPELINE_OPTIONS, "data"),
         "local": ("every", "stages", *_PIPELINE_OPTIONS),
@@ -94,6 +101,10 @@ def _check_options(options: argparse.Namespace) -> None:
             received=", ".join(f"--{name} {getattr(options, name)}" for name in unknown),
             fix="Leave it out, or use another strategy.",
         )
+
+
+def _auto(options: argparse.Namespace) -> Strategy:
+    return AutoStrategy(devices=options.devices)
 
 
 def _single(options: argparse.Namespace) -> Strategy:
@@ -167,6 +178,7 @@ def _replicas(text: str | None) -> int | list[int]:
 
 
 _STRATEGIES: dict[str, Callable[[argparse.Namespace], Strategy]] = {
+    "auto": _auto,
     "single": _single,
     "mirrored": _mirrored,
     "tpu": _tpu,
@@ -175,6 +187,9 @@ _STRATEGIES: dict[str, Callable[[argparse.Namespace], Strategy]] = {
     "local": _local,
     "servers": _servers,
 }
+
+
+STRATEGIES = tuple(_STRATEGIES)
 
 
 # --- targets ------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from tests.thorough import core_of
 from tests.zoo import case, cases, make_job
 
 STRATEGIES = {
+    "auto": lockstep.AutoStrategy(),
+    "auto-memory-3": lockstep.AutoStrategy("memory", devices=3),
     "single": lockstep.SingleDeviceStrategy(),
     "mirrored-1": lockstep.MirroredStrategy(1),
     "mirrored-2": lockstep.MirroredStrategy(2),

@@ -16,6 +16,7 @@ import lockstep
 
 PACKAGE = Path(lockstep.__file__).parent
 PUBLIC = {
+    "AutoStrategy",
     "BatchSizeSearch",
     "Callback",
     "Checkpoint",

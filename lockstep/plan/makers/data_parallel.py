@@ -9,8 +9,8 @@ replicas that step on their own and average what they have come to.
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import repeat
 
 import msgspec
@@ -24,6 +24,9 @@ from lockstep.plan.makers.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.spec import Plan
 from lockstep.units import first_few
 
+# Of so many samples: the model's graph with costs, and the devices with what is known of them.
+Measure = Callable[[int], tuple[LayerGraph, Cluster]]
+
 
 class Maker(ABC):
     """A pure function from (LayerGraph, Cluster, batch size) to a Plan."""
@@ -31,6 +34,16 @@ class Maker(ABC):
     def sample_size(self, cluster: Cluster, batch_size: int) -> int | None:
         """The number of samples for which it needs each layer's costs; None if it needs none."""
         return None
+
+    def choose(self, measure: Measure, cluster: Cluster, batch_size: int) -> "Maker":
+        """The maker that makes its Plans: itself, unless it chooses one by a model's costs.
+
+        Args:
+            measure: measures the model on so many samples.
+            cluster: the devices.
+            batch_size: of the global batch.
+        """
+        return self
 
     def check_batch_size(self, batch_size: int) -> None:
         """Refuse batches that cannot be trained on.
@@ -74,6 +87,10 @@ class Wrapping(Maker):
     """
 
     maker: Maker
+
+    def choose(self, measure: Measure, cluster: Cluster, batch_size: int) -> Maker:
+        chosen = self.maker.choose(measure, cluster, batch_size)
+        return self if chosen is self.maker else replace(self, maker=chosen)
 
     def sample_size(self, cluster: Cluster, batch_size: int) -> int | None:
         return self.maker.sample_size(cluster, batch_size)

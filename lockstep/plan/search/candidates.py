@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lockstep.cluster.topology import Cluster
+import msgspec
+
+from lockstep.cluster.topology import Cluster, Host
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.cost.divided import sharded_cost
 from lockstep.plan.cost.parts import PlanCost
@@ -17,6 +19,7 @@ from lockstep.plan.makers.many_hosts import MirroredHosts
 from lockstep.plan.makers.sharded import FullySharded, default_units
 from lockstep.plan.pipeline.pipelines import Pipelined
 from lockstep.plan.search.layouts import best_layouts, share_counts
+from lockstep.plan.spec import Plan
 
 LEVELS = ("slots", "gradients", "parameters")
 
@@ -30,12 +33,22 @@ class Candidate:
         cost: of a step, and of each rank.
         maker: of its Plan.
         num_devices: in use.
+        cluster: the hosts in use.
     """
 
     name: str
     cost: PlanCost
     maker: Maker
     num_devices: int
+    cluster: Cluster
+
+    def plan(self, graph: LayerGraph, batch_size: int) -> Plan:
+        """Its Plan.
+
+        Raises:
+            LockstepError: no such Plan can run on these hosts.
+        """
+        return self.maker(graph, self.cluster, batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +114,7 @@ def _sharded(problem: Problem, profile: Profile, count: int) -> Iterator[Candida
             cost=sharded_cost(profile, seats, level, divided, count, problem.batch_size),
             maker=FullySharded(maker=inner, level=level, units=None),
             num_devices=count,
+            cluster=problem.cluster,
         )
 
 
@@ -108,14 +122,20 @@ def _sharded(problem: Problem, profile: Profile, count: int) -> Iterator[Candida
 
 
 def _layouts(problem: Problem, profile: Profile, seats: Seats) -> Iterator[Layout]:
-    """The best for each number of microbatches, and of each number of stages."""
+    """The best for each number of microbatches, and of each number of stages.
+
+    In a pipeline, layers with statistics over the batch would take those of a microbatch.
+    """
     shares = share_counts(problem.batch_size, len(seats))
+    is_whole = any(layer.uses_batch_statistics for layer in problem.graph.layers)
+    if is_whole:
+        shares = [1]
     has_limit = any(seat.device.memory_bytes for seat in seats.all)
     ways = (False, True) if has_limit else (False,)
     found = best_layouts(profile, seats, problem.batch_size, shares, recompute=ways)
     for one in sorted(found.values(), key=lambda one: one.seconds):
         yield _runnable(one.layout, problem.batch_size)
-    for stages in (2, 4, 8):
+    for stages in () if is_whole else (2, 4, 8):
         if stages <= min(len(seats), profile.num_units):
             yield from _of_so_many(problem, profile, seats, stages)
 
@@ -154,11 +174,14 @@ def _runnable(layout: Layout, batch_size: int) -> Layout:
 
 def _of_layout(problem: Problem, profile: Profile, layout: Layout) -> Candidate:
     seats = seats_of(problem.cluster, layout.num_ranks)
+    numbers = sorted({seat.host for seat in seats.all})
+    hosts = tuple(problem.cluster.hosts[number] for number in numbers)
     return Candidate(
         name=_name(layout),
         cost=simulated(profile, seats, layout, problem.batch_size),
-        maker=_maker(problem, profile, layout),
+        maker=_maker(problem, profile, layout, hosts),
         num_devices=layout.num_ranks,
+        cluster=msgspec.structs.replace(problem.cluster, hosts=hosts),
     )
 
 
@@ -179,9 +202,8 @@ def _name(layout: Layout) -> str:
     return f"{replicas}{stages} stages, {layout.shares} microbatches{again}"
 
 
-def _maker(problem: Problem, profile: Profile, layout: Layout) -> Maker:
-    hosts, ranks = problem.cluster.hosts, layout.num_ranks
-    precision = problem.precision
+def _maker(problem: Problem, profile: Profile, layout: Layout, hosts: tuple[Host, ...]) -> Maker:
+    ranks, precision = layout.num_ranks, problem.precision
     if len(layout.starts) > 1:
         return over(None, _pipelined(problem, profile, layout))
     if ranks == 1 and layout.shares == 1:

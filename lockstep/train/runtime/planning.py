@@ -18,15 +18,17 @@ from torch import nn
 
 from lockstep.capture.graph import capture_graph, find_inseparable, value_bytes
 from lockstep.capture.layers import capture_layers, functions_of
+from lockstep.capture.profiling import PART, profile_graph, profile_optimizer
 from lockstep.capture.tracing import Trace, trace_modes
 from lockstep.cluster.devices import discover
 from lockstep.cluster.topology import Cluster
 from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.map_style.sources import Source
 from lockstep.data.order import kept_streams
-from lockstep.data.trees import Tree, map_tensors
+from lockstep.data.trees import Tree, map_tensors, tensors_of
 from lockstep.errors import OptionError
 from lockstep.graph.layer_graph import LayerGraph
+from lockstep.launch.health.machine_measuring import measured
 from lockstep.parallel.data_parallel.batch_norm import note_lone_sample
 from lockstep.parallel.data_parallel.forward import (
     DTYPES,
@@ -41,7 +43,9 @@ from lockstep.parallel.storage.cpu_quirks import breaks_channels_last
 from lockstep.parallel.transfer.serialization import describe
 from lockstep.plan.makers.data_parallel import Maker
 from lockstep.plan.spec import Plan
+from lockstep.train.batch_size_search.batch_size_cache import key_of
 from lockstep.train.fit.failing_layer import naming_layer
+from lockstep.train.runtime.profile_cache import cached_graph
 
 Partitions = Mapping[bool, Partition]
 
@@ -58,6 +62,10 @@ def _as_made(plan: Plan) -> Plan:
     return plan
 
 
+def _no_optimizer() -> None:
+    return None
+
+
 def _silent(doing: str) -> None:
     """Announce nothing."""
 
@@ -68,18 +76,26 @@ class Planning:
     Args:
         model: the model, or one of its shape on the meta device.
         dims: the dims of the samples in its inputs.
+        optimizer: returns what trains it, if anything does.
     """
 
-    def __init__(self, model: nn.Module, dims: BatchDims = SAMPLES_FIRST) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        dims: BatchDims = SAMPLES_FIRST,
+        optimizer: Callable[[], Any] = _no_optimizer,
+    ) -> None:
         self._model = model
         self._dims = dims
+        self._optimizer = optimizer
+        self._chosen: tuple[Maker, Maker] | None = None
         self._measured: LayerGraph | None = None
         self._traces: dict[bytes, tuple[Trace, Trace]] = {}
         self._sizes: dict[bytes, _Traced] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Another process traces and measures anew."""
-        return vars(Planning(self._model, self._dims))
+        return vars(Planning(self._model, self._dims, self._optimizer))
 
     def plan(
         self,
@@ -106,9 +122,101 @@ class Planning:
             OptionError: a sample is needed and there is none.
         """
         cluster = cluster or discover()
+        maker = self._choose(maker, precision, source, batch_size, cluster, announce)
         size = maker.sample_size(cluster, batch_size)
         if size is None:
             return settle(maker(capture_layers(self._model), cluster, batch_size)), {}
+        with self._inputs(source, size, precision) as inputs:
+            traced, graph = self._capture(inputs, precision, announce)
+        plan = settle(maker(graph, cluster, batch_size))
+        return plan, {trace.training: partition(plan, trace, sizes) for trace, sizes in traced}
+
+    def _choose(
+        self,
+        maker: Maker,
+        precision: str,
+        source: Source | None,
+        batch_size: int,
+        cluster: Cluster,
+        announce: Callable[[str], None],
+    ) -> Maker:
+        """What a maker that chooses has chosen, at first and from then on."""
+        if self._chosen is None or self._chosen[0] != maker:
+
+            def measure(size: int) -> tuple[LayerGraph, Cluster]:
+                graph = self._known_graph(source, size, precision, announce)
+                announce("Measuring this machine")
+                return graph, measured(cluster)
+
+            self._chosen = maker, maker.choose(measure, cluster, batch_size)
+        return self._chosen[1]
+
+    def _known_graph(
+        self,
+        source: Source | None,
+        size: int,
+        precision: str,
+        announce: Callable[[str], None],
+    ) -> LayerGraph:
+        """The graph of ``graph``, with the optimizer's costs; measured once on a machine."""
+        optimizer = self._optimizer()
+
+        def measure() -> LayerGraph:
+            graph = self.graph(source, size, precision, announce)
+            with num_threads(1):
+                costs = profile_optimizer(optimizer)
+            return msgspec.structs.replace(graph, optimizer=costs)
+
+        if source is None:
+            return measure()
+        key = key_of(
+            model=self._model,
+            loss=None,
+            optimizer=optimizer,
+            source=source,
+            precision=precision,
+            maker=None,
+            options=("costs", size),
+        )
+        return cached_graph(key, measure)
+
+    def graph(
+        self,
+        source: Source | None,
+        size: int,
+        precision: str,
+        announce: Callable[[str], None] = _silent,
+    ) -> LayerGraph:
+        """The model's graph, with costs for any number of samples, measured on ``size`` of them.
+
+        Raises:
+            OptionError: another host reads the data.
+        """
+        with self._inputs(source, size, precision) as inputs:
+            _, graph = self._capture(inputs, precision, announce, self._profiled)
+        return graph
+
+    def _profiled(
+        self, traced: _Traced, inputs: Tree, announce: Callable[[str], None]
+    ) -> LayerGraph:
+        trace, sizes = traced[0]
+        many = len(next(tensors_of(inputs)))
+        few = many // PART
+        fewer = map_tensors(lambda tensor: tensor[:few], inputs)
+        announce(f"Measuring {len(trace.layers)} layers")
+        with num_threads(1):  # as ranks on cores will have
+            return profile_graph(
+                self._model,
+                trace,
+                self._given(inputs),
+                self._given(fewer) if few else None,
+                sizes,
+                (many, few),
+            )
+
+    @contextmanager
+    def _inputs(self, source: Source | None, size: int, precision: str) -> Iterator[Tree]:
+        """The model's inputs, to run it on within the block as in training."""
         if source is None:
             raise OptionError(
                 "Cutting a model needs samples of the data on every host.",
@@ -121,30 +229,33 @@ class Planning:
         naming = naming_layer(self._model, inputs=inputs)
         with naming, computing, running_lstms(precision), _without_fused_attention():
             try:
-                traced, graph = self._capture(inputs, precision, announce)
+                yield inputs
             except ValueError as error:
                 note_lone_sample(error)
                 raise
-        plan = settle(maker(graph, cluster, batch_size))
-        return plan, {trace.training: partition(plan, trace, sizes) for trace, sizes in traced}
 
     def _capture(
-        self, inputs: Tree, precision: str, announce: Callable[[str], None]
+        self,
+        inputs: Tree,
+        precision: str,
+        announce: Callable[[str], None],
+        measure: Callable[[_Traced, Tree, Callable[[str], None]], LayerGraph] | None = None,
     ) -> tuple[_Traced, LayerGraph]:
         """Traces and graph, for images with their channels last if the model takes them."""
+        measure = measure or self._graph
         is_convolutional = any(isinstance(one, nn.Conv2d) for one in self._model.modules())
         # float64 is for proofs, and does as the reference does.
         if is_convolutional and precision != "fp64" and not breaks_channels_last(self._model):
             images = map_tensors(channels_last, inputs)
             try:
                 traced = self._trace(images, precision, announce)
-                graph = self._graph(traced, images, announce)
+                graph = measure(traced, images, announce)
                 return traced, msgspec.structs.replace(graph, channels_last=True)
             except RuntimeError as error:
                 if "stride" not in str(error):
                     raise
         traced = self._trace(inputs, precision, announce)
-        return traced, self._graph(traced, inputs, announce)
+        return traced, measure(traced, inputs, announce)
 
     def _trace(self, inputs: Tree, precision: str, announce: Callable[[str], None]) -> _Traced:
         """Traces for training and evaluation, each with the sizes of its values."""

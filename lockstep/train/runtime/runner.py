@@ -107,7 +107,7 @@ class Runner:
         self.last_plan: Plan | None = None
         self.residuals = ErrorFeedback()
         self.dims = dims
-        self._planning = Planning(meta_model, dims)
+        self._planning = Planning(meta_model, dims, partial(getattr, front_end, "optimizer"))
         self._begin_session(job_context)
 
     def _begin_session(self, job_context: JobContext) -> None:

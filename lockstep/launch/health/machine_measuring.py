@@ -1,0 +1,114 @@
+"""Measures this host for the planner, once: how fast its cores are together, and its memory.
+
+The result is kept in the user's cache folder, by processor and number of cores.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import msgspec
+
+from lockstep.cluster.devices import processor_name
+from lockstep.cluster.topology import Cluster, Host, Link
+from lockstep.disk import replacing
+
+_START_SECONDS = 0.6
+_SECONDS = 0.8
+
+# A barrier of two processes that wait for each other.
+_LATENCY_SECONDS = 2e-5
+
+
+class MachineSpeed(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured.
+
+    Attributes:
+        speed_together: of a core while all work, relative to one that works alone.
+        bytes_per_second: that a process copies while others do.
+    """
+
+    speed_together: float
+    bytes_per_second: float
+
+
+def measured(cluster: Cluster) -> Cluster:
+    """This host's Cluster with what is measured of it; other hosts as they are."""
+    first, *others = cluster.hosts
+    if first.link is not None:
+        return cluster
+    return msgspec.structs.replace(cluster, hosts=(_measured(first), *others))
+
+
+def _measured(host: Host) -> Host:
+    speed = _known(host) or _remembered(host, measure(host.num_cores))
+    link = Link(latency_seconds=_LATENCY_SECONDS, bytes_per_second=speed.bytes_per_second)
+    return msgspec.structs.replace(host, speed_together=speed.speed_together, link=link)
+
+
+def measure(num_cores: int) -> MachineSpeed:
+    """Have one process work, and then one on each core."""
+    alone = _rates(1)
+    together = _rates(num_cores) if num_cores > 1 else alone
+    ratio = statistics.median(rounds for rounds, _ in together) / alone[0][0]
+    return MachineSpeed(
+        speed_together=min(ratio, 1.0),
+        bytes_per_second=statistics.median(copied for _, copied in together),
+    )
+
+
+def _rates(processes: int) -> list[tuple[float, float]]:
+    begin = time.time() + _START_SECONDS
+    command = [sys.executable, "-m", "lockstep.launch.health.core_speed", str(begin), str(_SECONDS)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, env=environ, text=True)
+        for _ in range(processes)
+    ]
+    found = []
+    for process in running:
+        rounds, copied = process.communicate()[0].split()
+        found.append((float(rounds), float(copied)))
+    return found
+
+
+# --- the cache ------------------------------------------------------------------------------------
+
+
+def file_path() -> Path:
+    """``lockstep/machine.json`` in the cache folder: ``$XDG_CACHE_HOME``, or ``~/.cache``."""
+    folder = os.environ.get("XDG_CACHE_HOME")
+    return (Path(folder) if folder else Path.home() / ".cache") / "lockstep" / "machine.json"
+
+
+def _key(host: Host) -> str:
+    return f"{processor_name()}, {host.num_cores} cores"
+
+
+def _known(host: Host) -> MachineSpeed | None:
+    return _read().get(_key(host))
+
+
+def _read() -> dict[str, MachineSpeed]:
+    try:
+        return msgspec.json.decode(file_path().read_bytes(), type=dict[str, MachineSpeed])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.MsgspecError, UnicodeError) as error:
+        warnings.warn(f"{file_path()} is ignored, and written anew: {error}.", stacklevel=2)
+        return {}
+
+
+def _remembered(host: Host, speed: MachineSpeed) -> MachineSpeed:
+    content = msgspec.json.encode({**_read(), _key(host): speed})
+    try:
+        file_path().parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file_path(), len(content), mode=0o600) as file:
+            file.write(msgspec.json.format(content, indent=2) + b"\n")
+    except OSError as error:
+        warnings.warn(f"This machine's speed cannot be remembered: {error}.", stacklevel=2)
+    return speed

@@ -1,0 +1,114 @@
+"""The maker that chooses: it searches the Plans of all strategies for the one that costs least."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from lockstep.cluster.topology import Cluster
+from lockstep.graph.layer_graph import LayerGraph
+from lockstep.plan.makers.data_parallel import Maker, Measure
+from lockstep.plan.search.candidates import Problem
+from lockstep.plan.search.ranking import Ranked, best_plans
+from lockstep.plan.spec import Plan
+from lockstep.units import format_bytes, format_time
+
+# Costs are measured on at most so many samples, and on a line from there on.
+_MOST_SAMPLES = 128
+
+# Candidates that a Plan's notes name beside the best.
+_NUM_NAMED = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Automatic(Maker):
+    """The candidate that costs least on this host's devices.
+
+    Attributes:
+        objective: ``"time"`` or ``"memory"``.
+        memory_bytes: that a device may hold; None is what it has.
+        num_devices: at most; None is all.
+        precision: see ``Plan``.
+    """
+
+    objective: str = "time"
+    memory_bytes: int | None = None
+    num_devices: int | None = None
+    precision: str = "fp32"
+
+    def sample_size(self, cluster: Cluster, batch_size: int) -> int:
+        return min(batch_size, _MOST_SAMPLES)
+
+    def choose(self, measure: Measure, cluster: Cluster, batch_size: int) -> Maker:
+        graph, devices = measure(self.sample_size(cluster, batch_size))
+        rows = self._ranked(graph, devices, batch_size)
+        return Chosen(maker=rows[0].candidate.maker, notes=tuple(_notes(rows)))
+
+    def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
+        """Make the Plan for global batches of ``batch_size`` samples.
+
+        Raises:
+            PlanError: nothing fits into memory.
+        """
+        chosen = self.choose(lambda size: (graph, cluster), cluster, batch_size)
+        return chosen(graph, cluster, batch_size)
+
+    def _ranked(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> list[Ranked]:
+        problem = Problem(
+            graph=graph,
+            cluster=cluster if self.memory_bytes is None else _limited(cluster, self.memory_bytes),
+            batch_size=batch_size,
+            num_devices=self.num_devices,
+            precision=self.precision,
+            divides_state=False,  # a checkpoint of divided state must be known before the Plan
+        )
+        return best_plans(problem, self.objective)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen(Maker):
+    """A chosen maker's Plan, with the reasons for the choice in its notes.
+
+    Attributes:
+        maker: the chosen one.
+        notes: the reasons.
+    """
+
+    maker: Maker
+    notes: tuple[str, ...]
+
+    def sample_size(self, cluster: Cluster, batch_size: int) -> int | None:
+        return self.maker.sample_size(cluster, batch_size)
+
+    def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
+        """Make the Plan for global batches of ``batch_size`` samples."""
+        plan = self.maker(graph, cluster, batch_size)
+        return msgspec.structs.replace(plan, notes=(*plan.notes, *self.notes))
+
+
+def _limited(cluster: Cluster, memory_bytes: int) -> Cluster:
+    hosts = [
+        msgspec.structs.replace(
+            host,
+            devices=tuple(
+                msgspec.structs.replace(device, memory_bytes=memory_bytes)
+                for device in host.devices
+            ),
+        )
+        for host in cluster.hosts
+    ]
+    return msgspec.structs.replace(cluster, hosts=tuple(hosts))
+
+
+def _notes(rows: Sequence[Ranked]) -> list[str]:
+    """The best with its costs, and why the next ones lose."""
+    best = rows[0].candidate
+    notes = [
+        f"Chosen of {len(rows)} plans: {best.name}, expected to take "
+        f"{format_time(best.cost.step.total)} a step and {format_bytes(best.cost.peak.total)} on a "
+        "rank."
+    ]
+    for row in rows[1 : 1 + _NUM_NAMED]:
+        seconds = format_time(row.candidate.cost.step.total)
+        notes.append(f"Not {row.candidate.name}, {seconds}: {row.reason}.")
+    return notes
