@@ -1,20 +1,28 @@
-"""A model's LayerGraph for makers of stages: what runs in order, the flows, and the costs."""
+"""A model's LayerGraph for makers of stages: what runs in order, the flows, and the costs.
+
+For the planner layers are measured for two numbers of samples. A line through both gives the part
+that no number of samples changes: the calls themselves, and reading the weights.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
+import msgspec
 import torch
 from torch import nn
 
 from lockstep.capture.instructions import Input, references
 from lockstep.capture.layers import parameter_info, ties_of
-from lockstep.capture.measuring import measure_layers
+from lockstep.capture.measuring import count_operations, measure_layers
 from lockstep.capture.scopes import device_of
 from lockstep.capture.state import ModelState, set_mode
 from lockstep.capture.tracing import Trace, TracedLayer, run_trace
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph
 from lockstep.plan.layout import align
+
+# For a line through costs of two numbers of samples, the smaller is so small a part of the larger.
+PART = 4
 
 
 def capture_graph(
@@ -38,6 +46,62 @@ def capture_graph(
         flows=_flows(trace, sizes),
         inseparable=find_inseparable(model, trace, inputs),
     )
+
+
+def profile_graph(
+    model: nn.Module,
+    trace: Trace,
+    inputs: Tree,
+    few_inputs: Tree | None,
+    sizes: Mapping[int, int],
+    samples: tuple[int, int],
+) -> LayerGraph:
+    """The graph of a traced model, with costs for any number of samples.
+
+    Args:
+        model: the model.
+        trace: of the model, in training.
+        inputs: so many samples as the costs shall be for.
+        few_inputs: fewer of them; None if there are too few.
+        sizes: see ``capture.graph.value_bytes``.
+        samples: of ``inputs``, and of ``few_inputs``.
+    """
+    graph = capture_graph(model, trace, inputs, sizes)
+    many, few = samples
+    if few_inputs is not None:
+        costs = measure_layers(model, trace, few_inputs)
+        layers = [
+            _with_fixed_part(layer, own, few / many)
+            for layer, own in zip(graph.layers, costs, strict=True)
+        ]
+        graph = msgspec.structs.replace(graph, layers=tuple(layers))
+    operations = count_operations(model, trace, inputs)
+    counted = [
+        _with_costs(layer, operations=count)
+        for layer, count in zip(graph.layers, operations, strict=True)
+    ]
+    return msgspec.structs.replace(graph, layers=tuple(counted), samples=many)
+
+
+def _with_costs(layer: Layer, **changes: float) -> Layer:
+    assert layer.costs is not None
+    costs = msgspec.structs.replace(layer.costs, **changes)
+    return msgspec.structs.replace(layer, costs=costs)
+
+
+def _with_fixed_part(layer: Layer, few: LayerCosts, part: float) -> Layer:
+    many = layer.costs
+    assert many is not None
+    return _with_costs(
+        layer,
+        forward_fixed_seconds=_fixed(few.forward_seconds, many.forward_seconds, part),
+        backward_fixed_seconds=_fixed(few.backward_seconds, many.backward_seconds, part),
+    )
+
+
+def _fixed(few: float, many: float, part: float) -> float:
+    """Where a line through times of ``part`` of the samples and of all of them begins."""
+    return min(max((few - part * many) / (1 - part), 0.0), few, many)
 
 
 def value_bytes(trace: Trace, model: nn.Module, inputs: Tree) -> dict[int, int]:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.capture.profiling import profile_optimizer
 from lockstep.cli.main import main
 from lockstep.cluster.cluster_file import parse_cluster
 from lockstep.cluster.topology import Cluster, Device, Host, Link
@@ -27,6 +26,7 @@ from lockstep.plan.makers.sharded import FullySharded
 from lockstep.plan.pipeline.pipelines import Pipelined
 from lockstep.plan.search.candidates import Problem, candidates
 from lockstep.plan.search.ranking import best_plans
+from lockstep.train.runtime.model_profile import profile_optimizer
 
 LINK = Link(latency_seconds=0.0, bytes_per_second=1e9)
 

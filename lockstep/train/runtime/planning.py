@@ -16,9 +16,14 @@ import msgspec
 import torch
 from torch import nn
 
-from lockstep.capture.graph import capture_graph, find_inseparable, value_bytes
+from lockstep.capture.graph import (
+    PART,
+    capture_graph,
+    find_inseparable,
+    profile_graph,
+    value_bytes,
+)
 from lockstep.capture.layers import capture_layers, functions_of
-from lockstep.capture.profiling import PART, profile_graph, profile_optimizer
 from lockstep.capture.tracing import Trace, trace_modes
 from lockstep.cluster.devices import discover
 from lockstep.cluster.topology import Cluster
@@ -45,7 +50,7 @@ from lockstep.plan.makers.data_parallel import Maker
 from lockstep.plan.spec import Plan
 from lockstep.train.batch_size_search.batch_size_cache import key_of
 from lockstep.train.fit.failing_layer import naming_layer
-from lockstep.train.runtime.profile_cache import cached_graph
+from lockstep.train.runtime.model_profile import cached_graph, profile_optimizer
 
 Partitions = Mapping[bool, Partition]
 

@@ -8,7 +8,7 @@ import argparse
 
 from rich.console import Console
 
-from lockstep.cli.plan_ranking import add_ranking_arguments, rank
+from lockstep.cli.planner.plan_ranking import add_ranking_arguments, rank
 from lockstep.cli.target import STRATEGIES, add_strategy_options, load_job, make_strategy
 from lockstep.errors import OptionError
 

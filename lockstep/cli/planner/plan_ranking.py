@@ -195,8 +195,8 @@ def _measured(job: Any, batch_size: int) -> LayerGraph:
     """The graph of a Job's model, on a batch of its data."""
     import torch
 
-    from lockstep.capture.profiling import profile_optimizer
     from lockstep.frontends.plan_inputs import plan_inputs
+    from lockstep.train.runtime.model_profile import profile_optimizer
     from lockstep.train.runtime.planning import Planning
 
     module, precision, samples = plan_inputs(job.model, "fp32", job.data, job.dims)

@@ -1,0 +1,1 @@
+"""The command ``lockstep plan``: ``plan_command``, with the ranked table in ``plan_ranking``."""

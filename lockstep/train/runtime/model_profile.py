@@ -1,0 +1,82 @@
+"""Measured costs of models, in the user's cache folder, and what an optimizer costs.
+
+There is a file for each model, batch and machine. One that cannot be read is written anew.
+"""
+
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from lockstep.errors import PlanError
+from lockstep.graph.layer_graph import LayerGraph, OptimizerCosts
+
+# An optimizer is timed on so many elements, so often.
+_ELEMENTS = 1 << 20
+_STEPS = 5
+
+
+def folder() -> Path:
+    """``lockstep/profiles`` in the cache folder: ``$XDG_CACHE_HOME``, or ``~/.cache``."""
+    found = os.environ.get("XDG_CACHE_HOME")
+    return (Path(found) if found else Path.home() / ".cache") / "lockstep" / "profiles"
+
+
+def cached_graph(key: str, measure: Callable[[], LayerGraph]) -> LayerGraph:
+    """The graph stored under this key, or else the measured one, which is stored."""
+    path = folder() / f"{key}.json"
+    try:
+        return LayerGraph.load(path)
+    except FileNotFoundError:
+        pass  # not measured yet
+    except (OSError, PlanError) as error:
+        warnings.warn(f"{path} is measured anew: {error}", stacklevel=2)
+    graph = measure()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        graph.save(path)
+    except OSError as error:
+        warnings.warn(f"The measured costs cannot be remembered: {error}.", stacklevel=2)
+    return graph
+
+
+def profile_optimizer(optimizer: Any) -> OptimizerCosts:
+    """What an optimizer keeps and takes for an element; defaults if it cannot be tried.
+
+    Args:
+        optimizer: of torch, or a class or function that makes one from parameters.
+    """
+    weight = nn.Parameter(torch.zeros(_ELEMENTS // 1024, 1024))
+    try:
+        made = _alike(optimizer, weight)
+        seconds = _step_seconds(made, weight)
+    except Exception:  # an optimizer of the user's own may need its own parameters
+        return OptimizerCosts()
+    kept = sum(
+        value.numel() for value in made.state[weight].values() if isinstance(value, torch.Tensor)
+    )
+    slots = round(kept / _ELEMENTS, 2)
+    return OptimizerCosts(slots=slots, seconds_per_element=seconds / _ELEMENTS)
+
+
+def _alike(optimizer: Any, weight: nn.Parameter) -> torch.optim.Optimizer:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        kind: Any = type(optimizer)
+        return cast(torch.optim.Optimizer, kind([weight], **optimizer.defaults))
+    return cast(torch.optim.Optimizer, optimizer([weight]))
+
+
+def _step_seconds(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> float:
+    times = []
+    for _ in range(_STEPS + 1):
+        weight.grad = torch.ones_like(weight)
+        began = time.perf_counter()
+        optimizer.step()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
