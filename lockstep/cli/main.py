@@ -26,15 +26,11 @@ COMMANDS = {
         "lockstep.cli.verify",
         "compare a strategy with a plain loop on one device, tensor by tensor",
     ),
-<<<<<<< HEAD
     "compare": (
         "lockstep.cli.records.compare",
         "compare two records of training loops of any library, or the ranks of one",
     ),
-    "plan": ("lockstep.cli.plan", "show how a strategy would train a model"),
-=======
     "plan": ("lockstep.cli.planner.plan_command", "show how a strategy would train a model"),
->>>>>>> 40091c1d (The planner's command has a folder; costs of optimizers beside the cache)
     "checkpoint": (
         "lockstep.cli.checkpoint",
         "show, verify and export the checkpoints of a training",
