@@ -199,9 +199,15 @@ class UpdateWorker:
         self._residency.release()
         return self._residency.by_request()
 
+    def keep_parts(self, names: Collection[str]) -> None:
+        """Of parameters that have been set, keep this rank's parts only; it has no others."""
+        assert self._residency is not None
+        self._residency.keep_parts(names)
+
     def hold_parameters(self, *, everywhere: bool = False) -> None:
         """Have all parameters on rank 0, or on every rank, until the next step; collective."""
         if self._residency is not None:
+            self.exchange.open()
             self._residency.free_gradients()
             self._residency.show(everywhere=everywhere)
 

@@ -72,6 +72,15 @@ def test_the_same_weights_in_the_model_and_in_the_file(
         assert saved.get(name, value).equal(weights[name]) or name == "head.weight"
 
 
+@pytest.mark.parametrize("level", ["parameters", "gradients"])
+def test_ranks_that_divide_parameters_make_their_parts(level: str, tmp_path: Path) -> None:
+    expected = train(lockstep.MirroredStrategy(1, num_shares=2), tmp_path / "expected")
+    weights = train(lockstep.FullyShardedStrategy(2, level=level), tmp_path / "weights")
+    assert all(weights[name].equal(value) for name, value in expected.items())
+    saved = load_file(tmp_path / "weights")
+    assert all(weights[name].equal(value) for name, value in saved.items())
+
+
 def test_first_values_depend_on_the_seed_and_not_on_the_global_stream() -> None:
     def first(seed: int) -> Tensor:
         trainer = lockstep.Trainer(lambda: nn.Linear(4, 3), seed=seed)

@@ -104,6 +104,12 @@ class Residency:
         own = [values[name] for name in self._parameters]
         self.memory.copy_pieces(own)
 
+    def keep_parts(self, names: Collection[str]) -> None:
+        """Of parameters that have been set, keep this rank's pieces only; no rank has others."""
+        self._is_shown = False
+        numbers = {number for number, name in enumerate(self._parameters) if name in names}
+        self.memory.keep_parts(numbers & self.memory.numbers)
+
     # --- between steps ---------------------------------------------------------------------------
 
     def show(self, *, everywhere: bool = False) -> None:

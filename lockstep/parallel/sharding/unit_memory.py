@@ -91,6 +91,13 @@ class UnitMemory:
                 kept.copy_(cut_piece(values[piece.parameter], piece))
         self.is_held = False
 
+    def keep_parts(self, numbers: Iterable[int]) -> None:
+        """Of parameters that have been set, keep this rank's pieces only; it has no others."""
+        self.is_held = False
+        for unit in {self._unit_of[number] for number in numbers}:
+            self._memories[unit].keep()
+            self._memories[unit].free()
+
     def begin(self, unit: int) -> None:
         """Begin to gather a unit; every rank does so for the same units in the same order."""
         if unit not in self.present and unit not in self._coming:

@@ -139,13 +139,19 @@ def blank_names(model: nn.Module) -> frozenset[str]:
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, names: Iterable[str], seed: int) -> None:
+def initialize(
+    model: nn.Module,
+    names: Iterable[str],
+    seed: int,
+    after: Callable[[Sequence[str]], None] | None = None,
+) -> None:
     """Initialize parameters.
 
     Args:
         model: the model.
         names: of the parameters, each by its first name.
         seed: of the values.
+        after: gets the names of those that a module has set, module by module.
     """
     wanted = set(names)
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -178,6 +184,8 @@ def initialize(model: nn.Module, names: Iterable[str], seed: int) -> None:
                 received=f"no values for {first_few(untouched)}",
                 fix="Give the module a method reset_parameters(self), or pass the model itself.",
             )
+        if after is not None:
+            after([named[key] for key in given])
     restore_streams(states)
 
 

@@ -28,6 +28,7 @@ from lockstep.parallel.storage.device_memory import noting_shortage, shortage_no
 from lockstep.parallel.storage.meta_init import initialize
 from lockstep.parallel.worker import Worker
 from lockstep.parallel.workload import Workload
+from lockstep.plan.devices import is_cpu
 from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks.driver import TaskDriver
@@ -111,15 +112,28 @@ def run_task(assignment: Assignment, worker: Worker, control: Control, driver: T
         raise
 
 
-def divides_parameters(assignment: Assignment) -> bool:
+def divides_parameters(work: Workload) -> bool:
     """True if each rank keeps its part of the parameters only, and gets no more at the start."""
-    sharding = assignment.plan.sharding
-    return sharding is not None and sharding.divides_parameters and assignment.updater is not None
+    sharding = work.plan.sharding
+    return sharding is not None and sharding.divides_parameters and work.updater is not None
+
+
+def is_made_in_parts(work: Workload) -> bool:
+    """True if ranks can initialize their parts of the parameters of a model without values."""
+    if work.plan.pipeline is None:
+        return divides_parameters(work) and is_cpu(work.plan.devices)
+    return len(work.plan.domains) == 1
 
 
 def initialize_own(assignment: Assignment, worker: Worker) -> None:
-    """On each group's first rank, initialize its parameters that have no values."""
-    if assignment.blank:
+    """Initialize parameters that have no values: on each group's first rank its own.
+
+    Where ranks divide parameters, each draws all of them, layer by layer, and keeps its parts.
+    """
+    if assignment.blank and divides_parameters(assignment):
+        worker.keep_parts(())
+        initialize(assignment.model, assignment.blank, assignment.seed, worker.keep_parts)
+    elif assignment.blank:
         own = {
             name
             for group in assignment.groups

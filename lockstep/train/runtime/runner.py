@@ -45,7 +45,7 @@ from lockstep.train.input.stream_broadcast import sample_of
 from lockstep.train.optim.error_feedback import ErrorFeedback
 from lockstep.train.optim.optimizer_checks import check_divisible
 from lockstep.train.optim.update_config import AnyUpdater, UpdateConfig
-from lockstep.train.runtime.assignment import Assignment
+from lockstep.train.runtime.assignment import Assignment, is_made_in_parts
 from lockstep.train.runtime.call_cache import CallCache
 from lockstep.train.runtime.front_end import FrontEnd
 from lockstep.train.runtime.job_context import JobContext, StrategyLike
@@ -373,10 +373,8 @@ class Runner:
             check_divisible(self.model, self.front_end.optimizer, plan, is_known=updater.is_known)
             check_local_sgd(plan, updater, self.update_config.averages, self.precision)
             check_parameter_server(plan, self.model, updater, self.precision)
-        if plan.pipeline is None or len(plan.domains) > 1:
-            self.initialize()
         groups = parameter_groups(plan, self.model, list(partitions.values()))
-        return Assignment(
+        assignment = Assignment(
             plan=plan,
             model=self.model,
             loss=loss,
@@ -387,7 +385,7 @@ class Runner:
             settings=TorchSettings.current(),
             partitions=partitions,
             groups=groups,
-            blank=blank_names(self.model),
+            blank=frozenset(),
             rules=self.update_config.rules,
             functions=()
             if updater is None
@@ -395,6 +393,10 @@ class Runner:
             dims=self.dims,
             residuals=None if updater is None else self._fitted_residuals(plan, groups),
         )
+        if is_made_in_parts(assignment):
+            return replace(assignment, blank=blank_names(self.model))
+        self.initialize()
+        return assignment
 
     def _fitted_residuals(
         self, plan: Plan, groups: Sequence[ParameterGroup]

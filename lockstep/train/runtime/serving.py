@@ -200,6 +200,13 @@ def serve_again(context: HelperContext, body: bytes, descriptors: tuple[int, ...
         _take_part(part)
 
 
+def _own_views(specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    """Tensors of this process, whose memory is taken when they are written."""
+    own = TensorStore.create(specs, is_reserved=False)
+    own.region.close()
+    return own.views
+
+
 def _values_of(sources: Sequence[TensorStore]) -> dict[str, torch.Tensor] | None:
     """The values of parameters by name, if this rank is to copy its part of them."""
     found = {
@@ -260,6 +267,9 @@ def open_store(
             torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
             for spec in specs
         ]
+    if access == "made in part":
+        os.close(descriptor)
+        return _own_views(specs)
     is_first = rank == ranks[0]
     region = open_region(descriptor, private=not is_first and access == "copied on write")
     if is_first:
@@ -267,9 +277,7 @@ def open_store(
     store = TensorStore(specs, region)
     if access == "copied in part":
         sources.append(store)
-        own = TensorStore.create(specs, is_reserved=False)
-        own.region.close()
-        return own.views
+        return _own_views(specs)
     region.close()
     if is_first or access != "copied":
         return store.views

@@ -20,8 +20,10 @@ from lockstep.train.runtime.assignment import Assignment, divides_parameters
 
 # How ranks other than the store's first, which has the store itself, access it: they map it, too;
 # or copy it; or map it and get their own pages when they write; or copy it to their device.
-# The parts that a rank keeps are copied when it knows them.
-Access = Literal["shared", "copied", "copied in part", "copied on write", "on its device"]
+# The parts that a rank keeps are copied when it knows them, or it makes them.
+Access = Literal[
+    "shared", "copied", "copied in part", "made in part", "copied on write", "on its device"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,7 @@ class Stores:
                 return self._adopt_on_device(assignment, leader)
         access: Access = "shared" if shares else "copied"
         if divides_parameters(assignment):
-            access = "copied in part"
+            access = "made in part" if assignment.blank else "copied in part"
         stores = _mapped(assignment, self._adopt(assignment, leader), access)
         if assignment.updater is not None and not is_apart:
             # Ranks that share no memory may update the same piece, each for itself, unless each has
@@ -209,6 +211,8 @@ def _store_slots(assignment: Assignment, stores: Sequence[TensorStore]) -> None:
 
 def _is_reserved(assignment: Assignment, group: ParameterGroup, leader: int) -> bool:
     """True if the leader allocates a group's memory: if it has values to place there."""
+    if assignment.blank and divides_parameters(assignment):
+        return False
     return not assignment.blank or leader in group.ranks
 
 
