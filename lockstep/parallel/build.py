@@ -134,7 +134,7 @@ def residency_of(
         memory=memory,
         gradients=gradients,
         device=device,
-        rank=exchange.rank,
+        leads=exchange.rank == exchange.ranks_here.start,
     )
 
 

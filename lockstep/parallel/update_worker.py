@@ -205,7 +205,7 @@ class UpdateWorker:
         self._residency.keep_parts(names)
 
     def hold_parameters(self, *, everywhere: bool = False) -> None:
-        """Have all parameters on rank 0, or on every rank, until the next step; collective."""
+        """Have all parameters in scripts, or on every rank, until the next step; collective."""
         if self._residency is not None:
             self.exchange.open()
             self._residency.free_gradients()
@@ -259,7 +259,8 @@ class UpdateWorker:
         assert self.updater is not None
         if self.plan.sharding is not None:
             self.updater.write_back_slots()
-            return
+            if self.plan.num_hosts == 1:
+                return
         self.exchange.open()  # if no step has opened it
         for group in self._groups:
             numbers = {name: number for number, name in enumerate(group.names)}

@@ -2,18 +2,22 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lockstep.cluster import tpu
 from lockstep.cluster.devices import discover
-from lockstep.cluster.environment import find_devices
+from lockstep.cluster.environment import find_devices, find_place
+from lockstep.cluster.place import Reach
 from lockstep.errors import OptionError, Problems
 from lockstep.options import check_timeout
 from lockstep.plan.devices import Devices, check_devices, device_names, is_cpu, kind_of
 from lockstep.plan.engines import backend_for, check_engine, check_leave, over
 from lockstep.plan.makers.data_parallel import Maker, Mirrored
+from lockstep.plan.makers.many_hosts import MirroredHosts
 from lockstep.plan.makers.sharded import FullySharded, as_units
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import check_shares
+from lockstep.strategies.multi_worker import num_replicas
 from lockstep.tracebacks import public_methods
 
 _LEVELS = ("slots", "gradients", "parameters")
@@ -29,7 +33,8 @@ class FullyShardedStrategy(Strategy):
     it is for devices, which share no memory.
 
     Args:
-        devices: as in ``MirroredStrategy``; no TPUs.
+        devices: as in ``MirroredStrategy``; no TPUs. If a launcher has started several hosts, as
+            for ``MultiWorkerMirroredStrategy``: their number on each host.
         level: what the devices divide: ``"slots"``, the optimizer's; ``"gradients"`` and slots; or
             ``"parameters"``, gradients and slots (levels 1, 2 and 3 of ZeRO).
         units: names of the modules whose parameters are gathered together; a list of names for
@@ -45,6 +50,8 @@ class FullyShardedStrategy(Strategy):
         OptionError: TPUs, or another invalid argument.
     """
 
+    reach: Reach = "all hosts"
+
     def __init__(
         self,
         devices: Devices = None,
@@ -58,6 +65,7 @@ class FullyShardedStrategy(Strategy):
         check_devices(devices)
         if isinstance(devices, Sequence):
             check_leave(devices, engine)
+            self.reach = "one host"
         problems = Problems()
         if level not in _LEVELS:
             problems.add(
@@ -70,7 +78,9 @@ class FullyShardedStrategy(Strategy):
         check_engine(problems, engine)
         check_timeout(problems, timeout_seconds)
         problems.raise_if_any(OptionError)
-        self.devices = find_devices(os.environ) if devices is None else devices
+        if devices is None and (self.reach == "one host" or find_place(os.environ) is None):
+            devices = find_devices(os.environ)
+        self.devices = devices
         self.level = level
         self.units = as_units(units)
         self.num_shares = num_shares
@@ -83,20 +93,25 @@ class FullyShardedStrategy(Strategy):
                 received=f"devices {', '.join(names)}",
                 fix="Use TPUStrategy.",
             )
+        self._mirrored: Mirrored | MirroredHosts
+        if isinstance(devices, Sequence):
+            self._mirrored = Mirrored(devices=tuple(devices), num_shares=num_shares)
+        elif find_place(os.environ) is None:
+            self._mirrored = Mirrored(devices=devices, num_shares=num_shares)
+        else:
+            self._mirrored = MirroredHosts(devices_per_host=devices, num_shares=num_shares)
         self.engine = engine or ("gloo" if is_cpu(names) else None)
         backend_for(self.engine, names)
 
     def maker(self, precision: str = "fp32") -> Maker:
-        mirrored = Mirrored(
-            devices=tuple(self.devices) if isinstance(self.devices, Sequence) else self.devices,
-            num_shares=self.num_shares,
-            precision=precision,
-        )
-        maker = over(self.engine, mirrored)
+        maker = over(self.engine, replace(self._mirrored, precision=precision))
         return FullySharded(maker=maker, level=self.level, units=self.units)
 
     @property
     def num_replicas_in_sync(self) -> int:
+        """Replicas of all hosts; see ``MultiWorkerMirroredStrategy``."""
+        if isinstance(self._mirrored, MirroredHosts):
+            return num_replicas(self._mirrored, self.timeout_seconds)
         return len(device_names(self.devices, discover().hosts[0]))
 
 

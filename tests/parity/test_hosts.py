@@ -45,6 +45,7 @@ class Layout:
         models: their names.
         slow_models: those that are trained once more as over a slow network.
         engine: what moves tensors.
+        level: of sharding; None for replicas.
     """
 
     devices: tuple[int, ...]
@@ -52,6 +53,7 @@ class Layout:
     models: Sequence[str]
     slow_models: Sequence[str] = ()
     engine: str | None = None
+    level: str | None = None
 
 
 LAYOUTS = {
@@ -79,6 +81,15 @@ LAYOUTS = {
     "1 and 2 devices, gloo": Layout(
         devices=(1, 2), start=by_lockstep_run, models=("cnn_batch_norm",), engine="gloo"
     ),
+    "2 and 1 devices, sharded": Layout(
+        devices=(2, 1), start=by_lockstep_run, models=("gpt_tied", "mlp"), level="parameters"
+    ),
+    "2 hosts x 1, sharded gradients, TF_CONFIG": Layout(
+        devices=(1, 1), start=by_tf_config, models=("cnn_batch_norm",), level="gradients"
+    ),
+    "2 hosts x 2, sharded, torchrun": Layout(
+        devices=(2, 2), start=by_torchrun, models=("unused_branch",), level="parameters"
+    ),
     "2 hosts x 2, torchrun": Layout(
         devices=(2, 2), start=by_torchrun, models=("cnn_batch_norm", "unet"), slow_models=("wide",)
     ),
@@ -88,13 +99,15 @@ SCRIPT = f"""{BEGINNING}
 from tests.kept_teams import keep_teams
 from tests.zoo import case
 
-def prove(name, gbit_per_second, engine):
+def prove(name, gbit_per_second, engine, level):
     one = case(name)
     job = lockstep.Job(
         model=one.make_model(), loss=one.loss, optimizer=one.optimizer,
         data=(one.inputs, one.targets), batch_size=one.batch_size)
     strategy = lockstep.MultiWorkerMirroredStrategy(
         network_gbit_per_second=gbit_per_second, engine=engine, timeout_seconds=180)
+    if level:
+        strategy = lockstep.FullyShardedStrategy(level=level, timeout_seconds=180)
     report = lockstep.verify(job, strategy, steps=5)
     tell({{
         "model": name, "network": gbit_per_second, "report": str(report),
@@ -103,8 +116,8 @@ def prove(name, gbit_per_second, engine):
 
 with keep_teams():
     for word in sys.argv[1:]:
-        name, network, engine = word.split("@")
-        prove(name, float(network), engine or None)
+        name, network, engine, level = word.split("@")
+        prove(name, float(network), engine or None, level)
 """
 
 
@@ -120,7 +133,8 @@ def test_training_on_several_hosts_equals_one_device(
         *((model, FAST_NETWORK) for model in layout.models),
         *((model, SLOW_NETWORK) for model in layout.slow_models),
     ]
-    script = [str(path), *(f"{model}@{network}@{layout.engine or ''}" for model, network in jobs)]
+    how = f"{layout.engine or ''}@{layout.level or ''}"
+    script = [str(path), *(f"{model}@{network}@{how}" for model, network in jobs)]
     started = [layout.start(hosts, host, script, layout.devices) for host in range(len(hosts))]
     for told, devices in zip(lines_of_all(started, SECONDS), layout.devices, strict=True):
         num_scripts = devices if layout.start is by_torchrun else 1

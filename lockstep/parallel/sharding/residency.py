@@ -54,7 +54,7 @@ class Residency:
         memory: of the units.
         gradients: of the trainable parameters; those of unit n are the bucket n + 1.
         device: of this rank.
-        rank: this rank.
+        leads: this rank has the model of its host's script.
 
     Attributes:
         memory: of the units.
@@ -71,10 +71,10 @@ class Residency:
         memory: UnitMemory,
         gradients: ShardedReduce,
         device: torch.device,
-        rank: int,
+        leads: bool,
     ) -> None:
         self._model = model
-        self._rank = rank
+        self._leads = leads
         self._device = device
         self._modules = modules
         self._names = names
@@ -88,7 +88,7 @@ class Residency:
         self._last = len(names) - 1
         self._at = -1  # the place of the unit that is used, or was last
         self._direction = _FORWARD
-        self._is_shown = True  # rank 0 has all units
+        self._is_shown = True  # hosts' first ranks have all units
         self._is_tried = False  # so is the model in this batch
         self._by_request = False
         self._has_met = False  # all ranks have made their trials in this pass
@@ -113,10 +113,10 @@ class Residency:
     # --- between steps ---------------------------------------------------------------------------
 
     def show(self, *, everywhere: bool = False) -> None:
-        """Gather all units, and keep them on rank 0, or everywhere; every rank calls it."""
+        """Gather all units, and keep them where scripts are, or everywhere; all ranks call it."""
         if self._is_shown and not everywhere:
             return
-        self.memory.is_held |= everywhere or self._rank == 0
+        self.memory.is_held |= everywhere or self._leads
         for unit in range(len(self._names)):
             self.memory.gather(unit)
             self.memory.free(unit)

@@ -57,11 +57,19 @@ _END = replace(_NOTHING, halt=True)
 
 @dataclass(frozen=True, kw_only=True)
 class RankSync:
-    """One rank: its worker, its control channel to the others, its driver."""
+    """One rank: its worker, its control channel to the others, its driver.
+
+    Attributes:
+        worker: see above.
+        control: see above.
+        driver: see above.
+        reads_weights: what rank 0 does between steps may read and change weights.
+    """
 
     worker: Worker
     control: Control
     driver: TaskDriver
+    reads_weights: bool = True
 
     def sync_callback(
         self,
@@ -83,7 +91,7 @@ class RankSync:
         """
         updater, model = self.worker.updater, self.worker.model
         assert updater is not None
-        if self.worker.plan.sharding is not None:
+        if self.reads_weights:
             self.worker.hold_parameters()
         directive = None
         if self.control.rank == 0:
@@ -191,6 +199,9 @@ class RankSync:
     def collect_buffers(self) -> None:
         """Give rank 0 the buffers and parameters whose current values are on other ranks."""
         self.worker.show_parameters()
+        self._collect_buffers()
+
+    def _collect_buffers(self) -> None:
         if self.control.num_ranks > 1 and next(self.worker.model.buffers(), None) is not None:
             own = self.worker.authoritative_buffers()
             for buffers in self.control.gather({} if self.control.rank == 0 else own):
@@ -198,7 +209,7 @@ class RankSync:
 
     def share_buffers(self) -> None:
         """Give every rank the current values of all buffers."""
-        self.collect_buffers()
+        self._collect_buffers()
         model = self.worker.model
         if self.control.num_ranks > 1 and next(model.buffers(), None) is not None:
             set_values(model, self.control.broadcast(dict(model.named_buffers())))

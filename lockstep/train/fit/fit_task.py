@@ -137,7 +137,9 @@ class FitTask(Task):
 
     def run(self, worker: Worker, control: Control, driver: TaskDriver) -> FitResult:
         """Train until the last epoch, or until a callback or Ctrl-C ends it."""
-        rank_sync = RankSync(worker=worker, control=control, driver=driver)
+        rank_sync = RankSync(
+            worker=worker, control=control, driver=driver, reads_weights=self.hooks.callbacks
+        )
         has_more = self.metrics or self.loss_parts or self.turns or self._skips_bad_records
         worker.begin_training(
             is_synchronous=self._is_watched or isinstance(self.source, SharedStream),
@@ -427,7 +429,9 @@ class FitTask(Task):
             rank_sync.show_slots()
         self._around_validation(rank_sync, driver.begin_validation)
         rank_sync.share_buffers()
-        if not self.hooks.callbacks:  # which may read the model while it is evaluated
+        if self.hooks.callbacks:  # they may read the model while it is evaluated
+            rank_sync.worker.show_parameters()
+        else:
             rank_sync.worker.release_parameters()
         validated = self._validated(rank_sync, self.validation, epoch)
         self._around_validation(rank_sync, partial(driver.end_validation, validated))

@@ -311,10 +311,18 @@ class Hosts:
             if not is_current:
                 region.memory[start:stop] = chunk
 
-    def share_values(self, model: nn.Module, updater: Updater | None) -> None:
-        """Set every host's model and optimizer to the values of host 0."""
+    def share_values(
+        self, model: nn.Module, updater: Updater | None, *, are_blank: bool = False
+    ) -> None:
+        """Set every host's model and optimizer to the values of host 0.
+
+        Args:
+            model: the model.
+            updater: the optimizer.
+            are_blank: the parameters have no values yet.
+        """
         state = state_of(model, updater)
-        own = state.digests()
+        own = (replace(state, parameters={}) if are_blank else state).digests()
         by_host = self.from_all(own)
         for part in own:
             if any(one[part] != by_host[0][part] for one in by_host):

@@ -116,7 +116,8 @@ class Session:
                 return self._run_alone(assignment, driver)
             if hosts is not None:
                 hosts.check_equal(assignment_facts(assignment))
-                hosts.share_values(assignment.model, assignment.updater)
+                are_blank = bool(assignment.blank)
+                hosts.share_values(assignment.model, assignment.updater, are_blank=are_blank)
             fingerprint = None if hosts is not None else fingerprint
             return self._lead(assignment, driver, hosts, calls or CallCache(), fingerprint)
 
