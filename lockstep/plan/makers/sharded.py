@@ -13,6 +13,7 @@ import msgspec
 from lockstep.cluster.topology import Cluster
 from lockstep.errors import OptionError
 from lockstep.graph.layer_graph import LayerGraph
+from lockstep.plan.devices import is_cpu
 from lockstep.plan.makers.data_parallel import Wrapping
 from lockstep.plan.sharding import Sharding, is_in
 from lockstep.plan.spec import Plan
@@ -44,8 +45,8 @@ class FullySharded(Wrapping):
         """Make the Plan for global batches of ``batch_size`` samples.
 
         Raises:
-            OptionError: a unit that the model does not have; or BatchNorm with several shares of a
-                rank, which would use all units at once.
+            OptionError: a unit that the model does not have; accelerators of several hosts; or
+                BatchNorm with several shares of a rank, which would use all units at once.
         """
         plan = self.maker(graph, cluster, batch_size)
         units = () if self.level == "slots" else self._units(graph)
@@ -54,6 +55,13 @@ class FullySharded(Wrapping):
         plan = msgspec.structs.replace(plan, strategy="fully sharded", layers=layers)
         if plan.num_ranks == 1:
             return plan
+        if plan.num_hosts > 1 and not is_cpu(plan.devices):
+            raise OptionError(
+                "FullyShardedStrategy trains on the cores of several hosts, or on the accelerators "
+                "of one.",
+                received=f"{plan.num_hosts} hosts with {plan.devices[0]}",
+                fix="Use MultiWorkerMirroredStrategy, or one host.",
+            )
         norms = [layer.name for layer in graph.layers if layer.uses_batch_statistics]
         if self.level == "parameters" and norms and plan.num_shares > plan.num_ranks:
             raise OptionError(

@@ -190,6 +190,13 @@ class RankSync:
     def _is_halted(self) -> bool:
         return self.worker.is_halted
 
+    def begin_validation(self) -> None:
+        """Show the weights if they may be read while the model is evaluated, or free them."""
+        if self.reads_weights:
+            self.worker.show_parameters()
+        else:
+            self.worker.release_parameters()
+
     def pause_validation(self, index: int) -> None:
         """Every few batches of the validation: let all ranks stop; nothing else waits there."""
         if index % _BATCHES_BETWEEN_PAUSES == 0:

@@ -429,10 +429,7 @@ class FitTask(Task):
             rank_sync.show_slots()
         self._around_validation(rank_sync, driver.begin_validation)
         rank_sync.share_buffers()
-        if self.hooks.callbacks:  # they may read the model while it is evaluated
-            rank_sync.worker.show_parameters()
-        else:
-            rank_sync.worker.release_parameters()
+        rank_sync.begin_validation()
         validated = self._validated(rank_sync, self.validation, epoch)
         self._around_validation(rank_sync, partial(driver.end_validation, validated))
         return {**logs, **{f"val_{name}": value for name, value in validated.items()}}
