@@ -342,6 +342,34 @@ def has_whole_batch_norm(device: torch.device) -> bool:
 
 
 @cache
+def fuses_adam(device: torch.device) -> bool:
+    """Whether torch's fused Adam runs on a device, and leaves out an update where it is told to."""
+    with torch.no_grad():
+        weight, slope, mean, square, count = (torch.ones(1, device=device) for _ in range(5))
+        options = {"lr": 0.5, "beta1": 0.5, "beta2": 0.5, "weight_decay": 0.0, "eps": 1.0}
+        try:
+            for refused in (1.0, 0.0):
+                before = weight.clone()
+                torch._fused_adam_(
+                    [weight],
+                    [slope],
+                    [mean],
+                    [square],
+                    [],
+                    [count[0]],
+                    amsgrad=False,
+                    maximize=False,
+                    found_inf=torch.full((), refused, device=device),
+                    **options,
+                )
+                if bool(weight == before) != bool(refused):
+                    return False
+        except (RuntimeError, NotImplementedError):
+            return False
+    return True
+
+
+@cache
 def rounds_attention(device: torch.device) -> bool:
     """Whether attention in float64 goes backward in less, as fused kernels may."""
     if device.type == "cpu":

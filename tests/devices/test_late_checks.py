@@ -18,8 +18,9 @@ X = torch.randn(320, 16, generator=torch.Generator().manual_seed(1))
 Y = torch.arange(320) % 3
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    "Adam": partial(torch.optim.Adam, lr=0.01, fused=True),
-    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "Adam": partial(torch.optim.Adam, lr=0.01),
+    "fused Adam": partial(torch.optim.Adam, lr=0.01, fused=True),
+    "fused SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
 }
 
 
@@ -103,6 +104,51 @@ def test_a_value_that_is_not_finite_is_the_same_error(optimizer: str, refused: l
     expected = without_late_checks(optimizer, x)
     assert found.error == expected.error != ""
     assert_same(found, expected)
+
+
+def turned() -> nn.Module:
+    """A model whose weight has a gradient in another order in memory, which no kernel reads."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 3)
+
+    def turn(weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        weight.grad = weight.grad.t().contiguous().t()
+
+    model.weight.register_post_accumulate_grad_hook(turn)
+    return model
+
+
+def test_a_step_that_no_kernel_makes_waits_for_its_verdict(
+    refused: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its form of Adam cannot leave out an update."""
+    x = X.clone()
+    x[300, 3] = float("nan")
+    found = []
+    for is_late in (True, False):
+        if not is_late:
+            monkeypatch.setattr(LateCheck, "of", lambda *_: None)
+        trainer = lockstep.Trainer(
+            turned(),
+            loss=nn.CrossEntropyLoss(),
+            optimizer=OPTIMIZERS["Adam"],
+            strategy=lockstep.SingleDeviceStrategy(ACCELERATORS[0]),
+        )
+        with pytest.raises(NonFiniteError) as raised:
+            trainer.fit((x, Y), batch_size=16, shuffle=False, verbose=0)
+        found.append((str(raised.value), trainer.model.weight))
+    assert refused.count(True) == 1
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_counts_of_steps_are_in_host_memory_after_a_fit() -> None:
+    """Where torch's own form of the user's optimizer reads them without waiting for the device."""
+    found = Found("Adam", X)
+    counts = [one for one in found.tensors if one.dim() == 0 and one.dtype == torch.float32]
+    assert counts
+    assert {(one.device.type, float(one)) for one in counts} == {("cpu", 40.0)}
 
 
 def test_a_norm_that_overflows_is_no_refusal(refused: list[bool]) -> None:

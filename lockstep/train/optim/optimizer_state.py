@@ -83,15 +83,15 @@ def set_optimizer(optimizer: optim.Optimizer, parameters: Parameters, state: Tra
 def place_slots(optimizer: optim.Optimizer) -> None:
     """Move slots to the devices of their parameters, as ``load_state_dict`` does.
 
-    Counts stay in host memory, where torch makes them, unless steps read them on the device.
+    Counts belong in host memory, where torch makes them, unless its step reads them on the device.
     """
     for group in optimizer.param_groups:
-        stay = () if group.get("fused") or group.get("capturable") else _COUNTS
+        on_host = () if group.get("fused") or group.get("capturable") else _COUNTS
         for parameter in group["params"]:
             slots = optimizer.state.get(parameter, {})
             for name, value in slots.items():
-                if isinstance(value, torch.Tensor) and name not in stay:
-                    slots[name] = value.to(parameter.device)
+                if isinstance(value, torch.Tensor):
+                    slots[name] = value.to("cpu" if name in on_host else parameter.device)
 
 
 def _set_groups(

@@ -35,7 +35,12 @@ from lockstep.parallel.update import (
     assemble_slots,
 )
 from lockstep.train.checkpointing.training_state import TrainingState
-from lockstep.train.optim.fused_step import fastest_form, has_guard, step_in_fastest_form
+from lockstep.train.optim.fused_step import (
+    fastest_form,
+    has_guard,
+    step_in_fastest_form,
+    step_unless_refused,
+)
 from lockstep.train.optim.optimizer_kinds import ELEMENTWISE, LAZY, PARAMETERWISE
 from lockstep.train.optim.optimizer_state import optimizer_parts, option_values, set_optimizer
 from lockstep.train.optim.stored_pieces import StoredPieces
@@ -81,7 +86,7 @@ class TorchUpdater(Updater):
 
     @property
     def guarded(self) -> optim.Optimizer | None:  # type: ignore[override]  # of others it is fixed
-        """The user's optimizer, if this rank steps it itself and the user chose its fused form."""
+        """The user's optimizer, if this rank steps it itself, in a form that has a guard."""
         is_stepped = self._active is self.optimizer and self.is_known
         return self.optimizer if is_stepped and has_guard(self.optimizer) else None
 
@@ -237,7 +242,7 @@ class TorchUpdater(Updater):
             step_in_fastest_form(self.optimizer, partial(_step_plainly, self.optimizer))
         else:
             with fastest_form(self.optimizer):
-                self.optimizer.step()
+                step_unless_refused(self.optimizer, self.optimizer.step)
         for parameter, tensor in whole:
             if parameter is not tensor:
                 parameter.grad = None
