@@ -248,7 +248,7 @@ class Fetch:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._copy = pinned(tensor.nbytes, tensor.device).view(tensor.dtype).view(tensor.shape)
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins_memory())
         self._copy.copy_(tensor, non_blocking=pins_memory())
         self._copied = torch.Event(tensor.device.type)
         self._copied.record()
@@ -346,7 +346,6 @@ def fuses_adam(device: torch.device) -> bool:
     """Whether torch's fused Adam runs on a device, and leaves out an update where it is told to."""
     with torch.no_grad():
         weight, slope, mean, square, count = (torch.ones(1, device=device) for _ in range(5))
-        options = {"lr": 0.5, "beta1": 0.5, "beta2": 0.5, "weight_decay": 0.0, "eps": 1.0}
         try:
             for refused in (1.0, 0.0):
                 before = weight.clone()
@@ -357,10 +356,14 @@ def fuses_adam(device: torch.device) -> bool:
                     [square],
                     [],
                     [count[0]],
+                    lr=0.5,
+                    beta1=0.5,
+                    beta2=0.5,
+                    weight_decay=0.0,
+                    eps=1.0,
                     amsgrad=False,
                     maximize=False,
                     found_inf=torch.full((), refused, device=device),
-                    **options,
                 )
                 if bool(weight == before) != bool(refused):
                     return False

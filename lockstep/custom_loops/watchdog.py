@@ -1,4 +1,7 @@
-"""The watchdog of a replica that waits for the others."""
+"""The watchdog of a replica of a custom loop that waits for the others.
+
+Helpers of a Trainer are watched by rank 0 (``train.runtime.helper_watchdog``).
+"""
 
 import weakref
 from collections.abc import Callable

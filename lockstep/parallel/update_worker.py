@@ -172,15 +172,15 @@ class UpdateWorker:
         with nullcontext() if board is None else board.updating(step):
             self.updater.step()
             for group in self._groups:
-                self.exchange.gradients[group.number].commit()
-                self.exchange.gradients[group.number].all_gather(
-                    {
+                exchanged = self.exchange.gradients[group.number]
+                exchanged.commit()
+                if group.is_scattered:
+                    parameters = {
                         number: one.detach()
                         for number, one in enumerate(group.members)
                         if number not in self._away
-                    },
-                    all_pieces=not self.updater.is_known,
-                )
+                    }
+                    exchanged.all_gather(parameters, all_pieces=not self.updater.is_known)
 
     def _update_if_finite(self, step: int, check: LateCheck, totals: torch.Tensor) -> None:
         """Update the pieces if the device finds all values finite."""

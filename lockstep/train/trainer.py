@@ -67,7 +67,7 @@ class Trainer(StateMethods):
             for ``fit`` and ``evaluate``.
         optimizer: a torch optimizer over ``model.parameters()``, or a class or function that makes
             one from them, or the name of one of torch's, with its default options: "adam". Needed
-            for ``fit``. On CPUs, Adam, AdamW and Adagrad step in torch's fused form, unless they
+            for ``fit``. Adam, AdamW and, on CPUs, Adagrad step in torch's fused form, unless they
             name a form (``fused=False``, ``foreach=True``).
         metrics: torchmetrics metrics by name; or names, such as ``["accuracy"]``, whose meaning
             follows from the loss.

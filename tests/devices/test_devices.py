@@ -15,6 +15,7 @@ import torchmetrics
 from torch import nn
 
 import lockstep
+from lockstep.data.map_style import sources
 from lockstep.errors import DeviceError, OptionError, WorkerError
 from lockstep.parallel.storage.device_memory import noting_shortage
 from tests.devices.found import ACCELERATORS, KIND, ranks_on_devices
@@ -59,6 +60,20 @@ def test_model_and_data_may_be_on_the_device_already(strategy: Callable[[], Any]
     found = trained(strategy(), on_device=True)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12)
+
+
+def test_the_order_of_samples_on_a_device_is_sent_once_an_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    orders: list[torch.Tensor] = []
+
+    def noted(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        orders.append(tensor)
+        return tensor.to(device)
+
+    monkeypatch.setattr(sources, "sent", noted)
+    trained(None, on_device=True)
+    assert [one.sort().values.tolist() for one in orders] == [[*range(len(X))]] * 2
 
 
 def test_a_model_is_moved_and_stays() -> None:

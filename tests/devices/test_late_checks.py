@@ -137,7 +137,7 @@ def test_a_step_that_no_kernel_makes_waits_for_its_verdict(
         )
         with pytest.raises(NonFiniteError) as raised:
             trainer.fit((x, Y), batch_size=16, shuffle=False, verbose=0)
-        found.append((str(raised.value), trainer.model.weight))
+        found.append((str(raised.value), trainer.model.state_dict()["weight"]))
     assert refused.count(True) == 1
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][1], found[1][1])

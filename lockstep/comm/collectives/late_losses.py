@@ -15,6 +15,8 @@ import torch
 from lockstep import accelerators
 from lockstep.comm.shared_memory.status_board import look_around_of
 
+_OF_NUMPY = (torch.float32, torch.float64)
+
 
 class LateTotal:
     """The sum of some totals; converting it to a number waits for the device.
@@ -99,6 +101,9 @@ class LateLosses:
         return total
 
     def _fetched(self) -> accelerators.Fetch:
-        numbers = [number.reshape(()).double() for number in self._numbers.values()]
-        self._values = torch.stack(numbers)
+        numbers = list(self._numbers.values())
+        if len(numbers) == 1 and numbers[0].dtype in _OF_NUMPY:
+            self._values = numbers[0].reshape(1)
+        else:
+            self._values = torch.stack([number.reshape(()).double() for number in numbers])
         return accelerators.Fetch(self._values)

@@ -90,6 +90,7 @@ class ArraySource(Source):
     """Samples along the first dim of arrays or tensors."""
 
     _version = -1  # of the targets, when the least was read
+    _sent: "SentOrder | None" = None
 
     def __init__(self, inputs: Tree, targets: Tree, sample_weight: Any) -> None:
         self.inputs = inputs
@@ -119,7 +120,7 @@ class ArraySource(Source):
 
         def pick(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device not in places_on:
-                places_on[tensor.device] = sent(indices, tensor.device)
+                places_on[tensor.device] = self._places(indices, tensor.device)
             places = places_on[tensor.device]
             # The faster index_select lacks some integer types for a single dim.
             rows = tensor[places] if tensor.dim() == 1 else tensor.index_select(0, places)
@@ -134,6 +135,15 @@ class ArraySource(Source):
             least_target=self.least_target(),
         )
 
+    def _places(self, indices: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The indices on another device, which gets the order of all batches once."""
+        if self._sent is None or not self._sent.has(indices, device):
+            self._sent = SentOrder(indices, device)
+        return self._sent.part(indices)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_sent"}
+
     def least_target(self) -> int | None:
         """See ``Batch``: of all targets on a device, read again where they have changed."""
         targets = self.targets
@@ -142,6 +152,28 @@ class ArraySource(Source):
         if self._version != targets._version:
             self._version, self._least = targets._version, least_of(targets)
         return self._least
+
+
+class SentOrder:
+    """An order of samples on a device; the places of a batch are a part of it.
+
+    Args:
+        indices: a part of the order, which lies in memory of its own.
+        device: where to.
+    """
+
+    def __init__(self, indices: torch.Tensor, device: torch.device) -> None:
+        self._memory = indices.untyped_storage()  # kept, so that no other order takes its address
+        self._order = sent(torch.empty(0, dtype=indices.dtype).set_(self._memory), device)
+
+    def has(self, indices: torch.Tensor, device: torch.device) -> bool:
+        """Whether these indices are a part of the order, and it was sent to this device."""
+        is_part = indices.untyped_storage().data_ptr() == self._memory.data_ptr()
+        return is_part and self._order.device == device
+
+    def part(self, indices: torch.Tensor) -> torch.Tensor:
+        """A part of the order, on the device."""
+        return self._order.as_strided(indices.shape, indices.stride(), indices.storage_offset())
 
 
 def least_of(targets: Tree) -> int | None:

@@ -51,7 +51,7 @@ class LateCheck:
         found = totals.sum()
         if gradients:
             found = found + torch.stack(torch._foreach_norm(list(gradients))).sum()
-        self._sum.add_(found * 0)
+        self._sum.add_(found, alpha=0)  # NaN unless it is finite
         torch.ne(self._sum, 0, out=self._found)
 
     @contextmanager

@@ -1,4 +1,7 @@
-"""A parameter server: it sums pushed gradients, and steps when a batch is complete."""
+"""An asynchronous parameter server: it sums pushed gradients, and steps when a batch is complete.
+
+Synchronous servers (``staleness=0``) update in ``parallel.update_worker``.
+"""
 
 from collections.abc import Callable, Sequence
 

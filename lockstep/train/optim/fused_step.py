@@ -62,14 +62,15 @@ def step_unless_refused(optimizer: optim.Optimizer, step: Callable[[], object]) 
 @contextmanager
 def fastest_form(optimizer: optim.Optimizer) -> Iterator[None]:
     """Within the block, a step is made by fused kernels, in groups where the user chose no form."""
-    groups = [
-        group
-        for group in (optimizer.param_groups if type(optimizer) in _KINDS else ())
-        if group["fused"] is None and _is_fused(optimizer, group)
-    ]
-    for group in groups:
-        group["fused"] = True
-        _bring_counts(group, optimizer.state)
+    groups = []
+    for group in optimizer.param_groups if type(optimizer) in _KINDS else ():
+        used = _supported(optimizer, group) if group["fused"] is None else None
+        if used is not None:
+            group["fused"] = True
+            groups.append(group)
+            for parameter, slots in used:
+                if slots:
+                    _bring_count(parameter, slots)
     try:
         yield
     finally:
@@ -85,21 +86,19 @@ def step_adam(optimizer: optim.Optimizer) -> bool:
     """
     if type(optimizer) not in _ADAMS:
         return False
-    state, calls = optimizer.state, []
+    calls = []
     for group in optimizer.param_groups:
-        if not _is_fused(optimizer, group):
+        used = _supported(optimizer, group)
+        if used is None:
             return False
         tensors: tuple[list[torch.Tensor], ...] = ([], [], [], [], [], [])
-        used, gradients, means, squares, largest, steps = tensors
-        _bring_counts(group, state)
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            slots = state.get(parameter)
+        parameters, gradients, means, squares, largest, steps = tensors
+        for parameter, slots in used:
             if not slots:
                 return False
-            used.append(parameter)
-            gradients.append(parameter.grad)
+            _bring_count(parameter, slots)
+            parameters.append(parameter)
+            gradients.append(parameter.grad)  # type: ignore[arg-type]  # it has one
             means.append(slots["exp_avg"])
             squares.append(slots["exp_avg_sq"])
             if group["amsgrad"]:
@@ -127,7 +126,7 @@ def step_adam(optimizer: optim.Optimizer) -> bool:
                 found_inf=guard,
             )
             if guard is not None:
-                torch._foreach_sub_(tensors[-1], [guard] * len(used))
+                torch._foreach_sub_(tensors[-1], [guard] * len(tensors[-1]))
     return True
 
 
@@ -149,8 +148,10 @@ def _has_plain_options(group: Mapping[str, Any]) -> bool:
     is_chosen = group["fused"] or (group["fused"] is None and group["foreach"] is None)
     if not is_chosen or group["differentiable"] or group.get("capturable"):
         return False
-    numbers = (group["lr"], *group.get("betas", ()))
-    return not any(isinstance(number, torch.Tensor) for number in numbers)
+    for number in (group["lr"], *group.get("betas", ())):
+        if isinstance(number, torch.Tensor):
+            return False
+    return True
 
 
 def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
@@ -159,41 +160,45 @@ def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and accelerators.fuses_adam(device)
 
 
-def _is_fused(optimizer: optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """True if the user chose the fused form or none, and its kernel supports the group."""
+# A parameter that has a gradient, and its slots.
+_Used = tuple[torch.Tensor, dict[str, Any]]
+
+
+def _supported(optimizer: optim.Optimizer, group: Mapping[str, Any]) -> list[_Used] | None:
+    """What a fused kernel would step; None if it does not support the group, or the user's form."""
     if not _has_plain_options(group):
-        return False
-    device = dtype = None
+        return None
+    used: list[_Used] = []
+    device, dtype = torch.device("meta"), torch.float32
     for parameter in group["params"]:
         gradient = parameter.grad
         if gradient is None:
             continue
-        if device is None:
+        if not used:
             device, dtype = parameter.device, parameter.dtype
-            on_accelerator = device.type != "cpu"
-            if not _has_kernel(device, dtype) or (on_accelerator and type(optimizer) not in _ADAMS):
-                return False
-        elif parameter.dtype != dtype or parameter.device != device:
-            return False
+            is_for_cpu_only = type(optimizer) not in _ADAMS
+            if not _has_kernel(device, dtype) or (is_for_cpu_only and device.type != "cpu"):
+                return None
+        if parameter.dtype != dtype or parameter.device != device:
+            return None
         # The kernel reads memory in order, and ignores strides.
         is_contiguous = parameter.is_contiguous()
         if not is_contiguous and parameter.stride() != torch.empty_like(parameter).stride():
-            return False  # there are holes
+            return None  # there are holes
         slots = optimizer.state.get(parameter, {})
-        for one in (gradient, *(value for name, value in slots.items() if name != "step")):
+        for name, one in (("gradient", gradient), *slots.items()):
+            if name == "step":
+                continue
             if one.layout != torch.strided or one.dtype != dtype:
-                return False
+                return None
             is_alike = is_contiguous and one.is_contiguous()
             if not (is_alike or one.stride() == parameter.stride()):
-                return False
-    return True
+                return None
+        used.append((parameter, slots))
+    return used
 
 
-def _bring_counts(group: Mapping[str, Any], state: Mapping[torch.Tensor, Any]) -> None:
-    """Bring the counts of steps to where the kernel reads them: an accelerator's memory."""
-    for parameter in group["params"]:
-        if parameter.is_cpu:
-            return
-        count = state.get(parameter, {}).get("step")
-        if count is not None and count.is_cpu:
-            state[parameter]["step"] = count.to(parameter.device, torch.float32)
+def _bring_count(parameter: torch.Tensor, slots: dict[str, Any]) -> None:
+    """Bring the count of steps to where the kernel reads it: an accelerator's memory."""
+    if not parameter.is_cpu and slots["step"].is_cpu:
+        slots["step"] = slots["step"].to(parameter.device, torch.float32)
