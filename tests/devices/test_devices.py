@@ -15,7 +15,7 @@ import torchmetrics
 from torch import nn
 
 import lockstep
-from lockstep.data.map_style import sources
+from lockstep.data.map_style import sent_order
 from lockstep.errors import DeviceError, OptionError, WorkerError
 from lockstep.parallel.storage.device_memory import noting_shortage
 from tests.devices.found import ACCELERATORS, KIND, ranks_on_devices
@@ -71,7 +71,7 @@ def test_the_order_of_samples_on_a_device_is_sent_once_an_epoch(
         orders.append(tensor)
         return tensor.to(device)
 
-    monkeypatch.setattr(sources, "sent", noted)
+    monkeypatch.setattr(sent_order, "sent", noted)
     trained(None, on_device=True)
     assert [one.sort().values.tolist() for one in orders] == [[*range(len(X))]] * 2
 

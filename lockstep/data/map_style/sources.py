@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from lockstep.accelerators import sent
 from lockstep.data.iterable.read_ahead import Prefetch, ReadAhead
 from lockstep.data.map_style.arrays import as_array, from_numpy
 from lockstep.data.map_style.huggingface import collate_rows, has_plain_rows
 from lockstep.data.map_style.map_datasets import name_of, read_items
+from lockstep.data.map_style.sent_order import SentOrder
 from lockstep.data.trees import Tree, map_tensors, named_tensors, tensors_of
 from lockstep.errors import BadRecordError, DataError, Problems
 
@@ -90,7 +90,7 @@ class ArraySource(Source):
     """Samples along the first dim of arrays or tensors."""
 
     _version = -1  # of the targets, when the least was read
-    _sent: "SentOrder | None" = None
+    _sent: SentOrder | None = None
 
     def __init__(self, inputs: Tree, targets: Tree, sample_weight: Any) -> None:
         self.inputs = inputs
@@ -152,28 +152,6 @@ class ArraySource(Source):
         if self._version != targets._version:
             self._version, self._least = targets._version, least_of(targets)
         return self._least
-
-
-class SentOrder:
-    """An order of samples on a device; the places of a batch are a part of it.
-
-    Args:
-        indices: a part of the order, which lies in memory of its own.
-        device: where to.
-    """
-
-    def __init__(self, indices: torch.Tensor, device: torch.device) -> None:
-        self._memory = indices.untyped_storage()  # kept, so that no other order takes its address
-        self._order = sent(torch.empty(0, dtype=indices.dtype).set_(self._memory), device)
-
-    def has(self, indices: torch.Tensor, device: torch.device) -> bool:
-        """Whether these indices are a part of the order, and it was sent to this device."""
-        is_part = indices.untyped_storage().data_ptr() == self._memory.data_ptr()
-        return is_part and self._order.device == device
-
-    def part(self, indices: torch.Tensor) -> torch.Tensor:
-        """A part of the order, on the device."""
-        return self._order.as_strided(indices.shape, indices.stride(), indices.storage_offset())
 
 
 def least_of(targets: Tree) -> int | None:
