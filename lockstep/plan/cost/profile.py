@@ -5,9 +5,10 @@ subtraction away from any run of them, are floats: two ways to add up a run diff
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from lockstep.errors import PlanError
 from lockstep.graph.layer_graph import Flow, Layer, LayerGraph, OptimizerCosts
@@ -75,6 +76,25 @@ class Profile:
     def whole(self) -> Costs:
         """The costs of the model."""
         return self.of(0, self.num_units)
+
+    def merged(self, starts: Sequence[int]) -> "Profile":
+        """The same with larger units, which begin at these ones."""
+        edges = [*starts, self.num_units]
+        home = [bisect_right(starts, unit) - 1 for unit in range(self.num_units)]
+        flows = []
+        for flow in self.flows:
+            users = {home[user] for user in flow.users} - {home[flow.source]}
+            if users:
+                source, size = home[flow.source], flow.num_bytes
+                flows.append(Flow(source=source, num_bytes=size, users=tuple(sorted(users))))
+        return replace(
+            self,
+            units=tuple(
+                (self.units[start][0], self.units[stop - 1][1]) for start, stop in pairwise(edges)
+            ),
+            sums={name: [sums[edge] for edge in edges] for name, sums in self.sums.items()},
+            flows=tuple(flows),
+        )
 
     def traffic(self, start: int, stop: int) -> tuple[float, float]:
         """Bytes of a sample that units ``[start, stop)`` receive and send in a forward pass."""

@@ -33,7 +33,7 @@ from lockstep.plan.pipeline.stage_graph import StageGraph
 BUCKETS = 8
 
 # Passes of more than this are not simulated one by one.
-_MOST_PASSES = 20_000
+_MOST_PASSES = 4_000
 
 
 @dataclass(frozen=True, order=True)
@@ -104,10 +104,10 @@ def staged_cost(profile: Profile, seats: Seats, layout: Layout, batch_size: int)
 
 def simulated(profile: Profile, seats: Seats, layout: Layout, batch_size: int) -> PlanCost:
     """The same by the event simulator, if it has stages and not too many passes."""
-    stages = list(stage_costs(profile, seats, layout, batch_size))
-    if len(stages) == 1 or layout.shares * len(stages) > _MOST_PASSES:
+    stages, alone = list(stage_costs(profile, seats, layout, batch_size)), _alone(layout)
+    if len(stages) == 1 or alone.shares * len(stages) > _MOST_PASSES:
         return staged_cost(profile, seats, layout, batch_size)
-    return _plan_cost(stages, layout, _simulated_seconds(stages, layout))
+    return _plan_cost(stages, layout, _simulated_seconds(stages, alone))
 
 
 def stage_costs(
@@ -217,6 +217,14 @@ def _plan_cost(stages: Sequence[StageCost], layout: Layout, seconds: float) -> P
         memory_limits=tuple(stage.limit for stage, count in ranks for _ in range(count)),
         bytes_sent=sum(stage.bytes_sent for stage in stages),
     )
+
+
+def _alone(layout: Layout) -> Layout:
+    """One of the pipelines, where all stages have as many replicas, which do the same."""
+    first = layout.replicas[0]
+    if {*layout.replicas} != {first} or layout.shares % first:
+        return layout
+    return replace(layout, replicas=(1,) * len(layout.starts), shares=layout.shares // first)
 
 
 def _simulated_seconds(stages: Sequence[StageCost], layout: Layout) -> float:

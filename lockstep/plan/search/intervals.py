@@ -81,16 +81,16 @@ class Intervals:
             recompute=recompute,
         )
 
-    def least_turn(self, shares: int) -> float:
+    def least_turn(self, shares: int, *, recompute: bool) -> float:
         """The seconds of all units in one stage on the fastest device; no layout needs less."""
         samples = -(-self._batch_size // shares)
         kinds = {(seat.device.operations_per_second, seat.speed): seat for seat in self._seats.all}
-        return min(float(self._passes(samples, seat)[0, -1]) for seat in kinds.values())
+        return min(self._whole_turn(samples, seat, recompute) for seat in kinds.values())
 
-    def _passes(self, samples: int, seat: Seat) -> Matrix:
-        costs = self._costs
-        both = forward_seconds(costs, samples, seat) + backward_seconds(costs, samples, seat)
-        return np.asarray(both)
+    def _whole_turn(self, samples: int, seat: Seat, recompute: bool) -> float:
+        whole = self._profile.whole
+        forward = (1 + recompute) * forward_seconds(whole, samples, seat)
+        return float(forward + backward_seconds(whole, samples, seat))
 
     def _made(self, stage: "_Stage") -> RunCosts:
         costs, place = self._costs, stage.place

@@ -7,12 +7,13 @@ rest that was found, again and again, until even the least rest that is possible
 found so far would be no better. So the result is the optimum over all layouts considered: for each
 number of microbatches all runs of units and all numbers of replicas, on any of the first devices.
 
-Where that would be too many, every stage has as many replicas (``uniform``).
+Where that would be too many, every stage has as many replicas (``uniform``), and a model of many
+units is cut at some places only.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,12 @@ Indices = NDArray[np.int64]
 
 # Units times devices, squared: up to here any stage may have any number of replicas.
 _MOST_UNEVEN = 4_000_000
+
+# So many units, merged from more of them, where replicas are equal.
+_MOST_UNITS = 128
+
+# A usual number of stages on many devices.
+_MIDDLING_STAGES = 16
 
 # What is longer by less than this is as long: sums in another order differ by rounding.
 _SAME = 1e-9
@@ -53,19 +60,48 @@ def best_layouts(
     Left out are those that cannot be better than one that was found, and those that do not fit
     into memory.
     """
-    intervals = Intervals(profile, seats, batch_size)
-    size = profile.num_units
-    is_uneven = (size * len(seats)) ** 2 <= _MOST_UNEVEN
+    is_uneven = (profile.num_units * len(seats)) ** 2 <= _MOST_UNEVEN
+    if not is_uneven and profile.num_units > _MOST_UNITS:
+        return _merged(profile, seats, batch_size, shares, recompute)
+    intervals, size = Intervals(profile, seats, batch_size), profile.num_units
     found: dict[tuple[int, bool], Found] = {}
+    counts = sorted(set(shares), key=lambda count: (abs(count - len(seats)), count))
+    problems = {
+        (count, again): _Problem(intervals, seats, size, count, recompute=again)
+        for again in recompute
+        for count in counts
+    }
+    # The best of the few layouts with equal replicas bounds the search of all others.
+    searches = [_Problem.uniform, _Problem.uneven] if is_uneven else [_Problem.uniform]
     best = math.inf
-    for again in recompute:
-        for count in sorted(set(shares), key=lambda count: (abs(count - len(seats)), count)):
-            problem = _Problem(intervals, seats, size, count, recompute=again)
-            one = problem.uneven(best) if is_uneven else problem.uniform(best)
+    for search in searches:
+        for key, problem in problems.items():
+            one = search(problem, best)
             if one is not None:
-                found[count, again] = one
-                best = min(best, one.seconds)
+                found[key] = one
+                best = one.seconds
     return found
+
+
+def _merged(
+    profile: Profile,
+    seats: Seats,
+    batch_size: int,
+    shares: Iterable[int],
+    recompute: Sequence[bool],
+) -> dict[tuple[int, bool], Found]:
+    """The best of layouts that cut a long model at some places only."""
+    starts = [profile.num_units * one // _MOST_UNITS for one in range(_MOST_UNITS)]
+    few = best_layouts(profile.merged(starts), seats, batch_size, shares, recompute=recompute)
+    return {
+        key: replace(
+            found,
+            layout=replace(
+                found.layout, starts=tuple(starts[start] for start in found.layout.starts)
+            ),
+        )
+        for key, found in few.items()
+    }
 
 
 def share_counts(batch_size: int, num_devices: int) -> list[int]:
@@ -103,8 +139,11 @@ class _Problem:
         return found
 
     def _replica_counts(self) -> list[int]:
+        """Those with a middling number of stages first: a good layout prunes the others."""
         most = min(self._num_seats, self._shares)
-        return sorted({1 << power for power in range(most.bit_length())} | {most})
+        counts = {1 << power for power in range(most.bit_length())} | {most}
+        middling = self._num_seats / _MIDDLING_STAGES
+        return sorted(counts, key=lambda count: (abs(math.log(count / middling)), count))
 
     def _uneven_places(self) -> list[tuple[int, int]]:
         return [
@@ -122,7 +161,7 @@ class _Problem:
 
     def _searched(self, table: "_Table", best: float) -> Found | None:
         """Bound the rest by less and less."""
-        least_turn, found = self._intervals.least_turn(self._shares), None
+        least_turn, found = self._least_turn(), None
         if max(least_turn, least_turn * self._shares / table.num_devices) >= best:
             return None
         least_rest = table.least_rests()
@@ -144,6 +183,9 @@ class _Problem:
             if not rests:
                 return found
             bound = max(rests)
+
+    def _least_turn(self) -> float:
+        return self._intervals.least_turn(self._shares, recompute=self._recompute)
 
     def _layout(self, path: "_Path") -> Layout:
         return Layout(path.starts, path.replicas, self._shares, self._recompute)
