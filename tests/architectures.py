@@ -81,7 +81,8 @@ def resnet50() -> Iterator[Shape]:
             ]
             if block == 0:
                 parts.append(convolution("", ins, 4 * width, 1, side))
-            operations, parameters = (sum(part[at] for part in parts) for at in (1, 2))
-            yield f"{stage}.{block}", operations, int(parameters), 4 * width * side * side
+            operations = sum(part[1] for part in parts)
+            parameters = sum(part[2] for part in parts)
+            yield f"{stage}.{block}", operations, parameters, 4 * width * side * side
             ins = 4 * width
     yield dense("fc", 2048, 1000)

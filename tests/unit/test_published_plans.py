@@ -1,10 +1,10 @@
 """What the planner says of published results.
 
 PipeDream: Narayanan et al. 2019 (SOSP), Table 1 and section 5: VGG-16 as 7-1 on 8 and 15-1 on 16
-GPUs, AlexNet as 15-1 on 16, plain data parallelism for ResNet-50. Profiles are not published: layers
-come from the architectures, their times from V100's float32 operations (NVIDIA 2020), of which half
-is reached. A server has one GPU and 10 Gbit/s; a GPU's microbatch is its minibatch there (64, 256
-and 128 images).
+GPUs, AlexNet as 15-1 on 16, plain data parallelism for ResNet-50. Profiles are not published, so
+layers come from the architectures, their times from V100's float32 operations (NVIDIA 2020), of
+which half is reached. A server has one GPU and 10 Gbit/s; a GPU's microbatch is its minibatch there
+(64, 256 and 128 images).
 
 Not found: VGG-16 as 3-1 on 4 GPUs, where data parallelism is predicted to be faster.
 
