@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Hundreds of interpreters are started: all but the first read what was compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-exhaustive test-tpu check fuzz lint format api-docs bench bench-architectures bench-checkpoints bench-compression bench-hosts bench-input bench-keras-tests bench-overhead bench-pipelines bench-small-calls bench-starting gpu soak wheel clean
+.PHONY: demo test test-all test-exhaustive test-tpu check fuzz lint format api-docs bench bench-architectures bench-checkpoints bench-compression bench-hosts bench-input bench-keras-tests bench-overhead bench-pipelines bench-planner bench-small-calls bench-starting gpu soak wheel clean
 demo: .venv/.installed-demo
 	$(BIN)/lockstep demo
 
@@ -65,6 +65,10 @@ bench-keras-tests: .venv/.installed-dev
 # Pipelines against torch.distributed.pipelining; prints tables.
 bench-pipelines: .venv-bench/.installed
 	.venv-bench/bin/python bench/pipelines.py
+
+# The planner's predictions against measured steps and memory; writes a table into docs/planner.md.
+bench-planner: .venv/.installed-dev
+	$(BIN)/python bench/planner.py --report
 
 # Two hosts, made of network namespaces, at 1 Gbit/s; needs root, prints a table.
 bench-hosts: .venv/.installed-demo

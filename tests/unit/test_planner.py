@@ -17,6 +17,7 @@ from lockstep.cluster.topology import Cluster, Device, Host, Link
 from lockstep.errors import OptionError, PlanError
 from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph, ParameterInfo
 from lockstep.plan.cost.plan_cost import cost_of
+from lockstep.plan.cost.rates import BASE_BYTES
 from lockstep.plan.decision import ServedUpdate
 from lockstep.plan.engines import over
 from lockstep.plan.makers.data_parallel import Mirrored, SingleDevice
@@ -179,7 +180,7 @@ def test_the_network_decides() -> None:
 def test_what_does_not_fit_comes_last_and_nothing_is_an_error() -> None:
     graph = even_graph(parameters=8 << 20)
     whole = 4 * 4 * (8 << 20)
-    base = 150 << 20
+    base = BASE_BYTES["cpu"]
     cluster = cores(4, base + 3 * whole)
     rows = best_plans(Problem(graph=graph, cluster=cluster, batch_size=16))
     single = next(row for row in rows if row.candidate.name == "one device")

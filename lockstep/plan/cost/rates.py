@@ -14,7 +14,7 @@ from lockstep.plan.cost.seats import Group, Seat
 _BACKWARD_OPERATIONS = 2.0
 
 # A process with torch, before it has a model: measured on Linux, and with a CUDA context.
-BASE_BYTES = {"cpu": 150 << 20}
+BASE_BYTES = {"cpu": 256 << 20}
 ACCELERATOR_BASE_BYTES = 600 << 20
 
 # Bytes per second of an accelerator's memory per operation per second: updates are bound by it.
