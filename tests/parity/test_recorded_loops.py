@@ -1,14 +1,15 @@
-"""``lockstep.record`` and ``compare`` on trainings of DDP, FSDP2 and a loop without a library.
+"""``lockstep.record`` and ``compare`` on trainings of DDP, FSDP2, Accelerate, Lightning and others.
 
-Every training runs in two processes and, as reference, in one; see ``recorded_loops``. Right ones
-must agree. With a planted fault the first difference must have the right step, kind and tensor, and
-its cause the right name.
+Every training runs in two processes and, as reference, in one; see ``recorded_loops`` and
+``recorded_libraries``. Right ones must agree. With a planted fault the first difference must have
+the right step, kind and tensor, and its cause the right name.
 """
 
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,14 +17,17 @@ import lockstep
 from tests import warm
 from tests.launchers import ROOT
 from tests.netns import HostProcess
-from tests.parity.recorded_loops import TRAININGS
+from tests.parity import recorded_libraries, recorded_loops
 from tests.thorough import core_of, wanted
 
-PROGRAM = ROOT / "tests" / "parity" / "recorded_loops.py"
+PROGRAMS: dict[Path, dict[str, Any]] = {
+    ROOT / "tests" / "parity" / "recorded_loops.py": recorded_loops.TRAININGS,
+    ROOT / "tests" / "parity" / "recorded_libraries.py": recorded_libraries.TRAININGS,
+}
 
 # Their results are those of each replica, with which no layout agrees: they are faults.
 NEVER_RIGHT = ("ddp, batch norm", "ddp, dropout")
-RIGHT = [name for name in TRAININGS if name not in NEVER_RIGHT]
+RIGHT = [name for own in PROGRAMS.values() for name in own if name not in NEVER_RIGHT]
 CORE_RIGHT = ("ddp", "ddp, uneven", "ddp, attention", "ddp, bf16", "fsdp2, adam", "plain, spare")
 
 WEIGHT = "body.0.weight"
@@ -69,6 +73,19 @@ FAULTS = {
     "plain:one left out": (0, "gradient", "head.weight", "not summed over ranks"),
     "plain:head replaced": (0, "gradient", "head.weight", "never moved"),
     "plain, spare:none left out": (0, "gradient", "spare.weight", "not summed over ranks"),
+    "accelerate:not prepared": (0, "gradient", "0.weight", "not summed over ranks"),
+    "accelerate:loader not prepared": (0, "samples", "", "samples repeated"),
+    "accelerate:batch of all": (0, "samples", "", "batch size"),
+    # https://github.com/huggingface/accelerate/issues/3533
+    "accelerate, accumulation:divided twice": (0, "gradient", "0.weight", "constant factor"),
+    # https://github.com/huggingface/accelerate/issues/2926
+    "accelerate, schedule:scheduler prepared": (1, "option", "0.weight lr", "learning rate"),
+    "fabric:bypassed": (0, "gradient", "0.weight", "not summed over ranks"),
+    "fabric:loader not set up": (0, "samples", "", "samples repeated"),
+    "fabric:sum": (0, "gradient", "0.weight", "constant factor"),
+    "trainer:times ranks": (0, "gradient", "net.0.weight", "constant factor"),
+    "trainer:no distributed sampler": (0, "samples", "", "samples repeated"),
+    "trainer:clipped": (0, "gradient", "net.0.weight", "clipping"),
 }
 CORE_FAULTS = (
     *("ddp:bypassed", "ddp:no sampler", "ddp:left over", "ddp:rank changed", "plain:own seed"),
@@ -78,29 +95,37 @@ CORE_FAULTS = (
 )
 
 
-def run(folder: Path, size: int, names: Sequence[str]) -> list[HostProcess]:
-    """Start the processes of a group."""
+def start(program: Path, folder: Path, size: int, names: Sequence[str]) -> list[HostProcess]:
+    """Start the processes that record trainings of a program."""
     own = {**os.environ, **warm.VARIABLES, "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(size)}
-    argv = [sys.executable, str(PROGRAM), str(folder), *names]
+    argv = [sys.executable, str(program), str(folder), *names]
     return [
         HostProcess(argv, {**own, "RANK": str(rank)}, folder, like="torch") for rank in range(size)
     ]
+
+
+def start_both(program: Path, folder: Path, names: Sequence[str]) -> list[HostProcess]:
+    """Start two processes for the trainings, and one for their references."""
+    references = list(dict.fromkeys(name.partition(":")[0] for name in names))
+    return start(program, folder, 2, names) + start(program, folder, 1, references)
 
 
 @pytest.fixture(scope="module")
 def records(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the records of all trainings that tests want."""
     folder = tmp_path_factory.mktemp("records")
-    names = wanted(request, "name")
-    references = list(dict.fromkeys(name.partition(":")[0] for name in names))
-    processes = run(folder, 2, names) + run(folder, 1, references)
-    try:
-        for each in processes:
-            status, out, err = each.finish(200)
-            assert status == 0, out + err[-3000:]
-    finally:
-        for each in processes:
-            each.close()
+    for program, trainings in PROGRAMS.items():
+        names = [each for each in wanted(request, "name") if each.partition(":")[0] in trainings]
+        processes = start_both(program, folder, names) if names else []
+        try:
+            for each in processes:
+                status, out, err = each.finish(200)
+                assert status == 0, out + err[-3000:]
+        finally:
+            for each in processes:
+                each.close()
+            for store in folder.glob("store*"):
+                store.unlink()
     return folder
 
 
@@ -111,7 +136,7 @@ def test_a_right_run_agrees_with_one_process(name: str, records: Path) -> None:
     assert outcome.cause is None
     assert outcome.pairing.num_steps == 4
     assert not outcome.has_same_bits  # sums of two processes round otherwise
-    assert {"samples", "loss", "gradient", "slot", "parameter"} <= {
+    assert {"samples", "loss", "gradient", "parameter"} <= {
         each.kind for each in outcome.pairing.differences
     }
 

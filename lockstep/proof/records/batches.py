@@ -47,6 +47,14 @@ def mean_loss(run: Run, step: int) -> float | None:
     return sum(products) / sum(weights)
 
 
+def beyond(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """The words that one has more often than the other, as often."""
+    values, counts = np.unique(one, return_counts=True)
+    others = dict(zip(*np.unique(other, return_counts=True), strict=True))
+    there = np.array([others.get(value, 0) for value in values])
+    return np.repeat(values, np.maximum(counts - there, 0))
+
+
 def words_by_rank(run: Run, step: int) -> dict[int, np.ndarray]:
     """The words of the samples of each rank that has noted some."""
     return {

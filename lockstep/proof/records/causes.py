@@ -390,7 +390,7 @@ def _of_options(options: Sequence[Difference]) -> Cause:
         return Cause("never moved", f"{absent.name}: {absent.remark}.")
     first = options[0]
     name, _, key = first.name.rpartition(" ")
-    same = [each for each in options if each.name.endswith(f" {key}")]
+    same = {each.name for each in options if each.name.endswith(f" {key}")}
     others = "" if len(same) < 2 else f", and {len(same) - 1} more parameters"
     advice = {
         "lr": "Look at the schedule: how often it steps, and whether the number of ranks changes "

@@ -22,7 +22,7 @@ from lockstep.proof.recording.record_file import (
     SLOT,
     START,
 )
-from lockstep.proof.records.batches import batch_words, mean_loss, shared_by_ranks
+from lockstep.proof.records.batches import batch_words, beyond, mean_loss, shared_by_ranks
 from lockstep.proof.records.run import Run, Value
 from lockstep.proof.records.tolerances import (
     PART_OF_ALL,
@@ -177,7 +177,7 @@ class Pairing:
         same = np.array_equal(np.sort(own), np.sort(others))
         remark = "" if same else f"{len(own)} samples instead of {len(others)}"
         if not same and len(own) == len(others):
-            remark = f"{np.setdiff1d(own, others).size} of {len(own)} are others"
+            remark = f"{beyond(own, others).size} of {len(own)} are others"
         yield Difference(kind=SAMPLES, name="", step=step, agrees=same, remark=remark)
 
     def _loss(self, step: int) -> Iterator[Difference]:

@@ -6,7 +6,12 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep.proof.recording.record_file import START
-from lockstep.proof.records.batches import batch_words, shared_by_ranks, words_by_rank
+from lockstep.proof.records.batches import (
+    batch_words,
+    beyond,
+    shared_by_ranks,
+    words_by_rank,
+)
 from lockstep.proof.records.comparison import RANDOM, Difference, Pairing
 from lockstep.proof.records.run import Run
 
@@ -104,14 +109,14 @@ def _other_size(run: Run, step: int, own: np.ndarray, other: np.ndarray) -> Caus
 
 def _within(run: Run, own: np.ndarray, other: np.ndarray) -> Cause | None:
     if _is_within(own, other):
-        missing = _beyond(other, own)
+        missing = beyond(other, own)
         return Cause(
             "samples left out",
             f"{missing.size} of the reference's samples are missing{_listed(run, missing)}: the "
             "last of a batch that the number of ranks does not divide, or a rank that read less.",
         )
     if _is_within(other, own):
-        extra = _beyond(own, other)
+        extra = beyond(own, other)
         return Cause(
             "samples repeated",
             f"{extra.size} samples are more than the reference's{_listed(run, extra)}: a sampler "
@@ -145,15 +150,7 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def _is_within(part: np.ndarray, whole: np.ndarray) -> bool:
-    return len(part) < len(whole) and _beyond(part, whole).size == 0
-
-
-def _beyond(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """What one has more often than the other."""
-    values, counts = np.unique(one, return_counts=True)
-    others = dict(zip(*np.unique(other, return_counts=True), strict=True))
-    there = np.array([others.get(value, 0) for value in values])
-    return np.repeat(values, np.maximum(counts - there, 0))
+    return len(part) < len(whole) and beyond(part, whole).size == 0
 
 
 def _listed(run: Run, words: Sequence[int] | np.ndarray) -> str:
