@@ -24,7 +24,7 @@ COMMANDS = {
     ),
     "verify": (
         "lockstep.cli.verify",
-        "compare a strategy with a plain loop on one device, tensor by tensor",
+        "compare a strategy, or a script on many processes, with one device, tensor by tensor",
     ),
     "compare": (
         "lockstep.cli.records.compare",

@@ -1,4 +1,7 @@
-"""``lockstep verify``: the proof that a strategy trains a job as one device would.
+"""``lockstep verify``: the proof that a strategy, or a script, trains as one device would.
+
+A TARGET ``file.py:function`` is a job for one of Lockstep's strategies; ``file.py`` is a script of
+any library that calls ``lockstep.record`` (see ``records/script_proof.py``).
 
 The exit status is 0 if everything agrees, 1 if something differs, 2 if nothing could be compared,
 and 3 if everything agrees but nothing was divided: a plan of one stage or one replica.
@@ -11,6 +14,12 @@ import traceback
 
 from rich.console import Console
 
+from lockstep.cli.records.script_proof import (
+    add_script_arguments,
+    is_script,
+    refuse_script_options,
+    verify_script,
+)
 from lockstep.cli.target import add_strategy_arguments, load_job, make_strategy
 from lockstep.errors import LockstepError
 from lockstep.proof.verification import verify_job
@@ -19,6 +28,7 @@ from lockstep.proof.verification import verify_job
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     add_strategy_arguments(parser)
+    add_script_arguments(parser)
     parser.add_argument(
         "--steps", type=int, default=5, metavar="K", help="updates to compare (default: 5)"
     )
@@ -43,6 +53,9 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         LockstepError: the options, the file or the job are invalid.
     """
+    if is_script(options.target):
+        return verify_script(options)
+    refuse_script_options(options)
     strategy = make_strategy(options)
     job = load_job(options.target, "verify")
     try:

@@ -164,6 +164,8 @@ def main() -> None:
         else:
             TRAININGS[title](path / name, fault)
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # see ``recorded_loops``
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ PATHS = [
 PACKAGE = ROOT / "lockstep"
 CHINESE = ROOT / "README.zh.md"
 PAGES = {str(path.relative_to(ROOT)): read_page(path.read_text()) for path in PATHS}
-# Their blocks are programs of their own, which test_docs_migrating.py runs.
-PROGRAMS = ("docs/migrating.md", "docs/own-loops.md")
+# Their blocks are programs of their own, which test_docs_migrating.py runs, and
+# test_prove_your_run_page.py.
+PROGRAMS = ("docs/migrating.md", "docs/own-loops.md", "docs/prove-your-run.md")
 SCRIPTS = [
     name
     for name, page in PAGES.items()

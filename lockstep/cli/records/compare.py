@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser)
 
 
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+def add_output_arguments(parser: argparse._ActionsContainer, *, has_json: bool = True) -> None:
     """Options of all commands that compare records."""
     parser.add_argument(
         "--tolerance",
@@ -38,7 +38,8 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
         "rounding makes of right runs in the records' precision)",
     )
     parser.add_argument("--html", metavar="FILE", help="also write a page with all differences")
-    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
+    if has_json:
+        parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
 
 
 def run(options: argparse.Namespace) -> int:

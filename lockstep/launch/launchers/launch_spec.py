@@ -118,6 +118,38 @@ def make_process_specs(script: Script, directory: str, num_processes: int) -> li
     return _make_specs(script, directory, processes)
 
 
+def make_torchrun_specs(
+    script: Script, directory: str, num_processes: int, rendezvous: Address, more: Variables
+) -> list[LaunchSpec]:
+    """The specifications for processes of this host with the environment of torchrun.
+
+    Args:
+        script: the script.
+        directory: its working directory.
+        num_processes: how many.
+        rendezvous: where rank 0 listens.
+        more: variables for all of them.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    processes: list[Variables] = [
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_processes),
+            "LOCAL_WORLD_SIZE": str(num_processes),
+            "GROUP_RANK": "0",
+            "NODE_RANK": "0",
+            "MASTER_ADDR": rendezvous.name,
+            "MASTER_PORT": str(rendezvous.port),
+            "TORCHELASTIC_RUN_ID": "lockstep",
+            "OMP_NUM_THREADS": threads,
+            **more,
+        }
+        for rank in range(num_processes)
+    ]
+    return _make_specs(script, directory, processes)
+
+
 def _make_specs(
     script: Script, directory: str, all_variables: Sequence[Variables]
 ) -> list[LaunchSpec]:

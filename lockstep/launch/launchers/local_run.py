@@ -2,13 +2,18 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from lockstep.cluster.devices import usable_cores
 from lockstep.cluster.place import Address
 from lockstep.launch.free_port import find_free_port
-from lockstep.launch.launchers.launch_spec import LaunchSpec, make_host_specs, make_process_specs
+from lockstep.launch.launchers.launch_spec import (
+    LaunchSpec,
+    make_host_specs,
+    make_process_specs,
+    make_torchrun_specs,
+)
 from lockstep.launch.launchers.multi_host_run import AGENT_ARGUMENTS, AgentProcess, run_members
 from lockstep.launch.script import Script
 
@@ -22,6 +27,17 @@ def run_processes(script: Script, num_processes: int) -> int:
         The exit status of the first that failed, or 0.
     """
     return _run_here("process", make_process_specs(script, os.getcwd(), num_processes))
+
+
+def run_like_torchrun(script: Script, num_processes: int, variables: Mapping[str, str]) -> int:
+    """Run a script in processes of this host, with the environment that torchrun would give them.
+
+    Returns:
+        The exit status of the first that failed, or 0.
+    """
+    where = Address(_LOOPBACK, find_free_port(_LOOPBACK))
+    specs = make_torchrun_specs(script, os.getcwd(), num_processes, where, {**variables})
+    return _run_here("process", specs)
 
 
 def run_hosts(script: Script, num_hosts: int, *, devices: int | None, servers: int | None) -> int:

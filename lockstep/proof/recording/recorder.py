@@ -181,7 +181,30 @@ class Recorder:
         if not self._is_done:
             self._samples.append(samples_of(samples))
 
+    def share(self, *batch: Any) -> Any:
+        """This rank's part of a global batch, whose samples are noted.
+
+        So a script trains on the same batches with any number of processes.
+
+        Args:
+            batch: tensors or arrays whose first dim is that of the samples.
+
+        Returns:
+            The part of each, or of the only one: consecutive samples, as many as other ranks' or
+            one more or less.
+        """
+        rank, size = place_of()
+        count = len(batch[0])
+        own = tuple(each[count * rank // size : count * (rank + 1) // size] for each in batch)
+        self.batch(*own)
+        return own if len(own) > 1 else own[0]
+
     # --- what a watch calls ---------------------------------------------------------------------
+
+    def end_script(self) -> None:
+        """See ``Observer``. All ranks come here before the same update, behind its collectives."""
+        if STEPS_VARIABLE in os.environ:
+            raise SystemExit(0)
 
     def names_for(self, parameters: Sequence[torch.Tensor]) -> dict[int, str]:
         """See ``Observer``."""
@@ -218,8 +241,6 @@ class Recorder:
             self._order = None
         if self._file.num_steps >= self._num_steps:
             self._end()
-            if STEPS_VARIABLE in os.environ:
-                raise SystemExit(0)
 
     def _open(self, model: nn.Module) -> "_RankRecord":
         rank, world_size = place_of()

@@ -39,6 +39,9 @@ class Observer(Protocol):
     def is_done(self) -> bool:
         """Whether nothing more is recorded."""
 
+    def end_script(self) -> None:
+        """End the script, if nothing but the record was asked for."""
+
     def names_for(self, parameters: Sequence[torch.Tensor]) -> dict[int, str]:
         """Names of parameters by id; those that the model does not have are left out."""
 
@@ -87,6 +90,7 @@ class TorchWatch(Watch):
 
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if self._observer.is_done:
+            self._observer.end_script()
             return None
         stepping = getattr(self._stepping, "number", None)
         if stepping is not None and stepping != self._numbers.get(optimizer):

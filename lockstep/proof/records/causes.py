@@ -65,7 +65,7 @@ def _among_ranks(pairing: Pairing, first: Difference) -> Cause:
         given = _Gradients(pairing, first.step)
         return _missing_gradient(given) or Cause(
             "not summed over ranks",
-            f"In step {first.step} each rank has its own {given.shown()}. No hook has summed them: "
+            f"In step {first.step} {given.shown()} differ between ranks. No hook has summed them: "
             "the wrapper's forward was not called, no_sync was active in the last backward pass, "
             "or these parameters are outside of the wrapper.",
         )
@@ -252,7 +252,7 @@ def _not_summed(given: _Gradients) -> Cause | None:
         return None
     return Cause(
         "not summed over ranks",
-        f"In step {given.step} each rank has its own {given.shown()}; their mean is the "
+        f"In step {given.step} {given.shown()} differ between ranks, and their mean is the "
         "reference's. No hook has summed them: the wrapper's forward was not called, no_sync was "
         "active in the last backward pass, or these parameters are outside of the wrapper.",
     )
