@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         LockstepError: the options, the file or the job are invalid.
     """
-    if is_script(options.target):
+    if is_script(options):
         return verify_script(options)
     refuse_script_options(options)
     strategy = make_strategy(options)

@@ -32,7 +32,7 @@ def test_a_script_is_run_on_two_processes_and_on_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["nothing.py"], "A script must be a file"),
+        (["nothing.py", "--processes", "2"], "A script must be a file"),
         (["ddp.py", "--processes", "1"], "--processes must be at least 2"),
         (["ddp.py", "--devices", "2"], "A script has no such option"),
         (["job.py:make", "--processes", "2"], "A job has no such option"),
@@ -57,5 +57,5 @@ def test_a_script_that_records_nothing(
 ) -> None:
     (tmp_path / "empty.py").write_text("print('nothing')\n")
     monkeypatch.setattr(script_proof, "run_like_torchrun", lambda *_: 0)
-    assert main(["verify", str(tmp_path / "empty.py")]) == 2
+    assert main(["verify", str(tmp_path / "empty.py"), "--processes", "2"]) == 2
     assert "The script must record its training" in capsys.readouterr().err

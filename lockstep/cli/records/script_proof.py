@@ -52,9 +52,18 @@ def add_script_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def is_script(target: str) -> bool:
-    """Whether a TARGET is a script."""
-    return target.endswith(".py")
+def is_script(options: argparse.Namespace) -> bool:
+    """Whether TARGET is a script: a file that records, or with options for scripts."""
+    if not options.target.endswith(".py"):
+        return False
+    path = Path(options.target)
+    return bool(_script_options(options)) or (
+        path.is_file() and "lockstep.record" in path.read_text(errors="replace")
+    )
+
+
+def _script_options(options: argparse.Namespace) -> list[str]:
+    return [f"--{name}" for name in _SCRIPT_OPTIONS if getattr(options, name) is not None]
 
 
 def refuse_script_options(options: argparse.Namespace) -> None:
@@ -63,8 +72,7 @@ def refuse_script_options(options: argparse.Namespace) -> None:
     Raises:
         OptionError: there are some.
     """
-    given = [f"--{name}" for name in _SCRIPT_OPTIONS if getattr(options, name) is not None]
-    if given:
+    if given := _script_options(options):
         raise OptionError(
             "A job has no such option: it is for scripts that call lockstep.record.",
             received=", ".join(given),
