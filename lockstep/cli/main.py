@@ -30,7 +30,14 @@ COMMANDS = {
         "lockstep.cli.records.compare",
         "compare two records of training loops of any library, or the ranks of one",
     ),
-    "plan": ("lockstep.cli.planner.plan_command", "show how a strategy would train a model"),
+    "plan": (
+        "lockstep.cli.planner.plan_command",
+        "rank the ways to train a model, or show how a strategy would train it",
+    ),
+    "report": (
+        "lockstep.cli.planner.report_command",
+        "show what a run did, beside what was predicted, as text or as an HTML page",
+    ),
     "checkpoint": (
         "lockstep.cli.checkpoint",
         "show, verify and export the checkpoints of a training",

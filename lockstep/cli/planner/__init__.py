@@ -1,1 +1,1 @@
-"""The command ``lockstep plan``: ``plan_command``, with the ranked table in ``plan_ranking``."""
+"""``lockstep plan`` and ``lockstep report``, and the ranked table of the former."""

@@ -7,7 +7,7 @@ import msgspec
 
 from lockstep.cluster.topology import Cluster
 from lockstep.graph.layer_graph import LayerGraph
-from lockstep.plan.makers.data_parallel import Maker, Measure
+from lockstep.plan.makers.data_parallel import Maker, Measure, Wrapping
 from lockstep.plan.search.candidates import Problem
 from lockstep.plan.search.ranking import Ranked, best_plans
 from lockstep.plan.spec import Plan
@@ -42,7 +42,7 @@ class Automatic(Maker):
     def choose(self, measure: Measure, cluster: Cluster, batch_size: int) -> Maker:
         graph, devices = measure(self.sample_size(cluster, batch_size))
         rows = self._ranked(graph, devices, batch_size)
-        return Chosen(maker=rows[0].candidate.maker, notes=tuple(_notes(rows)))
+        return Chosen(maker=rows[0].candidate.maker, rows=tuple(rows))
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
         """Make the Plan for global batches of ``batch_size`` samples.
@@ -71,11 +71,11 @@ class Chosen(Maker):
 
     Attributes:
         maker: the chosen one.
-        notes: the reasons.
+        rows: all candidates, the best first.
     """
 
     maker: Maker
-    notes: tuple[str, ...]
+    rows: tuple[Ranked, ...]
 
     def sample_size(self, cluster: Cluster, batch_size: int) -> int | None:
         return self.maker.sample_size(cluster, batch_size)
@@ -83,7 +83,14 @@ class Chosen(Maker):
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
         """Make the Plan for global batches of ``batch_size`` samples."""
         plan = self.maker(graph, cluster, batch_size)
-        return msgspec.structs.replace(plan, notes=(*plan.notes, *self.notes))
+        return msgspec.structs.replace(plan, notes=(*plan.notes, *_notes(self.rows)))
+
+
+def ranking_of(maker: Maker) -> tuple[Ranked, ...]:
+    """The candidates among which a maker was chosen; none if it was not."""
+    if isinstance(maker, Wrapping):
+        return ranking_of(maker.maker)
+    return maker.rows if isinstance(maker, Chosen) else ()
 
 
 def _limited(cluster: Cluster, memory_bytes: int) -> Cluster:

@@ -1,7 +1,8 @@
 """Candidates in the order of what they cost, and why each loser loses."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from lockstep.errors import OptionError, PlanError
 from lockstep.plan.cost.parts import StepTime
@@ -103,3 +104,17 @@ def _nothing_fits(found: Sequence[Candidate]) -> PlanError:
         f"{format_bytes(needed)} on rank {rank}",
         fix=f"Use devices with {format_bytes(lack)} more, more devices, or a smaller batch.",
     )
+
+
+def described(row: Ranked) -> dict[str, Any]:
+    """A candidate's costs and reason, for a record."""
+    cost = row.candidate.cost
+    return {
+        "name": row.candidate.name,
+        "reason": row.reason,
+        "seconds": cost.step.total,
+        "step": asdict(cost.step),
+        "memory": asdict(cost.peak),
+        "all_bytes": sum(one.total for one in cost.memory),
+        "bytes_sent": cost.bytes_sent,
+    }

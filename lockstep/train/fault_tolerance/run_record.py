@@ -10,8 +10,10 @@ If a record cannot be written, because the disk is full, training goes on and li
 import json
 import os
 import socket
+import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from logging import ERROR, INFO, WARNING
@@ -20,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from lockstep.comm.shared_memory.memory_usage import peak_memory
 from lockstep.errors import OptionError
 from lockstep.events import LOGGER
 from lockstep.launch.health.failure import add_note, noting_on, summary_of
@@ -42,6 +45,9 @@ VARIABLE = "LOCKSTEP_RECORD"
 _LEAST_SECONDS, _PART, _MOST_SECONDS = 1.0, 0.01, 60.0
 _LONGEST_MESSAGE = 4000
 _MOST_BAD_RECORDS = 1000
+
+# The last steps of a run, of which the median is its speed.
+_MOST_STEPS = 1000
 
 
 class Fault(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -66,9 +72,10 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A line.
 
     Attributes:
-        what: "begin", "ranks", "at", "bad record", "fault" or "end".
+        what: "begin", "ranks", "at", "epoch", "bad record", "fault", "measured" or "end".
         time: seconds since 1970.
-        run: of "begin": host, process, script and strategy.
+        run: of "begin": host, process, script and strategy; of "epoch": its values; of "measured":
+            the Plan, what was predicted of it, and its steps and memory.
         epoch: of the step before.
         batch: likewise.
         next_seconds: of "at": the next such line comes within these, if steps are made.
@@ -96,6 +103,9 @@ class RunRecord:
     Args:
         folder: for the record, made if missing; None to keep none.
         logs: log all events, too.
+
+    Attributes:
+        planned: returns the Plan, and what was predicted of it.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, *, logs: bool = False) -> None:
@@ -106,6 +116,9 @@ class RunRecord:
         self._epoch = self._batch = -1
         self._began = self._due = time.monotonic()
         self._num_bad = 0
+        self._last_step = 0.0
+        self._steps: deque[float] = deque(maxlen=_MOST_STEPS)
+        self.planned: Callable[[], dict[str, Any]] = dict
 
     def _log(self, level: int, text: str, *values: Any) -> None:
         if self._logs:
@@ -154,7 +167,13 @@ class RunRecord:
             if not isinstance(error, KeyboardInterrupt):
                 add_note(error, hint)
             raise
+        self._write("measured", run=self._measured())
         self._write("end", **self._place, ranks=self._look())
+
+    def _measured(self) -> dict[str, Any]:
+        """The Plan, its predicted costs, and the real ones."""
+        seconds = statistics.median(self._steps) if self._steps else 0.0
+        return {**self.planned(), "step_seconds": seconds, "peak_bytes": peak_memory()}
 
     def begin_run(self, look: Callable[[], list[RankState]]) -> None:
         """Ranks are about to train; ``look`` returns their states."""
@@ -164,17 +183,25 @@ class RunRecord:
     def begin_epoch(self, epoch: int) -> None:
         """An epoch begins."""
         self._epoch, self._batch = epoch, -1
+        self._last_step = 0.0
 
     def end_epoch(self, epoch: int, logs: Mapping[str, Any]) -> None:
         """An epoch has ended, with these values."""
         values = ", ".join(f"{name} {format_value(value)}" for name, value in logs.items())
         self._log(INFO, "epoch %d ends: %s", epoch + 1, values)
+        numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
+        self._write("epoch", epoch=epoch, run=numbers)
 
     def end_step(self, index: int) -> None:
         """A step is made."""
         self._batch = index
         now = time.monotonic()
-        if now < self._due or self._path is None:
+        if self._path is None:
+            return
+        if self._last_step:  # else it is the first of an epoch, which begins before it
+            self._steps.append(now - self._last_step)
+        self._last_step = now
+        if now < self._due:
             return
         wait = min(max(_LEAST_SECONDS, _PART * (now - self._began)), _MOST_SECONDS)
         self._due = now + wait

@@ -89,6 +89,7 @@ class FitCheckpoints:
         around = self.memory, self.writer, self.record  # of a ``fit`` whose callback makes this one
         self.memory, self.writer = memory, None
         self.record = self._record_in(record, None if checkpoint is None else checkpoint.directory)
+        self.record.planned = self._runner.planned
         try:
             with ExitStack() as stack:
                 stack.enter_context(self.record.kept(self._runner.strategy))

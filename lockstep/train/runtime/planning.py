@@ -47,6 +47,8 @@ from lockstep.parallel.settings import num_threads
 from lockstep.parallel.storage.cpu_quirks import breaks_channels_last
 from lockstep.parallel.transfer.serialization import describe
 from lockstep.plan.makers.data_parallel import Maker
+from lockstep.plan.search.automatic import ranking_of
+from lockstep.plan.search.ranking import described
 from lockstep.plan.spec import Plan
 from lockstep.train.batch_size_search.batch_size_cache import key_of
 from lockstep.train.fit.failing_layer import naming_layer
@@ -155,6 +157,10 @@ class Planning:
 
             self._chosen = maker, maker.choose(measure, cluster, batch_size)
         return self._chosen[1]
+
+    def ranking(self) -> list[dict[str, Any]]:
+        """The plans among which one was chosen, with their predicted costs; none without choice."""
+        return [] if self._chosen is None else [*map(described, ranking_of(self._chosen[1]))]
 
     def _known_graph(
         self,

@@ -163,6 +163,11 @@ class Runner:
         plan, _ = self._planning.plan(maker, self.precision, samples, feed.batch_size)
         return self.update_config.plan(plan)
 
+    def planned(self) -> dict[str, Any]:
+        """The last Plan, and the plans among which it was chosen, for a record."""
+        plan = None if self.last_plan is None else msgspec.to_builtins(self.last_plan)
+        return {"plan": plan, "ranking": self._planning.ranking()}
+
     def close(self) -> None:
         """End the helper processes now instead of with the trainer."""
         self._calls = CallCache()
