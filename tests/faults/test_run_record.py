@@ -280,7 +280,8 @@ def test_names_that_are_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_beside_checkpoints(tmp_path: Path) -> None:
     fit(make_trainer(1), checkpoint=lockstep.Checkpoint(tmp_path))
     lines = (tmp_path / NAME).read_text().splitlines()
-    assert [json.loads(line)["what"] for line in lines] == ["begin", "ranks", "at", "end"]
+    kinds = [json.loads(line)["what"] for line in lines]
+    assert kinds == ["begin", "ranks", "at", "epoch", "measured", "end"]
     assert (tmp_path / NAME).stat().st_mode & 0o777 == 0o600
 
 
