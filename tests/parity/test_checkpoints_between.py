@@ -1,0 +1,96 @@
+"""A training goes on from the checkpoint of any strategy under any other, with the same bits.
+
+All have the same number of shares. A pipeline sums microbatches one after the other, and so rounds
+otherwise: its part of a training is compared with a pipeline's. Models are tiny: what is tried is
+who has which part.
+"""
+
+import shutil
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.train.checkpointing.training_state import TrainingState
+from tests.parity.test_resume import X, Y, make_model
+from tests.thorough import core_of
+
+NUM_SHARES = 6
+STRATEGIES = {
+    "single": lockstep.MirroredStrategy(1, num_shares=NUM_SHARES),
+    "mirrored 2": lockstep.MirroredStrategy(2, num_shares=NUM_SHARES),
+    "sharded 2": lockstep.FullyShardedStrategy(2, num_shares=NUM_SHARES),
+    "sharded 3": lockstep.FullyShardedStrategy(3, num_shares=NUM_SHARES),
+    "pipeline 2": lockstep.PipelineStrategy(2, microbatches=NUM_SHARES),
+}
+NAMES = list(STRATEGIES)
+# Each writes once and reads once.
+CORE = list(zip(NAMES, [*NAMES[2:], *NAMES[:2]], strict=True))
+
+
+class Ending(lockstep.Callback):
+    """Ends a training with an error after its second step."""
+
+    def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+        if batch == 1:
+            raise ZeroDivisionError
+
+
+def trained(name: str, folder: Path | None, *callbacks: lockstep.Callback) -> str:
+    """The digest of what three steps of a strategy come to."""
+    torch.manual_seed(0 if folder is None or callbacks else 1)
+    trainer = lockstep.Trainer(
+        make_model(normed=False),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.Adam, lr=1e-2),
+        strategy=STRATEGIES[name],
+        callbacks=callbacks,
+    )
+    checkpoint = None if folder is None else lockstep.Checkpoint(folder, every="1 steps")
+    trainer.fit((X, Y), batch_size=19, checkpoint=checkpoint, verbose=0)
+    return TrainingState.of(trainer.state_dict()).digest()
+
+
+class Checkpoints:
+    """Of each strategy after two steps, and what follows from them; made when first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @cache  # noqa: B019  # it lives as long as the module's tests
+    def of(self, name: str) -> Path:
+        path = self._folder / name
+        with pytest.raises(ZeroDivisionError):
+            trained(name, path, Ending())
+        return path
+
+    def resumed(self, writer: str, reader: str, number: int = 0) -> str:
+        path = self._folder / f"{writer} {reader} {number}"
+        shutil.copytree(self.of(writer), path)
+        return trained(reader, path)
+
+    @cache  # noqa: B019
+    def expected(self, writer: str, reader: str) -> str:
+        """What one device comes to, or a pipeline, or one from where the other was."""
+        return trained(reader, None) if writer == reader else self.resumed(writer, reader, 1)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("written"))
+
+
+def alike(name: str) -> str:
+    """A strategy with the same bits."""
+    return name if "pipeline" in name else "single"
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"), core_of([(one, other) for one in NAMES for other in NAMES], CORE)
+)
+def test_any_strategy_goes_on_from_any(writer: str, reader: str, checkpoints: Checkpoints) -> None:
+    expected = checkpoints.expected(alike(writer), alike(reader))
+    assert checkpoints.resumed(writer, reader) == expected
