@@ -135,6 +135,7 @@ def residency_of(
         gradients=gradients,
         device=device,
         leads=exchange.rank == exchange.ranks_here.start,
+        meet=exchange.barrier if work.plan.num_hosts == 1 and device.type == "cpu" else None,
     )
 
 

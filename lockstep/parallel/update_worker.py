@@ -5,7 +5,7 @@ gradients themselves, and hand them in here.
 """
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -203,6 +203,11 @@ class UpdateWorker:
         """Of parameters that have been set, keep this rank's parts only; it has no others."""
         assert self._residency is not None
         self._residency.keep_parts(names)
+
+    def write_to(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Show this rank's parts of parameters in the script's own, given by name."""
+        if self._residency is not None:
+            self._residency.write_to(values)
 
     def hold_parameters(self, *, everywhere: bool = False) -> None:
         """Have all parameters in scripts, or on every rank, until the next step; collective."""

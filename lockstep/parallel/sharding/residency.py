@@ -21,7 +21,7 @@ that is not there.
 """
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,6 +55,8 @@ class Residency:
         gradients: of the trainable parameters; those of unit n are the bucket n + 1.
         device: of this rank.
         leads: this rank has the model of its host's script.
+        meet: waits for all ranks, if these can write to the memory of the script's model; else
+            None.
 
     Attributes:
         memory: of the units.
@@ -72,9 +74,12 @@ class Residency:
         gradients: ShardedReduce,
         device: torch.device,
         leads: bool,
+        meet: Callable[[], None] | None,
     ) -> None:
         self._model = model
         self._leads = leads
+        self._meet = meet
+        self._scripts_own: list[torch.Tensor] = []
         self._device = device
         self._modules = modules
         self._names = names
@@ -116,11 +121,24 @@ class Residency:
         """Gather all units, and keep them where scripts are, or everywhere; all ranks call it."""
         if self._is_shown and not everywhere:
             return
+        if self._meet is not None and not everywhere:
+            self._write_to_script(self._meet)
         self.memory.is_held |= everywhere or self._leads
-        for unit in range(len(self._names)):
+        for unit in range(len(self._names)) if self._meet is None or everywhere else ():
             self.memory.gather(unit)
             self.memory.free(unit)
         self._is_shown = True
+
+    def _write_to_script(self, meet: Callable[[], None]) -> None:
+        """Have every rank write its pieces to the memory of the script's model."""
+        meet()  # the script's process frees no memory any more
+        if self._scripts_own:
+            self.memory.write_pieces(self._scripts_own)
+        meet()
+
+    def write_to(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Write to these from now on, the script's own parameters by name, to show this rank's."""
+        self._scripts_own = [values[name] for name in self._parameters]
 
     def release(self) -> None:
         """Free all but this rank's pieces."""

@@ -91,6 +91,13 @@ class UnitMemory:
                 kept.copy_(cut_piece(values[piece.parameter], piece))
         self.is_held = False
 
+    @torch.no_grad()
+    def write_pieces(self, targets: Sequence[torch.Tensor]) -> None:
+        """Copy this rank's pieces to where they belong in whole tensors, of all parameters."""
+        for memory, pieces in zip(self._memories, self._pieces, strict=True):
+            for piece, kept in zip(pieces, memory.kept, strict=True):
+                cut_piece(targets[piece.parameter], piece).copy_(kept)
+
     def keep_parts(self, numbers: Iterable[int]) -> None:
         """Of parameters that have been set, keep this rank's pieces only; it has no others."""
         self.is_held = False

@@ -163,6 +163,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     register_copies(assignment.model)
     mirrored = opened[-1] if call.has_options else ()
     neighbours = call.connections.opened(rank, channels, mirrored)
+    values = _values_of(sources)
     with assignment.settings.applied(), compute_settings(assignment.plan):
         worker = make_worker(
             assignment,
@@ -172,12 +173,13 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
             look_around=context.look_around,
             neighbours=neighbours,
             meeting=call.connections.meeting,
-            values=_values_of(sources),
+            values=None if assignment.blank else values,
         )
+        if values is not None:
+            worker.write_to(values)
         for source in sources:
             source.region.release_pages()
             source.region.close()
-        sources.clear()
         worker.mirrors = mirrors
         if any(access == "copied on write" for _, _, access, _ in call.stores):
             worker.copy_slots()
@@ -208,7 +210,7 @@ def _own_views(specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
 
 
 def _values_of(sources: Sequence[TensorStore]) -> dict[str, torch.Tensor] | None:
-    """The values of parameters by name, if this rank is to copy its part of them."""
+    """The script's own parameters by name, if this rank has its part of them only."""
     found = {
         spec.name: view for one in sources for spec, view in zip(one.specs, one.views, strict=True)
     }
@@ -259,7 +261,7 @@ def open_store(
         rank: this rank.
         ranks: those that have it.
         access: how this rank accesses it.
-        sources: gets the store if this rank is to copy its part of it later.
+        sources: gets the store if this rank is to copy its part of it, or to it.
     """
     if rank not in ranks:
         os.close(descriptor)
@@ -267,15 +269,12 @@ def open_store(
             torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
             for spec in specs
         ]
-    if access == "made in part":
-        os.close(descriptor)
-        return _own_views(specs)
     is_first = rank == ranks[0]
     region = open_region(descriptor, private=not is_first and access == "copied on write")
-    if is_first:
+    if is_first and access != "made in part":
         region.reserve(0, region.num_bytes)
     store = TensorStore(specs, region)
-    if access == "copied in part":
+    if access in ("copied in part", "made in part"):
         sources.append(store)
         return _own_views(specs)
     region.close()
