@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,12 +39,20 @@ _DTYPE_NAMES = {
 }
 
 
-def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
+def _nothing() -> None:
+    return
+
+
+def save_weights(
+    model: nn.Module, path: str | os.PathLike[str], after: Callable[[], None] = _nothing
+) -> None:
     """Write ``model.state_dict()``: see ``save_state_dict``."""
-    save_state_dict(model.state_dict(), path)
+    save_state_dict(model.state_dict(), path, after)
 
 
-def save_state_dict(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+def save_state_dict(
+    state: Mapping[str, Any], path: str | os.PathLike[str], after: Callable[[], None] = _nothing
+) -> None:
     """Write a model's ``state_dict()``; the file appears complete or not at all.
 
     It gets the permissions of the file that it replaces.
@@ -52,6 +60,11 @@ def save_state_dict(state: Mapping[str, Any], path: str | os.PathLike[str]) -> N
     Tensors are written one by one: memory for a copy of the largest is enough.
 
     A tied tensor is written once, under its first name; its other names are in the metadata.
+
+    Args:
+        state: the tensors by name.
+        path: of the file.
+        after: called after each tensor.
 
     Raises:
         CheckpointError: the state has a value that is not a tensor; the path is that of a folder, a
@@ -79,7 +92,7 @@ def save_state_dict(state: Mapping[str, Any], path: str | os.PathLike[str]) -> N
         tensors[name] = value.detach()
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     with replacing(target, num_bytes, mode) as file:
-        write_tensors(tensors, metadata, file)
+        write_tensors(tensors, metadata, file, after)
 
 
 def _place(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -114,7 +127,12 @@ def _kind_of(mode: int) -> str:
     return "a pipe" if stat.S_ISFIFO(mode) else "a device or socket"
 
 
-def write_tensors(tensors: State, metadata: dict[str, str], file: BinaryIO) -> None:
+def write_tensors(
+    tensors: State,
+    metadata: dict[str, str],
+    file: BinaryIO,
+    after: Callable[[], None] = _nothing,
+) -> None:
     """The format of safetensors: size of the header, the header as JSON, the elements.
 
     https://huggingface.co/docs/safetensors/index#format
@@ -135,6 +153,7 @@ def write_tensors(tensors: State, metadata: dict[str, str], file: BinaryIO) -> N
         elements = tensor.cpu().contiguous().reshape(-1)
         if elements.numel():
             file.write(elements.view(torch.uint8).numpy().data)
+        after()
 
 
 def _dtype_name(name: str, tensor: torch.Tensor) -> str:
@@ -149,8 +168,15 @@ def _dtype_name(name: str, tensor: torch.Tensor) -> str:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
+def load_weights(
+    model: nn.Module, path: str | os.PathLike[str], after: Callable[[], None] = _nothing
+) -> None:
     """Read what ``save_weights`` wrote into a model, in place.
+
+    Args:
+        model: the model.
+        path: of the file.
+        after: called after each tensor.
 
     Raises:
         CheckpointError: the file is not valid, or names, shapes or dtypes do not fit; nothing is
@@ -164,6 +190,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     problems.raise_if_any(CheckpointError)
     for name, value in own.items():
         value.copy_(loaded[name])
+        after()
 
 
 def _check_names(

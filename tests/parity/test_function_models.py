@@ -81,6 +81,49 @@ def test_ranks_that_divide_parameters_make_their_parts(level: str, tmp_path: Pat
     assert all(weights[name].equal(value) for name, value in saved.items())
 
 
+def wide() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
+
+
+def resident_part(model: nn.Module) -> float:
+    """Of the memory in which the parameters lie, the part whose pages this process has."""
+    place, wanted = next(model.parameters()).data_ptr(), ""
+    found: dict[str, int] = {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        start, _, stop = line.partition(" ")[0].partition("-")
+        if stop:
+            wanted = "here" if int(start, 16) <= place < int(stop, 16) else ""
+        elif wanted and line.startswith(("Size:", "Rss:")):
+            name, size, _ = line.split()
+            found[name] = int(size)
+    return found["Rss:"] / found["Size:"]
+
+
+def test_no_process_has_all_of_a_divided_model_that_a_function_makes(tmp_path: Path) -> None:
+    make = partial(
+        lockstep.Trainer, wide, loss=nn.MSELoss(), optimizer=partial(torch.optim.SGD, lr=0.1)
+    )
+    trainer = make(strategy=lockstep.FullyShardedStrategy(2))
+    inputs = torch.randn(16, 512, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        trainer.fit((inputs, inputs), batch_size=8, verbose=0)
+        assert 0.4 < resident_part(trainer.model) < 0.6
+    trainer.save(tmp_path / "weights")
+    assert resident_part(trainer.model) < 0.2
+    alone = make(strategy=lockstep.FullyShardedStrategy(1, num_shares=2))
+    for _ in range(2):
+        alone.fit((inputs, inputs), batch_size=8, verbose=0)
+    saved = load_file(tmp_path / "weights")
+    assert all(saved[name].equal(value) for name, value in alone.model.state_dict().items())
+    alone.save(tmp_path / "others")
+    trainer.load(tmp_path / "others")
+    assert resident_part(trainer.model) < 0.2
+    trainer.fit((inputs, inputs), batch_size=8, verbose=0)
+    alone.fit((inputs, inputs), batch_size=8, verbose=0)
+    for one, other in zip(trainer.model.parameters(), alone.model.parameters(), strict=True):
+        assert one.equal(other)
+
+
 def test_first_values_depend_on_the_seed_and_not_on_the_global_stream() -> None:
     def first(seed: int) -> Tensor:
         trainer = lockstep.Trainer(lambda: nn.Linear(4, 3), seed=seed)

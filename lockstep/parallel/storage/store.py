@@ -42,7 +42,7 @@ class TensorStore:
     """A region that holds tensors, and views of it in their shapes.
 
     Attributes:
-        is_elsewhere: only other ranks use them.
+        is_elsewhere: only other ranks use them, or all but a part of them.
     """
 
     is_elsewhere = False

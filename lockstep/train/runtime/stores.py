@@ -143,7 +143,8 @@ class Stores:
             give_back_freed_memory()
         for store, own, group in zip(self._parameters, members, groups, strict=True):
             store.readopt(own)
-            store.is_elsewhere = leader not in group.ranks
+            is_divided = divides_parameters(assignment)
+            store.is_elsewhere = is_divided or leader not in group.ranks
         self.release_pages()
         return self._parameters
 
