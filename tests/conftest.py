@@ -25,8 +25,9 @@ faulthandler.enable()
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 torch.set_num_threads(1)  # from now on: test files compute where they are collected, too
-settings.register_profile("all", deadline=None)  # other tests may have the cores
-settings.register_profile("core", settings.get_profile("all"), max_examples=20)
+settings.register_profile("exhaustive", deadline=None)  # other tests may have the cores
+settings.register_profile("all", settings.get_profile("exhaustive"), max_examples=50)
+settings.register_profile("core", settings.get_profile("exhaustive"), max_examples=20)
 
 
 # Folders whose tests mostly wait, and those whose tests compute, in the order of their runs:
@@ -42,7 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Of a law, the core tries fewer examples."""
-    settings.load_profile("core" if config.option.markexpr == CORE else "all")
+    outer = "exhaustive" if config.option.exhaustive else "all"
+    settings.load_profile("core" if config.option.markexpr == CORE else outer)
 
 
 @pytest.hookimpl(optionalhook=True)  # it is not known with `-p no:xdist`

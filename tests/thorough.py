@@ -1,6 +1,8 @@
 """Which cases of a matrix are run by ``make test``, ``test-all`` and ``test-exhaustive``.
 
-A test of its own that is as dear is left to ``make test-all`` with ``@pytest.mark.thorough``.
+A test of its own that is as dear is left to ``make test-all`` with ``@pytest.mark.thorough``, and
+the dearest, of which others show the parts, to ``make test-exhaustive`` with
+``@pytest.mark.exhaustive``.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable
@@ -59,13 +61,15 @@ def _values(case: Any) -> tuple[Any, ...]:
 def covering(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """Tests of the core, and as many others as it takes for every value of every argument.
 
-    The whole product of strategies x models x options says little more, and takes a multiple of the
-    time: the fuzzer crosses them at random, and ``--exhaustive`` runs them all. The choice is the
-    same every day: it depends on the tests' names only.
+    Of a test with one argument, half of the others. The whole product of strategies x models x
+    options says little more, and takes a multiple of the time: the fuzzer crosses them at random,
+    and ``--exhaustive`` runs them all. The choice is the same every day: it depends on the tests'
+    names only.
     """
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
-        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if item.get_closest_marker("exhaustive") is None:
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     chosen = {item for own in functions.values() for item in _cover(own)}
     return [item for item in items if item in chosen]
 
@@ -75,7 +79,11 @@ def _cover(items: list[pytest.Item]) -> list[pytest.Item]:
     rows = {item: _arguments(item) for item in items}
     seen: set[tuple[str, Hashable]] = set()
     chosen = []
-    for item in sorted(items, key=lambda item: (_is_thorough(item), crc32(item.nodeid.encode()))):
+    ordered = sorted(items, key=lambda item: (_is_thorough(item), crc32(item.nodeid.encode())))
+    num_thorough = sum(map(_is_thorough, items))
+    if max(map(len, rows.values())) == 1:
+        ordered = ordered[: len(items) - num_thorough // 2]
+    for item in ordered:
         values = set(rows[item].items())
         if not (_is_thorough(item) and values) or values - seen:
             chosen.append(item)

@@ -74,7 +74,7 @@ def test_hosts_that_are_left_go_on_to_the_same_bits(
         assert run.result() == expected(strategy, EPOCHS)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_last_host_outlives_the_loss_of_a_helper_as_one_host_does(tmp_path: Path) -> None:
     with under_way(tmp_path, host_faults.HELPED, 2, min_hosts=1) as run:
         run.lose(1)
@@ -86,7 +86,7 @@ def test_the_last_host_outlives_the_loss_of_a_helper_as_one_host_does(tmp_path: 
         assert host.said(b": waiting for all hosts") == 1, "for the one that was lost"
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_host_that_comes_late_joins_the_others_when_they_meet_again(tmp_path: Path) -> None:
     with under_way(tmp_path, host_faults.SHARES, 3, min_hosts=2, epochs=40) as run:
         late = run.lose(1)

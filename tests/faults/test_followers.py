@@ -87,7 +87,7 @@ def test_a_call_that_fails_at_the_leader_ends_for_the_other(
     assert found == {"leader": after, "follower": after}
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_one_that_stalls_between_two_calls_is_waited_for(tmp_path: Path) -> None:
     found = told("slow", tmp_path)
     each = {"fit": ["loss"], "evaluate": ["loss"], "predict": [3, 2]}

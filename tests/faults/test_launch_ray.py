@@ -121,7 +121,7 @@ def test_the_scripts_end_with_the_command(number: int, tmp_path: Path, ray: list
     wait_until(lambda: not any(map(is_alive, pids)), 30, lambda: f"left: {pids}")
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_an_actor_that_dies_is_told(tmp_path: Path, ray: list[str]) -> None:
     source = """
 import os, signal, time
@@ -148,7 +148,7 @@ def test_a_cluster_that_is_too_small_is_told(tmp_path: Path, ray: list[str]) -> 
     assert "Received: nodes with 1, 1 CPUs" in done.stderr
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_hosts_may_share_a_node_where_they_are_let(tmp_path: Path, ray: list[str]) -> None:
     write(tmp_path / "script.py", "import os\nprint(os.environ['LOCKSTEP_HOST_INDEX'])")
     for spread in ("SPREAD", "PACK"):

@@ -67,7 +67,7 @@ def test_another_backend(tmp_path: Path, first: str, inside: str) -> None:
     assert 'import os; os.environ["KERAS_BACKEND"] = "torch"' in said
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_keras_imported_in_a_scope(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -78,7 +78,7 @@ def different(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
     return [name for name in left if not torch.equal(left[name], right[name])]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_low_precision_reaches_the_accuracy_of_fp32_on_the_digits() -> None:
     strategy = lockstep.MirroredStrategy(2)
     found = {

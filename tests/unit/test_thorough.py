@@ -53,18 +53,20 @@ class Case:
     nodeid: str
     arguments: tuple[Any, ...]
     core: bool
+    exhaustive: bool = False
 
     @property
     def callspec(self) -> SimpleNamespace:
         return SimpleNamespace(params=dict(zip("xyz", self.arguments, strict=False)))
 
     def get_closest_marker(self, name: str) -> str | None:
-        assert name == "thorough"
-        return None if self.core else name
+        return name if {"thorough": not self.core, "exhaustive": self.exhaustive}[name] else None
 
 
-def chosen(*arguments: tuple[Any, ...], core: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    cases = [Case(f"test.py::test[{one}]", one, one in core) for one in arguments]
+def chosen(
+    *arguments: tuple[Any, ...], core: tuple[Any, ...] = (), **marks: bool
+) -> list[tuple[Any, ...]]:
+    cases = [Case(f"test.py::test[{one}]", one, one in core, **marks) for one in arguments]
     return [case.arguments for case in cast(list[Case], covering(cast(Any, cases)))]
 
 
@@ -77,9 +79,21 @@ def test_each_value_is_kept() -> None:
         assert {one[argument] for one in kept} == {one[argument] for one in every}
 
 
-def test_the_core_and_lists_are_not_thinned() -> None:
+def test_the_core_and_rows_of_names_are_not_thinned() -> None:
     every = [*product(range(6), "abcde")]
     assert set(every[:12]) <= set(chosen(*every, core=tuple(every[:12])))
-    assert len(chosen(*((one,) for one in range(9)))) == 9
     names = [(number, f"case {number}") for number in range(9)]
     assert chosen(*names) == names
+
+
+def test_of_one_argument_half_of_what_is_not_core_is_kept() -> None:
+    every = [(one,) for one in range(9)]
+    assert len(chosen(*every)) == 5
+    kept = chosen(*every, core=((3,), (7,)))
+    assert len(kept) == 6
+    assert {(3,), (7,)} <= set(kept)
+    assert chosen(("alone",)) == [("alone",)]
+
+
+def test_what_is_marked_exhaustive_is_not_kept() -> None:
+    assert chosen(("one",), ("another",), core=(("one",),), exhaustive=True) == []
