@@ -123,6 +123,8 @@ class LayerGraph(msgspec.Struct, JsonFile, frozen=True, kw_only=True):
             ``first`` has made, or a buffer that both use is changed: no cut may come between.
         samples: of the microbatch that costs and flows are for; 0 if they were not measured.
         optimizer: the costs of the optimizer that trains it.
+        threads_speed: of a rank alone on its host with a thread for each core, relative to the
+            single thread for which costs are.
     """
 
     layers: tuple[Layer, ...]
@@ -132,6 +134,7 @@ class LayerGraph(msgspec.Struct, JsonFile, frozen=True, kw_only=True):
     channels_last: bool = False
     samples: int = 0
     optimizer: OptimizerCosts = OptimizerCosts()
+    threads_speed: float = 1.0
 
     @property
     def parameters(self) -> tuple[ParameterInfo, ...]:

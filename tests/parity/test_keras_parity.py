@@ -12,6 +12,7 @@ from tests.thorough import core_of
 
 STRATEGIES: dict[str, Callable[[], lockstep.Strategy]] = {
     "one device": lambda: lockstep.SingleDeviceStrategy(),
+    "auto": lambda: lockstep.AutoStrategy("memory", devices=2),
     "mirrored 2": lambda: lockstep.MirroredStrategy(devices=2),
     "mirrored 3": lambda: lockstep.MirroredStrategy(devices=3),
     "mirrored 2 of 4": lambda: lockstep.MirroredStrategy(devices=2, num_shares=4),

@@ -85,6 +85,16 @@ def test_the_parts_of_a_step() -> None:
     assert two.step.update == pytest.approx(one.step.update / 2)
 
 
+def test_one_device_has_the_threads_of_the_process() -> None:
+    graph, cluster = even_graph(), cores(2)
+    faster = msgspec.structs.replace(graph, threads_speed=1.5)
+    plan = SingleDevice()(graph, cluster, 8)
+    slow, fast = (cost_of(plan, each, cluster, 8).step.forward for each in (graph, faster))
+    assert slow == pytest.approx(1.5 * fast)
+    found = next(candidates(Problem(graph=faster, cluster=cluster, batch_size=8)))
+    assert found.cost.step.forward == pytest.approx(fast)
+
+
 def test_the_bubble_of_a_pipeline_is_that_of_its_schedule() -> None:
     graph, cluster = even_graph(parameters=1), cores(2)
     graph = msgspec.structs.replace(graph, flows=())

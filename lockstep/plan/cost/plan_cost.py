@@ -40,6 +40,8 @@ def cost_of(plan: Plan, graph: LayerGraph, cluster: Cluster, batch_size: int) ->
         sizes = unit_bytes(graph, plan.sharding.units)
         return sharded_cost(profile, seats, plan.sharding.level, sizes, plan.num_shares, batch_size)
     layout = Layout((0,), (plan.num_ranks,), plan.num_shares)
+    if plan.threads_per_device is None:  # it has those of the process
+        profile = profile.threaded
     return staged_cost(profile, seats, layout, batch_size)
 
 

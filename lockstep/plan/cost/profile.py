@@ -55,6 +55,7 @@ class Profile:
         flows: tensors between units.
         samples: that the flows' sizes are for.
         optimizer: the costs of the optimizer.
+        threads_speed: see ``LayerGraph``.
     """
 
     units: tuple[tuple[int, int], ...]
@@ -62,6 +63,7 @@ class Profile:
     flows: tuple[Flow, ...]
     samples: int
     optimizer: OptimizerCosts
+    threads_speed: float = 1.0
 
     @property
     def num_units(self) -> int:
@@ -76,6 +78,14 @@ class Profile:
     def whole(self) -> Costs:
         """The costs of the model."""
         return self.of(0, self.num_units)
+
+    @property
+    def threaded(self) -> "Profile":
+        """The same with the times of a rank that has all cores' threads."""
+        speed = self.threads_speed
+        times = ("forward_fixed", "forward", "backward_fixed", "backward")
+        faster = {name: [value / speed for value in self.sums[name]] for name in times}
+        return replace(self, sums={**self.sums, **faster}, threads_speed=1.0)
 
     def merged(self, starts: Sequence[int]) -> "Profile":
         """The same with larger units, which begin at these ones."""
@@ -129,6 +139,7 @@ def profile_of(graph: LayerGraph) -> Profile:
         sums={name: _sums(getattr(row, name) for row in rows) for name in _FIELDS},
         flows=flows,
         optimizer=graph.optimizer,
+        threads_speed=graph.threads_speed,
         samples=graph.samples,
     )
 

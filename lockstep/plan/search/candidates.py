@@ -174,6 +174,8 @@ def _runnable(layout: Layout, batch_size: int) -> Layout:
 
 def _of_layout(problem: Problem, profile: Profile, layout: Layout) -> Candidate:
     seats = seats_of(problem.cluster, layout.num_ranks)
+    if layout.num_ranks == layout.shares == 1:
+        profile = profile.threaded
     numbers = sorted({seat.host for seat in seats.all})
     hosts = tuple(problem.cluster.hosts[number] for number in numbers)
     return Candidate(

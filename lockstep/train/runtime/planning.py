@@ -8,6 +8,7 @@ while model and inputs are the same but for the values of tensors.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from lockstep.capture.graph import (
     value_bytes,
 )
 from lockstep.capture.layers import capture_layers, functions_of
+from lockstep.capture.measuring import measure_layers
 from lockstep.capture.tracing import Trace, trace_modes
 from lockstep.cluster.devices import discover
 from lockstep.cluster.topology import Cluster
@@ -215,15 +217,31 @@ class Planning:
         few = many // PART
         fewer = map_tensors(lambda tensor: tensor[:few], inputs)
         announce(f"Measuring {len(trace.layers)} layers")
+        given = self._given(inputs)
         with num_threads(1):  # as ranks on cores will have
-            return profile_graph(
+            graph = profile_graph(
                 self._model,
                 trace,
-                self._given(inputs),
+                given,
                 self._given(fewer) if few else None,
                 sizes,
                 (many, few),
             )
+        return msgspec.structs.replace(
+            graph, threads_speed=self._threads_speed(graph, trace, given)
+        )
+
+    def _threads_speed(self, graph: LayerGraph, trace: Trace, inputs: Tree) -> float:
+        """How much faster the layers are with the threads that this process has."""
+        if torch.get_num_threads() == 1:
+            return 1.0
+        alone = [layer.costs for layer in graph.layers if layer.costs is not None]
+        together = measure_layers(self._model, trace, inputs)
+        seconds = [
+            math.fsum(one.forward_seconds + one.backward_seconds for one in costs)
+            for costs in (alone, together)
+        ]
+        return max(seconds[0] / seconds[1], 1.0) if seconds[1] else 1.0
 
     @contextmanager
     def _inputs(self, source: Source | None, size: int, precision: str) -> Iterator[Tree]:
