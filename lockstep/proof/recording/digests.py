@@ -30,7 +30,7 @@ WIDTH = 2 + NUM_PROJECTIONS  # numbers of a digest: the hash, the sum of squares
 COLUMNS = 4096  # of tensors that are taken as one long row
 _MOST_COLUMNS = 1 << 20
 _SMALL = 4096  # elements; below, calls cost more than arithmetic
-_BLOCK = 1 << 16  # elements that are read once from memory for all parts of a digest
+_BLOCK = 1 << 18  # elements that are read once from memory for all parts of a digest
 _WORDS = 64  # the period of the hash's multipliers
 
 
@@ -46,6 +46,8 @@ def digest(local: torch.Tensor, shard: Shard) -> np.ndarray:
         return np.zeros(WIDTH)
     if not local.is_cpu:
         return accelerator_digest(local, shard).cpu().numpy()
+    if not shard.shape and local.is_floating_point():
+        return _number_digest(local.item())
     if local.numel() <= _SMALL:
         return _small_digest(local, shard)
     return _large_digest(local, shard)
@@ -54,6 +56,10 @@ def digest(local: torch.Tensor, shard: Shard) -> np.ndarray:
 def accelerator_digest(local: torch.Tensor, shard: Shard) -> torch.Tensor:
     """The same, as a tensor on the tensor's own device: nothing waits for it."""
     local = _plain(local)
+    if not shard.shape and local.is_floating_point():
+        coefficients = torch.from_numpy(_small_coefficients(shard)[:, 0]).to(local.device)
+        value = local.double()[None]
+        return torch.cat([value, value * value, coefficients * value])
     result = torch.zeros(WIDTH, dtype=torch.float64, device=local.device)
     rows, columns = (each.to(local.device) for each in _coefficients(shard, torch.float64))
     hashed = torch.zeros((), dtype=torch.int64, device=local.device)
@@ -127,6 +133,15 @@ def _blocks(local: torch.Tensor, shard: Shard, num_elements: int) -> Sequence[to
     return list(matrix.split(rows))
 
 
+def _number_digest(value: float) -> np.ndarray:
+    """Of a tensor with a single number; counts of steps are such."""
+    result = np.empty(WIDTH)
+    result[0] = value
+    result[1] = value * value
+    result[2:] = _small_coefficients(Shard((), ()))[:, 0] * value
+    return result
+
+
 def _small_digest(local: torch.Tensor, shard: Shard) -> np.ndarray:
     result = np.empty(WIDTH)
     flat = local.contiguous().reshape(-1)
@@ -174,7 +189,7 @@ def _hash(block: torch.Tensor) -> torch.Tensor:
     if num_bytes % period or flat.storage_offset() * flat.element_size() % 8:
         flat = torch.nn.functional.pad(flat.view(torch.uint8), (0, -num_bytes % period)).clone()
     words = flat.view(torch.int64).view(-1, _WORDS).sum(0)
-    return (words * torch.from_numpy(_multipliers()).to(words.device)).sum()
+    return (words * _multipliers_on(words.device)).sum()
 
 
 def _padded_words(flat: torch.Tensor) -> np.ndarray:
@@ -191,6 +206,11 @@ def _hash_of_words(words: np.ndarray) -> np.ndarray:
 @lru_cache(maxsize=1)
 def _multipliers() -> np.ndarray:
     return (_random_words(7, _WORDS) | np.uint64(1)).view(np.int64)
+
+
+@lru_cache(maxsize=16)
+def _multipliers_on(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(_multipliers()).to(device)
 
 
 @lru_cache(maxsize=1)

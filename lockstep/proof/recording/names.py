@@ -22,6 +22,7 @@ class Names:
     """The canonical names of a model's modules, parameters and buffers."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._known: dict[str, str] = {}
         self._added = {
             f"{name}.module".removeprefix(".")
             for name, module in model.named_modules()
@@ -30,6 +31,12 @@ class Names:
 
     def __call__(self, name: str) -> str:
         """The name without the parts that wrappers have added."""
+        found = self._known.get(name)
+        if found is None:
+            found = self._known[name] = self._find(name)
+        return found
+
+    def _find(self, name: str) -> str:
         parts = name.split(".")
         return ".".join(
             part
@@ -55,17 +62,21 @@ def _inner_of(model: Any) -> nn.Module | None:
     return None
 
 
-def parameters_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def parameters_of(
+    model: nn.Module, canonical: Names | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters with their canonical names; a shared one under its first."""
     keras_names = {id(each.value): each.path for each in getattr(model, "variables", ())}
-    canonical = Names(model)
+    canonical = canonical or Names(model)
     for name, parameter in model.named_parameters():
         yield keras_names.get(id(parameter), canonical(name)), parameter
 
 
-def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def buffers_of(
+    model: nn.Module, canonical: Names | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Buffers with their canonical names."""
-    canonical = Names(model)
+    canonical = canonical or Names(model)
     for name, buffer in model.named_buffers():
         yield canonical(name), buffer
 

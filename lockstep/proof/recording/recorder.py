@@ -19,7 +19,7 @@ from torch import nn
 
 from lockstep.errors import OptionError, Problems
 from lockstep.proof.recording.forward_order import ForwardOrder
-from lockstep.proof.recording.names import buffers_of, parameters_of, unwrapped
+from lockstep.proof.recording.names import Names, buffers_of, parameters_of, unwrapped
 from lockstep.proof.recording.observation import (
     Observation,
     Table,
@@ -27,6 +27,7 @@ from lockstep.proof.recording.observation import (
     place_of,
     random_state,
 )
+from lockstep.proof.recording.optimizers import watch
 from lockstep.proof.recording.record_file import (
     BUFFER,
     GRADIENT,
@@ -41,7 +42,7 @@ from lockstep.proof.recording.record_file import (
     Step,
 )
 from lockstep.proof.recording.samples import samples_of
-from lockstep.proof.recording.watches import Update, Watch, named, watch
+from lockstep.proof.recording.watches import Update, Watch, named
 from lockstep.version import __version__
 
 # Set by ``lockstep verify script.py``: another folder, another number of steps, and the end of the
@@ -286,12 +287,14 @@ class _RankRecord:
         self._table = Table(self.writer)
         self._is_full = header.is_full
         self._groups: dict[int, tuple[Group, ...]] = {}
+        self._canonical: Names | None = None
         self._begun: tuple[Update, Observation, int] | None = None
 
     def write_start(self, model: nn.Module, state: int) -> None:
         """Write the parameters as they are before the first update."""
         seen = self._observe()
-        for name, parameter in parameters_of(model):
+        self._canonical = Names(model)
+        for name, parameter in parameters_of(model, self._canonical):
             seen.add(PARAMETER, name, parameter)
         self._write(seen, Step(step=START, random_state=state))
 
@@ -314,10 +317,10 @@ class _RankRecord:
         update, seen, state = self._begun
         for name, value in slots:
             seen.add(SLOT, name, value)
-        for name, parameter in parameters_of(model):
+        for name, parameter in parameters_of(model, self._canonical):
             if parameter.requires_grad:
                 seen.add(PARAMETER, name, parameter)
-        for name, buffer in buffers_of(model):
+        for name, buffer in buffers_of(model, self._canonical):
             seen.add(BUFFER, name, buffer)
         self._write_step(update, seen, state, losses, samples, is_complete=True)
 

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lockstep.errors import OptionError
-from lockstep.proof.recording.names import torch_optimizer
 from lockstep.proof.recording.observation import groups_of
 from lockstep.proof.recording.record_file import Group
 
@@ -167,27 +165,6 @@ def _after_closure(see: Callable[[], None], args: Any, kwargs: Any) -> Any:
     if "closure" in kwargs:
         return args, {**kwargs, "closure": closing}
     return (args[0], closing, *args[2:]), kwargs
-
-
-def watch(observer: Observer, optimizer: Any) -> Watch:
-    """Watch an optimizer, several, or None for all that step on the model's parameters.
-
-    Raises:
-        OptionError: it is no optimizer.
-    """
-    if optimizer is None:
-        return TorchWatch(observer, None)
-    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    optimizers = [torch_optimizer(each) for each in given]
-    wrong = [each for each in optimizers if not isinstance(each, torch.optim.Optimizer)]
-    if wrong or not optimizers:
-        raise OptionError(
-            "The optimizer must be one of torch's or Keras's, or what a library has made of one.",
-            received=type(wrong[0]).__name__ if wrong else "none",
-            fix="Pass the object whose step is called; or None, for any optimizer of torch that "
-            "steps on the model's parameters.",
-        )
-    return TorchWatch(observer, optimizers)
 
 
 def named(parameters: Sequence[torch.Tensor], names: Mapping[int, str]) -> dict[int, str]:

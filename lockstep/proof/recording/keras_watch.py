@@ -1,0 +1,70 @@
+"""Calls a recorder right before and after each update of an optimizer of Keras, on torch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lockstep.proof.recording.record_file import Group
+from lockstep.proof.recording.watches import Observer, Update, Watch
+
+_OPTIONS = ("weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "beta_1", "beta_2")
+
+
+def is_of_keras(optimizer: Any) -> bool:
+    """Whether it is an optimizer of Keras."""
+    return any(each.__module__.startswith("keras.") for each in type(optimizer).__mro__)
+
+
+class KerasWatch(Watch):
+    """Watches optimizers of Keras, by their method ``apply``, which ``fit`` calls, too."""
+
+    def __init__(self, observer: Observer, optimizers: Sequence[Any]) -> None:
+        self._observer = observer
+        self._optimizers = list(optimizers)
+        for number, each in enumerate(optimizers):
+            each.apply = self._wrapped(number, each, each.apply)
+
+    def remove(self) -> None:
+        for each in self._optimizers:
+            del each.apply
+        self._optimizers.clear()
+
+    def _wrapped(self, number: int, optimizer: Any, apply: Callable[..., Any]) -> Any:
+        def applying(gradients: Any, trainable_variables: Any = None) -> Any:
+            if self._observer.is_done:
+                self._observer.end_script()
+                return apply(gradients, trainable_variables)
+            gradients = list(gradients)
+            variables = list(trainable_variables or optimizer._trainable_variables)
+            self._see(number, optimizer, gradients, variables)
+            result = apply(gradients, trainable_variables)
+            self._observer.after(_slots(optimizer))
+            return result
+
+        return applying
+
+    def _see(
+        self, number: int, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> None:
+        names = self._observer.names_for([each.value for each in variables])
+        named = [names.get(id(each.value), each.path) for each in variables]
+        found = [
+            (name, torch.as_tensor(each))
+            for name, each in zip(named, gradients, strict=True)
+            if each is not None
+        ]
+        self._observer.before(Update(number, found, (_group(optimizer, named),)))
+
+
+def _group(optimizer: Any, names: Sequence[str]) -> Group:
+    options = {name: getattr(optimizer, name, None) for name in _OPTIONS}
+    plain = {name: each for name, each in options.items() if isinstance(each, float | int)}
+    return Group(tuple(names), {"lr": float(optimizer.learning_rate), **plain})
+
+
+def _slots(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    for each in optimizer.variables:
+        _, _, name = each.path.rpartition("/")
+        if name not in ("iteration", "learning_rate"):
+            yield name, each.value

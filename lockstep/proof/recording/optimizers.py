@@ -1,0 +1,33 @@
+"""Which watch an optimizer needs."""
+
+from typing import Any
+
+import torch
+
+from lockstep.errors import OptionError
+from lockstep.proof.recording.keras_watch import KerasWatch, is_of_keras
+from lockstep.proof.recording.names import torch_optimizer
+from lockstep.proof.recording.watches import Observer, TorchWatch, Watch
+
+
+def watch(observer: Observer, optimizer: Any) -> Watch:
+    """Watch an optimizer, several, or None for all of torch that step on the model's parameters.
+
+    Raises:
+        OptionError: it is no optimizer.
+    """
+    if optimizer is None:
+        return TorchWatch(observer, None)
+    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    if given and all(map(is_of_keras, given)):
+        return KerasWatch(observer, given)
+    optimizers = [torch_optimizer(each) for each in given]
+    wrong = [each for each in optimizers if not isinstance(each, torch.optim.Optimizer)]
+    if wrong or not optimizers:
+        raise OptionError(
+            "The optimizer must be one of torch's or Keras's, or what a library has made of one.",
+            received=type(wrong[0]).__name__ if wrong else "none",
+            fix="Pass the object whose step is called; or None, for any optimizer of torch that "
+            "steps on the model's parameters.",
+        )
+    return TorchWatch(observer, optimizers)
