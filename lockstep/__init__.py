@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     )
     from lockstep.strategies.pipeline import PipelineStrategy as PipelineStrategy
     from lockstep.strategies.single import SingleDeviceStrategy as SingleDeviceStrategy
+    from lockstep.strategies.tensor_parallel import (
+        TensorParallelStrategy as TensorParallelStrategy,
+    )
     from lockstep.strategies.tpu import TPUClusterResolver as TPUClusterResolver
     from lockstep.strategies.tpu import TPUStrategy as TPUStrategy
     from lockstep.strategies.tpu import initialize_tpu_system as initialize_tpu_system
@@ -102,6 +105,7 @@ _HOMES = {
     "SingleDeviceStrategy": ("lockstep.strategies.single", "SingleDeviceStrategy"),
     "Strategy": ("lockstep.strategies.base", "Strategy"),
     "TPUClusterResolver": ("lockstep.strategies.tpu", "TPUClusterResolver"),
+    "TensorParallelStrategy": ("lockstep.strategies.tensor_parallel", "TensorParallelStrategy"),
     "TPUStrategy": ("lockstep.strategies.tpu", "TPUStrategy"),
     "TopK": ("lockstep.plan.program.compression", "TopK"),
     "Trainer": ("lockstep.train.trainer", "Trainer"),

@@ -24,6 +24,7 @@ from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.strategies.parameter_server import ParameterServerStrategy
 from lockstep.strategies.pipeline import PipelineStrategy
 from lockstep.strategies.single import SingleDeviceStrategy
+from lockstep.strategies.tensor_parallel import TensorParallelStrategy
 from lockstep.strategies.tpu import TPUStrategy
 
 
@@ -47,7 +48,10 @@ def add_strategy_options(parser: argparse.ArgumentParser) -> None:
         "--devices", type=int, metavar="N", help="number of devices; of a hybrid, per replica"
     )
     parser.add_argument(
-        "--shares", type=int, metavar="S", help="parts of each batch (default: one per device)"
+        "--shares",
+        type=int,
+        metavar="S",
+        help="parts of each batch, or of each layer (default: one per device)",
     )
     parser.add_argument(
         "--every", metavar="H", help="of local: steps between two averages, or epoch (default: 16)"
@@ -142,6 +146,10 @@ def _servers(options: argparse.Namespace) -> Strategy:
     return ParameterServerStrategy(servers, options.devices)
 
 
+def _tensor(options: argparse.Namespace) -> Strategy:
+    return TensorParallelStrategy(options.devices, num_tensor_shards=options.shares)
+
+
 _PIPELINE_OPTIONS = ("cuts", "microbatches", "schedule")
 
 
@@ -186,6 +194,7 @@ _STRATEGIES: dict[str, Callable[[argparse.Namespace], Strategy]] = {
     "hybrid": _hybrid,
     "local": _local,
     "servers": _servers,
+    "tensor": _tensor,
 }
 
 

@@ -76,6 +76,7 @@ class ExchangeSpec:
         row_capacity: longest row that a share may offer, in float64.
         mail_bytes: sizes of the mailboxes.
         on_accelerators: gradients lie in devices' memory, and need none of the host.
+        followers: ranks that compute other ranks' shares like them, and offer nothing.
         gathering_rank: its host has memory for the gradients of all ranks; None for no host.
     """
 
@@ -86,6 +87,7 @@ class ExchangeSpec:
     mail_bytes: tuple[int, ...] = ()
     on_accelerators: bool = False
     gathering_rank: int | None = None
+    followers: tuple[int, ...] = ()
 
     @property
     def num_shares(self) -> int:

@@ -37,7 +37,8 @@ from lockstep.parallel.exchange.control import open_region
 from lockstep.parallel.exchange.engine import Endpoint, Neighbours
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.storage.allocator import keep_freed_memory
-from lockstep.plan.decision import Axis, LocalUpdate, ProcessGroup, SharedMemory, SlicedUpdate
+from lockstep.plan.decision import Axis, LocalUpdate, SlicedUpdate
+from lockstep.plan.engine_kinds import ProcessGroup, SharedMemory
 from lockstep.plan.engines import backend_for, check_leave
 from lockstep.plan.spec import Plan
 from lockstep.train.multihost.discovery import find_hosts

@@ -32,6 +32,7 @@ from lockstep.parallel.sharding.residency import Residency
 from lockstep.parallel.sharding.sharded_passes import ShardedPasses
 from lockstep.parallel.sharding.unit_memory import UnitMemory
 from lockstep.parallel.sharding.units import modules_of_units, separate_storages
+from lockstep.parallel.tensor.tensor_passes import TensorPasses
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
 from lockstep.parallel.workload import Workload
@@ -98,6 +99,8 @@ def open_passes(
     }
     if work.plan.pipeline is None:
         options["group"] = endpoint.spec.groups[0]
+        if work.plan.tensor is not None:
+            return TensorPasses(work, endpoint=endpoint, **options)
         if residency is not None:
             return ShardedPasses(work, residency=residency, **options)
         return ModelPasses(work, **options)

@@ -70,7 +70,8 @@ class UpdateWorker:
         if self.board is not None and not self._changes_weights:
             self.board.own_nothing()
         self._rules = rules
-        needs_bound = rules.needs_norm and rules.clip_norm is None
+        is_whole = plan.tensor is None  # else a rank does not know what others put in its row
+        needs_bound = rules.needs_norm and rules.clip_norm is None and is_whole
         exchange.bounds_gradients = needs_bound and bool(groups)
         self._factor = 1.0  # of the sum of the gradients
         blocks = [sizes for group in groups for sizes in group.blocks]

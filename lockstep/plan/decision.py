@@ -5,14 +5,14 @@ search that led to it.
 """
 
 import math
-from collections.abc import Sequence
-from typing import ClassVar
 
 from lockstep.errors import PlanError, Problems
+from lockstep.plan.engine_kinds import Engine, SharedMemory
 from lockstep.plan.makers.averaging import AveragedUpdate, Record
 from lockstep.plan.program.compression import Compression
 from lockstep.plan.sharding import Sharding
 from lockstep.plan.shares import replica_of_share, shares_of_replica
+from lockstep.plan.splits import TensorSplits
 
 PLAN_VERSION = 1
 
@@ -107,49 +107,6 @@ class ServedUpdate(Record, frozen=True, kw_only=True, tag="served"):
 Update = LocalUpdate | SlicedUpdate | StagedUpdate | AveragedUpdate | ServedUpdate
 
 
-class SharedMemory(Record, frozen=True, kw_only=True, tag="shared memory"):
-    """Ranks of a host share the parameters' memory; Lockstep's own channels join hosts.
-
-    Attributes:
-        shares_memory: whether ranks of one host have the same parameters in the same place.
-        name: for people.
-    """
-
-    shares_memory: ClassVar[bool] = True
-    name: ClassVar[str] = "shared memory"
-
-    def domains(self, hosts: Sequence[range]) -> list[range]:
-        """The ranks that share parameters: those of each host."""
-        return list(hosts)
-
-
-class ProcessGroup(Record, frozen=True, kw_only=True, tag="process group"):
-    """Every rank has parameters of its own, and the optimizer's state of what it updates.
-
-    Tensors go from rank to rank through torch.distributed.
-
-    Attributes:
-        backend: torch.distributed's name of it.
-        shares_memory: see ``SharedMemory``.
-    """
-
-    backend: str
-
-    shares_memory: ClassVar[bool] = False
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        return self.backend
-
-    def domains(self, hosts: Sequence[range]) -> list[range]:
-        """The ranks that share parameters: each rank has its own."""
-        return [range(rank, rank + 1) for ranks in hosts for rank in ranks]
-
-
-Engine = SharedMemory | ProcessGroup
-
-
 class StagePrediction(Record, frozen=True, kw_only=True):
     """The expected costs of a stage for one microbatch when the Plan was made.
 
@@ -221,6 +178,7 @@ class Decision(Record, frozen=True, kw_only=True):
     compression: Compression | None = None
     ties: tuple[Tie, ...] = ()
     sharding: Sharding | None = None
+    tensor: TensorSplits | None = None
     notes: tuple[str, ...] = ()
     version: int = PLAN_VERSION
 
@@ -231,6 +189,7 @@ class Decision(Record, frozen=True, kw_only=True):
         _check_stages(self, problems)
         _check_compression(self, problems)
         _check_sharding(self, problems)
+        _check_tensor(self, problems)
         problems.raise_if_any(PlanError)
 
     def num_parameters(self, stage: int | None = None) -> int:
@@ -308,6 +267,11 @@ class Decision(Record, frozen=True, kw_only=True):
         if self.is_server(replica):
             return range(0)
         return shares_of_replica(replica, self.num_replicas, self.num_shares, self.shares_per_row)
+
+    def shares_of_rank(self, rank: int) -> range:
+        """The shares that a rank without stages computes, those that divide layers the same."""
+        size = next((axis.size for axis in self.mesh if axis.name == "tensor"), 1)
+        return self.shares_of(rank // size)
 
     def replica_of(self, share: int) -> int:
         """The replica of the whole model that computes a share."""
@@ -397,6 +361,23 @@ def _check_sharding(plan: Decision, problems: Problems) -> None:
             "nor do shares that run together, layer by layer.",
             received=f"compiled={plan.compiled}, interleaved={plan.interleaved}",
             fix='Train without `compile` and with one share per device, or use level="gradients".',
+        )
+
+
+def _check_tensor(plan: Decision, problems: Problems) -> None:
+    if plan.tensor is None:
+        return
+    if plan.compiled or plan.pipeline or plan.num_hosts > 1 or not plan.engine.shares_memory:
+        problems.add(
+            "Layers are divided among ranks that share memory, without stages or a compiler.",
+            received=f"compiled={plan.compiled}, {plan.num_hosts} hosts, over {plan.engine.name}",
+            fix="Train without `compile`, on the cores of one host.",
+        )
+    if plan.tensor.num_shards < plan.num_ranks:
+        problems.add(
+            "Every rank must have a shard of each divided layer.",
+            received=f"num_shards={plan.tensor.num_shards} with {plan.num_ranks} ranks",
+            fix=f"Use num_shards >= {plan.num_ranks}.",
         )
 
 

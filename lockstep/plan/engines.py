@@ -17,8 +17,8 @@ import msgspec
 from lockstep.cluster.topology import Cluster
 from lockstep.errors import DeviceError, OptionError, Problems
 from lockstep.graph.layer_graph import LayerGraph
-from lockstep.plan.decision import ProcessGroup
 from lockstep.plan.devices import is_cpu, kind_of
+from lockstep.plan.engine_kinds import ProcessGroup
 from lockstep.plan.makers.data_parallel import Maker, Wrapping
 from lockstep.plan.spec import Plan
 

@@ -40,6 +40,7 @@ class Plan(Decision, JsonFile, frozen=True, kw_only=True, forbid_unknown_fields=
             replicas that train locally; None if nothing is compressed, and the result exact.
         ties: which layers have parameters in common.
         sharding: what is divided over the ranks; None if each has everything.
+        tensor: how layers are divided inside; None if none is.
         notes: remarks on this plan for people.
         version: of this format.
 

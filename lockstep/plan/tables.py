@@ -75,7 +75,18 @@ def _heading(plan: Decision) -> str:
         f"Plan: {plan.strategy}, {mesh}, {plan.precision}{images}\n"
         f"Devices: {_devices(plan)}{threads}\n"
         f"{_work(plan)}\n"
-        f"Parameters: {format_count(plan.num_parameters())}{_ties(plan)}{_sharding(plan)}"
+        f"Parameters: {format_count(plan.num_parameters())}{_ties(plan)}"
+        f"{_sharding(plan)}{_tensor(plan)}"
+    )
+
+
+def _tensor(plan: Decision) -> str:
+    """The shards of layers; a line of its own."""
+    if plan.tensor is None:
+        return ""
+    count, of_all = len(plan.tensor.parameters), len(plan.tensor.parameters + plan.tensor.whole)
+    return (
+        f"\nShards of each divided layer: {plan.tensor.num_shards}; {count} of {of_all} Parameters"
     )
 
 
@@ -180,6 +191,8 @@ def _layers(plan: Decision) -> Table:
     sharding = plan.sharding
     if sharding is not None and sharding.units:
         table.add_column("unit")
+    if plan.tensor is not None:
+        table.add_column("divided by")
     for layer in plan.layers[:_MOST_LAYERS]:
         table.add_row(
             Text(layer.name or "(model)"),
@@ -188,6 +201,7 @@ def _layers(plan: Decision) -> Table:
             str(layer.stage),
             *([_exchange(layer)] if shows_rows else []),
             *([Text(sharding.unit_of(layer.name))] if sharding and sharding.units else []),
+            *([Text(plan.tensor.of_layer(layer.name))] if plan.tensor else []),
         )
     hidden = len(plan.layers) - _MOST_LAYERS
     if hidden > 0:

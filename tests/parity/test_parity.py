@@ -26,6 +26,7 @@ STRATEGIES = {
     "mirrored-2-gloo": lockstep.MirroredStrategy(2, engine="gloo"),
     "mirrored-3-gloo": lockstep.MirroredStrategy(3, engine="gloo"),
     "sharded-3": lockstep.FullyShardedStrategy(3),
+    "tensor-2": lockstep.TensorParallelStrategy(2),
 }
 
 

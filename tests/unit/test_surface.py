@@ -41,6 +41,7 @@ PUBLIC = {
     "SingleDeviceStrategy",
     "Strategy",
     "TPUClusterResolver",
+    "TensorParallelStrategy",
     "TPUStrategy",
     "TopK",
     "Trainer",

@@ -31,7 +31,7 @@ from lockstep.parallel.debug.diagnosis import Diagnosis
 from lockstep.parallel.independence.reduction_test import LossOf, check_added, check_mean
 from lockstep.parallel.independence.sample_independence import check_sample_independence
 from lockstep.parallel.independence.split_test import is_tried
-from lockstep.parallel.loss.share_losses import JointLoss, ShareLoss, nothing
+from lockstep.parallel.loss.share_losses import JointLoss, LossAdapter, ShareLoss, nothing
 from lockstep.parallel.loss.whole_batch import SharePart
 from lockstep.parallel.training_step import TrainingStep
 from lockstep.parallel.workload import Workload
@@ -55,7 +55,7 @@ class ModelPasses(Passes):
     def __init__(self, work: Workload, *, group: GroupSpec, **options: Any) -> None:
         super().__init__(work, **options)
         self._group = group
-        self._mine = self._plan.shares_of(self._rank)
+        self._mine = self._plan.shares_of_rank(self._rank)
         self._has_buffers, self._has_norms = bool(self._buffers), bool(self._norms)
         self._has_linears = bool(self._linears)
         self._hands_over = self._exchange.gradients[_GROUP].is_early
@@ -275,7 +275,7 @@ class ModelPasses(Passes):
     def diagnose(self, run: Run, share: int) -> str:
         """Run the share again on its rank to find the place."""
         place = Diagnosis.nothing
-        if share in self._plan.shares_of(self._rank):
+        if share in self._mine:
             self._seed_streams(run, share)
             place = Diagnosis(self._model).of(
                 partial(self._read, run, share), partial(self._try, run)
@@ -384,8 +384,11 @@ class ModelPasses(Passes):
         self._try_on_halves(run, batch)
         output = self._watched_call(batch)
         if self._loss is not None and run.num_filled > 1 and self._loss.newly_adds(output):
-            check_added(self._model, self._loss, self.call, batch)
+            self._check_added(self._loss, batch)
         return batch, output
+
+    def _check_added(self, loss: LossAdapter, batch: Batch) -> None:
+        check_added(self._model, loss, self.call, batch)
 
     def _watched_call(self, batch: Batch) -> Tree:
         with nullcontext() if self._loss is None else self._loss.watching():
@@ -404,7 +407,7 @@ class ModelPasses(Passes):
                 self._model, self.call, batch, is_low=self.call.is_low
             )
             if self._loss is not None:
-                check_added(self._model, self._loss, self.call, batch)
+                self._check_added(self._loss, batch)
             return
         loss_of: LossOf = partial(self._loss_by_function, run)
         if not self._functions:

@@ -24,7 +24,7 @@ from lockstep.comm.transports.process_group import CPU, ProcessGroups
 from lockstep.comm.transports.process_group_transport import ProcessGroupTransport
 from lockstep.comm.transports.tensor_channels import TensorChannels
 from lockstep.parallel.groups import ParameterGroup
-from lockstep.plan.decision import ProcessGroup
+from lockstep.plan.engine_kinds import ProcessGroup
 from lockstep.plan.program.lowering import stage_graph
 from lockstep.plan.spec import Plan
 

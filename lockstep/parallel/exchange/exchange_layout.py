@@ -21,6 +21,7 @@ from lockstep.parallel.parameter_server.update_rollback import copied_bytes
 from lockstep.parallel.pipeline.stage_mail import MailSpec, mail_spec
 from lockstep.parallel.sharding.units import unit_of_parameters
 from lockstep.parallel.storage.store import slot_spec, tensor_spec
+from lockstep.parallel.tensor.shard_exchange import SLOT_BYTES
 from lockstep.parallel.workload import Workload
 from lockstep.plan.decision import LocalUpdate, ServedUpdate
 from lockstep.plan.devices import is_cpu
@@ -65,6 +66,7 @@ def exchange_spec(work: Workload) -> ExchangeSpec:
         mail_bytes=mail_bytes,
         on_accelerators=not is_cpu(plan.devices),
         gathering_rank=plan.num_ranks - 1 if plan.is_stale else None,
+        followers=() if plan.tensor is None else tuple(range(1, plan.num_ranks)),
     )
 
 
@@ -123,12 +125,15 @@ def units_of(work: Workload) -> dict[str, int | None] | None:
 
 
 def _work_bytes(work: Workload, trained: Sequence[TensorSpec]) -> tuple[int, ...]:
-    """Sizes of the memory that asynchronous workers and servers share.
+    """Sizes of the memory that ranks share for more than gradients.
 
-    These are the progress table, the servers' slot notes, second copies, and, for other hosts, the
-    times at which rows of sparse parameters changed.
+    For layers that are divided inside these are the slots in which shards meet. For asynchronous
+    workers and servers they are the progress table, the servers' slot notes, second copies, and,
+    for other hosts, the times at which rows of sparse parameters changed.
     """
     plan, updater = work.plan, work.updater
+    if plan.tensor is not None and plan.num_ranks > 1:
+        return (2 * SLOT_BYTES,)
     if not (plan.is_stale and isinstance(plan.update, ServedUpdate) and updater is not None):
         return ()
     servers, parameters = plan.num_servers, dict(work.model.named_parameters())

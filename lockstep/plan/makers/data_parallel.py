@@ -22,6 +22,7 @@ from lockstep.plan.decision import Axis, LayerPlacement, LocalUpdate, SlicedUpda
 from lockstep.plan.devices import Devices, check_there, device_names, is_cpu, threads_for
 from lockstep.plan.makers.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.spec import Plan
+from lockstep.plan.splits import TensorSplits
 from lockstep.units import first_few
 
 # Of so many samples: the model's graph with costs, and the devices with what is known of them.
@@ -73,6 +74,19 @@ class Maker(ABC):
         """Whether the ranks of its Plans divide the training, so that none has all of it."""
         return False
 
+    @property
+    def whole_modules(self) -> Sequence[str]:
+        """Names of modules whose layers are not divided inside."""
+        return ()
+
+    def num_tensor_shards(self, cluster: Cluster) -> int | None:
+        """Shards into which it divides layers, once it knows their splits; None if it does not."""
+        return None
+
+    def with_splits(self, splits: TensorSplits) -> "Maker":
+        """The maker that divides layers so."""
+        return self
+
     @abstractmethod
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
         """Make the Plan for global batches of ``batch_size`` samples."""
@@ -97,6 +111,16 @@ class Wrapping(Maker):
 
     def check_batch_size(self, batch_size: int) -> None:
         self.maker.check_batch_size(batch_size)
+
+    @property
+    def whole_modules(self) -> Sequence[str]:
+        return self.maker.whole_modules
+
+    def num_tensor_shards(self, cluster: Cluster) -> int | None:
+        return self.maker.num_tensor_shards(cluster)
+
+    def with_splits(self, splits: TensorSplits) -> Maker:
+        return replace(self, maker=self.maker.with_splits(splits))
 
     @property
     def outer(self) -> Nesterov | None:

@@ -101,12 +101,15 @@ def lower_forward(plan: Plan, rank: int, num_samples: int) -> RankProgram:
 def leaves_a_rank_idle(plan: Plan, num_samples: int) -> bool:
     """Whether some rank works on no share of such a batch, and sees no buffer change."""
     if plan.pipeline is None:
-        return not _filled_shares(plan, plan.num_replicas - 1, num_samples)
+        return not _filled(plan.shares_of(plan.num_replicas - 1), plan, num_samples)
     most = max(len(stage.ranks) for stage in plan.pipeline.stages)
     return num_filled_shares(num_samples, plan.num_shares) < most
 
 
 def _filled_shares(plan: Plan, rank: int, num_samples: int) -> list[int]:
+    return _filled(plan.shares_of_rank(rank), plan, num_samples)
+
+
+def _filled(shares: range, plan: Plan, num_samples: int) -> list[int]:
     filled = num_filled_shares(num_samples, plan.num_shares)
-    mine = plan.shares_of(rank)
-    return [share for share in mine if share < filled]
+    return [share for share in shares if share < filled]

@@ -9,8 +9,9 @@ while model and inputs are the same but for the values of tensors.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -39,6 +40,7 @@ from lockstep.launch.health.machine_measuring import measured
 from lockstep.parallel.data_parallel.batch_norm import note_lone_sample
 from lockstep.parallel.data_parallel.forward import (
     DTYPES,
+    call_model,
     channels_last,
     computing_in,
     narrowed,
@@ -47,11 +49,13 @@ from lockstep.parallel.data_parallel.forward import (
 from lockstep.parallel.pipeline.partition import Partition, partition
 from lockstep.parallel.settings import num_threads
 from lockstep.parallel.storage.cpu_quirks import breaks_channels_last
+from lockstep.parallel.tensor.observing import has_hooks, observed_splits
 from lockstep.parallel.transfer.serialization import describe
 from lockstep.plan.makers.data_parallel import Maker
 from lockstep.plan.search.automatic import ranking_of
 from lockstep.plan.search.ranking import described
 from lockstep.plan.spec import Plan
+from lockstep.plan.splits import TensorSplits
 from lockstep.train.batch_size_search.batch_size_cache import key_of
 from lockstep.train.fit.failing_layer import naming_layer
 from lockstep.train.runtime.model_profile import cached_graph, profile_optimizer
@@ -101,6 +105,7 @@ class Planning:
         self._measured: LayerGraph | None = None
         self._traces: dict[bytes, tuple[Trace, Trace]] = {}
         self._sizes: dict[bytes, _Traced] = {}
+        self._split: dict[bytes, TensorSplits] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Another process traces and measures anew."""
@@ -135,7 +140,12 @@ class Planning:
         size = maker.sample_size(cluster, batch_size)
         if size is None:
             return settle(maker(capture_layers(self._model), cluster, batch_size)), {}
+        num_shards = maker.num_tensor_shards(cluster)
         with self._inputs(source, size, precision) as inputs:
+            if num_shards is not None:
+                splits = self._splits(inputs, precision, num_shards, maker.whole_modules)
+                graph = capture_layers(self._model)
+                return settle(maker.with_splits(splits)(graph, cluster, batch_size)), {}
             traced, graph = self._capture(inputs, precision, announce)
         plan = settle(maker(graph, cluster, batch_size))
         return plan, {trace.training: partition(plan, trace, sizes) for trace, sizes in traced}
@@ -262,6 +272,19 @@ class Planning:
             except ValueError as error:
                 note_lone_sample(error)
                 raise
+
+    def _splits(
+        self, inputs: Tree, precision: str, num_shards: int, whole: Sequence[str]
+    ) -> TensorSplits:
+        """How the model's uses of its parameters allow to divide them."""
+
+        def observe() -> TensorSplits:
+            call = partial(call_model, self._model, self._given(inputs))
+            return observed_splits(self._model, call, num_shards, whole)
+
+        hooked = [name for name, one in self._model.named_parameters() if has_hooks(one)]
+        key = inputs, precision, num_shards, tuple(whole), hooked
+        return self._kept(self._split, key, observe)
 
     def _capture(
         self,

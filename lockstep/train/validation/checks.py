@@ -28,7 +28,7 @@ from lockstep.parallel.loss.loss_options import check_loss
 from lockstep.parallel.loss.share_losses import ONE_LOSS, LossAdapter
 from lockstep.parallel.storage.device_memory import noting_shortage
 from lockstep.parallel.storage.store import move_model
-from lockstep.plan.decision import ProcessGroup
+from lockstep.plan.engine_kinds import ProcessGroup
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks.callback import Callback
 from lockstep.train.logging.metrics import Metrics, targetless

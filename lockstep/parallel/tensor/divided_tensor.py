@@ -1,0 +1,316 @@
+"""A tensor of which each rank has its parts; operations that do not know it get the whole.
+
+Its shape, dtype and device are the whole tensor's. An operation with a rule (``RULES``) works on
+the parts. For any other the parts are gathered, which all ranks do alike, since all run the same
+operations.
+
+In place, parts change only while nothing else has a copy of them: what was gathered would not
+change with them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lockstep.errors import ModelError
+from lockstep.parallel.tensor.shard_exchange import ShardExchange, Tensors
+from lockstep.parallel.tensor.transfers import gather
+from lockstep.plan.splits import Split
+
+# What an operation on the parts returns; NotImplemented if the operation needs the whole.
+Rule = Callable[["Owner", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+# By function of torch, the rule for divided tensors and weights among its arguments.
+RULES: dict[Any, Rule] = {}
+
+_FACTS = frozenset(
+    [
+        *(
+            getattr(torch.Tensor, name).__get__
+            for name in (
+                *("shape", "dtype", "device", "ndim", "layout", "itemsize", "is_sparse"),
+                *("is_cuda", "is_cpu", "is_meta", "is_nested", "is_quantized", "is_mkldnn"),
+            )
+        ),
+        *(
+            getattr(torch.Tensor, name)
+            for name in ("size", "dim", "numel", "nelement", "__len__", "is_floating_point")
+        ),
+        torch.is_floating_point,
+        torch.numel,
+    ]
+)
+
+
+class Owner(ABC):
+    """What divided tensors come from.
+
+    Attributes:
+        exchange: of their parts.
+    """
+
+    exchange: ShardExchange
+
+    @abstractmethod
+    def split_of(
+        self, weight: Any, columns: int, rows: int | None = None, input: Any = None
+    ) -> Split | None:
+        """How a weight is divided; None if it is whole, or no weight of the model.
+
+        Args:
+            weight: an argument of a product.
+            columns: its dim of the outputs.
+            rows: its dim of the inputs, along which it may be divided, too.
+            input: what it is multiplied by.
+        """
+
+    @abstractmethod
+    def parts_of(self, weight: torch.Tensor, split: Split) -> Tensors:
+        """This rank's parts of a weight, or of any whole tensor that is divided like one."""
+
+    @abstractmethod
+    def check_pass(self, divided: "DividedTensor") -> None:
+        """Check that a pass is running, in which all ranks gather the same.
+
+        Raises:
+            ModelError: none is.
+        """
+
+    @abstractmethod
+    def name_of(self, weight: Any) -> str:
+        """The name of a weight; "" if it is none of the model."""
+
+    def note_gather(self, divided: "DividedTensor", func: Any) -> None:
+        """A function gets a divided tensor whole."""
+        return
+
+    def note_whole(self, weight: torch.Tensor, func: Any) -> None:
+        """A function gets a weight whole."""
+        return
+
+    def refine(self, divided: "DividedTensor", sizes: Sequence[int], unit: int) -> None:
+        """An operation would work on parts if the dim had blocks of these sizes and this unit."""
+        return
+
+
+class Aliases:
+    """Divided tensors that share memory, and copies that were gathered from them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._copies: list[tuple[torch.Tensor, int]] = []
+
+    def note(self, copy: torch.Tensor) -> None:
+        """A whole copy was given out."""
+        self._copies.append((copy, copy._version))
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether copies were given out."""
+        return bool(self._copies)
+
+    @property
+    def are_changed(self) -> bool:
+        """Whether a copy has been changed in place since."""
+        return any(copy._version != version for copy, version in self._copies)
+
+
+class DividedTensor(torch.Tensor):
+    """See the module.
+
+    Attributes:
+        parts: this rank's.
+        division: the dim that is divided, and where.
+        owner: what it comes from.
+        origin: the name of the weight that it comes from.
+        span: elements of the weight's outputs in one element of the divided dim.
+        aliases: those with the same memory.
+    """
+
+    parts: Tensors
+    division: Split
+    owner: Owner
+    origin: str
+    span: int
+    aliases: Aliases
+    _copy: torch.Tensor | None
+    _is_whole: bool = False
+
+    @staticmethod
+    def of(
+        parts: Tensors,
+        split: Split,
+        owner: Owner,
+        origin: str,
+        span: int = 1,
+        aliases: Aliases | None = None,
+    ) -> "DividedTensor":
+        """A divided tensor of these parts; for the arguments see the class."""
+        shape = list(parts[0].shape)
+        shape[split.dim] = split.size
+        made: DividedTensor = torch.Tensor._make_wrapper_subclass(
+            DividedTensor, shape, dtype=parts[0].dtype, device=parts[0].device
+        )
+        made.parts, made.division, made.owner = parts, split, owner
+        made.origin, made.span, made._copy = origin, span, None
+        made.aliases = Aliases() if aliases is None else aliases
+        made.aliases.count += 1
+        return made
+
+    def like(
+        self,
+        parts: Tensors,
+        split: Split | None = None,
+        span: int | None = None,
+        *,
+        is_view: bool = False,
+    ) -> "DividedTensor":
+        """One that comes from this; by default with the same split."""
+        return DividedTensor.of(
+            parts,
+            self.division if split is None else split,
+            self.owner,
+            self.origin,
+            self.span if span is None else span,
+            self.aliases if is_view else None,
+        )
+
+    def whole(self, func: Any = None) -> torch.Tensor:
+        """The whole tensor, which ``func`` needs; every rank calls it."""
+        if self._copy is None:
+            self.owner.check_pass(self)
+            # In the order of dims in memory, in which random numbers are drawn.
+            order = _order_in_memory(self.parts[0])
+            shape = [
+                self.division.size if dim == self.division.dim else self.parts[0].shape[dim]
+                for dim in order
+            ]
+            parts = [part.permute(order) for part in self.parts]
+            split = self.division.at(order.index(self.division.dim))
+            copy = gather(self.owner.exchange, parts, split, shape)
+            self._copy = copy.permute([order.index(dim) for dim in range(len(order))])
+            self.aliases.note(self._copy)
+            self.owner.note_gather(self, func)
+        return self._copy
+
+    def left_whole(self, func: Any) -> torch.Tensor:
+        """The whole tensor, which all later operations get, too.
+
+        A function may keep its arguments for more than backward: checkpoints run on them again.
+        """
+        settled = self.settled()
+        if settled is self:
+            settled = self.whole(func)
+            self._is_whole = True
+        return settled
+
+    def settled(self) -> torch.Tensor:
+        """This tensor; or its copy, if that was changed in place and has the values.
+
+        Raises:
+            ModelError: other tensors with the same memory do not have them.
+        """
+        if not self.aliases.are_changed:
+            return self._copy if self._is_whole and self._copy is not None else self
+        if self.aliases.count > 1 or self._copy is None:
+            raise ModelError(
+                "The model changes the output of a divided layer in place, and uses a view of it, "
+                "too.",
+                received=f"an in-place change of what comes from {self.origin!r}",
+                fix="Change a copy: add .clone() after the layer.",
+            )
+        return self._copy
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        (owner, *_) = (one.owner for one in divided_in((args, kwargs)))
+        return dispatch(owner, func, tuple(args), kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own is a placeholder
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        names = sorted({one.origin for one in divided_in((args, kwargs))})
+        raise ModelError(
+            "An operation that torch does not show to modes of its functions uses the output of a "
+            "divided layer.",
+            received=f"{func} on what comes from {', '.join(names)}",
+            fix='Name the layer in `whole`: TensorParallelStrategy(whole=["..."]).',
+        )
+
+
+def dispatch(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function on the parts of divided tensors and weights, or on the whole ones."""
+    if func in _FACTS:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    args, kwargs = _mapped(lambda one: one.settled(), (args, kwargs))
+    rule = RULES.get(func)
+    if rule is not None and args:
+        result = rule(owner, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    args, kwargs = _mapped(lambda one: one.whole(func), (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _order_in_memory(tensor: torch.Tensor) -> list[int]:
+    """The dims, those with the largest strides first."""
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+
+
+def empty_like_whole(divided: DividedTensor) -> torch.Tensor:
+    """Memory like the whole tensor's."""
+    order = _order_in_memory(divided.parts[0])
+    made = torch.empty(
+        [divided.shape[dim] for dim in order], dtype=divided.dtype, device=divided.device
+    )
+    return made.permute([order.index(dim) for dim in range(len(order))])
+
+
+def divided_in(arguments: Any) -> Iterator[DividedTensor]:
+    """The divided tensors among arguments, also in lists and dicts."""
+    if isinstance(arguments, DividedTensor):
+        yield arguments
+    elif isinstance(arguments, list | tuple):
+        for one in arguments:
+            yield from divided_in(one)
+    elif isinstance(arguments, dict):
+        yield from divided_in(list(arguments.values()))
+
+
+def _mapped(function: Callable[[DividedTensor], torch.Tensor], arguments: Any) -> Any:
+    """Arguments with their divided tensors replaced."""
+    if isinstance(arguments, DividedTensor):
+        return function(arguments)
+    if isinstance(arguments, list | tuple):
+        mapped = [_mapped(function, one) for one in arguments]
+        if isinstance(arguments, tuple) and hasattr(arguments, "_fields"):
+            return type(arguments)(*mapped)
+        return type(arguments)(mapped)
+    if isinstance(arguments, dict):
+        return {key: _mapped(function, one) for key, one in arguments.items()}
+    return arguments
+
+
+def whole_of(tensor: Any, func: Any) -> Any:
+    """A tensor, whole."""
+    return tensor.whole(func) if isinstance(tensor, DividedTensor) else tensor
+
+
+def named(names: str, *owners: Any) -> list[Any]:
+    """Functions with these names, of whichever owners have them."""
+    return [
+        getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name)
+    ]
+
+
+def register(rule: Rule, functions: Sequence[Any]) -> None:
+    """Give functions a rule."""
+    RULES.update(dict.fromkeys(functions, rule))

@@ -1,0 +1,210 @@
+"""Observes how a model uses its parameters, and divides these so that little must be gathered.
+
+The model runs on a few samples, with all shards in this process. A product's weight is divided by
+its outputs when it is first used, or by its inputs where these come divided already. Where an
+operation would work on parts if a weight were cut in other places, between heads or by the blocks
+of a fused projection, the model runs again with these. Names play no part.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lockstep.capture.layers import ties_of
+from lockstep.capture.state import left_alone, set_mode
+from lockstep.data.trees import map_tensors
+from lockstep.parallel.tensor.divided_tensor import DividedTensor
+from lockstep.parallel.tensor.parameters import DividedParameters
+from lockstep.parallel.tensor.shard_exchange import ShardExchange, Tensors, cut
+from lockstep.plan.sharding import is_in
+from lockstep.plan.splits import ParameterSplit, Split, TensorSplits
+
+# Cuts that are tried for one weight, one after the other.
+_MOST_TRIES = 6
+
+
+def observed_splits(
+    model: nn.Module, call: Callable[[], object], num_shards: int, whole: Sequence[str] = ()
+) -> TensorSplits:
+    """How a model's parameters can be divided.
+
+    Args:
+        model: the model; it is left as it was.
+        call: runs it on a few samples.
+        num_shards: into how many shards.
+        whole: names of modules whose parameters are not divided.
+    """
+    cuts: dict[str, tuple[tuple[int, ...], int]] = {}
+    tried: dict[str, list[Any]] = {}
+    while True:
+        observer = Observer(model, num_shards, cuts, whole)
+        with left_alone(model), observer.running():
+            set_mode(model, training=True)
+            map_tensors(lambda one: one.whole() if isinstance(one, DividedTensor) else one, call())
+        asked = {
+            name: one
+            for name, one in observer.asked.items()
+            if one not in tried.setdefault(name, []) and len(tried[name]) < _MOST_TRIES
+        }
+        if not asked:
+            return observer.result()
+        for name, one in asked.items():
+            tried[name].append(one)
+        cuts |= asked
+
+
+class Observer(DividedParameters):
+    """Decides at the first use of each weight how it is divided.
+
+    Args:
+        model: the model.
+        num_shards: of each divided dim.
+        cuts: by weight, sizes of blocks and the unit of its outputs.
+        whole: names of modules whose parameters are not divided.
+
+    Attributes:
+        asked: other such cuts, with which operations would work on parts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_shards: int,
+        cuts: Mapping[str, tuple[tuple[int, ...], int]],
+        whole: Sequence[str],
+    ) -> None:
+        parameters = dict(model.named_parameters())
+        super().__init__(parameters, {}, ShardExchange(num_shards, range(num_shards)))
+        self._cuts = cuts
+        self._tied = {names[0] for names in ties_of(model)}
+        self.asked: dict[str, tuple[tuple[int, ...], int]] = {}
+        self._rows: set[str] = set()
+        self._users: dict[str, str] = {}  # the last function that got a weight
+        self._gathered: dict[str, str] = {}
+        self._reasons = {
+            name: reason
+            for name, one in parameters.items()
+            if (reason := _reason(name, one, whole))
+        }
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with super().running(), _Uses(self):
+            yield
+
+    def split_of(
+        self, weight: Any, columns: int, rows: int | None = None, input: Any = None
+    ) -> Split | None:
+        name = self.name_of(weight)
+        if name and name not in self._splits and name not in self._reasons:
+            self._decide(name, weight, columns, rows, input)
+        return super().split_of(weight, columns, rows, input)
+
+    def _decide(
+        self, name: str, weight: torch.Tensor, columns: int, rows: int | None, input: Any
+    ) -> None:
+        is_divided = isinstance(input, DividedTensor) and input.division.dim == input.dim() - 1
+        if is_divided and rows is not None and name not in self._tied:
+            split = input.division.at(rows)
+            self._rows.add(name)
+        else:
+            sizes, unit = self._cuts.get(name, ((weight.shape[columns],), 1))
+            split = self._split(columns, sizes, unit)
+            if not split.is_possible:
+                split = self._split(columns, (weight.shape[columns],), 1)
+        if split.is_possible:
+            self._splits[name] = split
+        else:
+            self._reasons[name] = f"{split.size} outputs are fewer than {split.num_shards} shards"
+
+    def _split(self, dim: int, sizes: Sequence[int], unit: int) -> Split:
+        return Split(dim=dim, sizes=tuple(sizes), unit=unit, num_shards=self.exchange.num_shards)
+
+    def parts_of(self, weight: torch.Tensor, split: Split) -> Tensors:
+        name = self.name_of(weight)
+        if name and weight.dim() == 1 and name not in self._reasons:
+            self._splits.setdefault(name, split)
+        return [cut(weight, split, shard) for shard in self.exchange.own]
+
+    def refine(self, divided: DividedTensor, sizes: Sequence[int], unit: int) -> None:
+        name = divided.origin
+        if not (name in self._splits and unit and all(sizes)):
+            return
+        own = self._splits[name]
+        blocks = tuple(sizes) if sum(sizes) == own.size else own.sizes
+        if self._split(0, blocks, unit).is_possible:
+            self.asked[name] = blocks, unit
+
+    def note_gather(self, divided: DividedTensor, func: Any) -> None:
+        self._gathered.setdefault(divided.origin, _name_of(func))
+
+    def note_use(self, weight: Any, func: Any) -> None:
+        """A function got a weight, in whatever way."""
+        name = self.name_of(weight)
+        if name:
+            self._users[name] = _name_of(func)
+
+    def _use(self, name: str) -> str:
+        return f"used by {self._users[name]}" if name in self._users else "not used"
+
+    def result(self) -> TensorSplits:
+        """What was decided."""
+        return TensorSplits(
+            num_shards=self.exchange.num_shards,
+            parameters=tuple(
+                ParameterSplit(
+                    name=name,
+                    split=split,
+                    by="rows" if name in self._rows else "columns",
+                    gathered_for=self._gathered.get(name, ""),
+                )
+                for name, split in self._splits.items()
+            ),
+            whole=tuple(
+                (name, self._reasons.get(name) or self._use(name))
+                for name in self._parameters
+                if name not in self._splits
+            ),
+        )
+
+
+class _Uses(TorchFunctionMode):
+    """Notes which functions get parameters, after the rules have had their turn."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, bool | int | torch.Size | torch.dtype | torch.device):
+            for one in (*args, *(kwargs or {}).values()):
+                if isinstance(one, nn.Parameter):
+                    self._observer.note_use(one, func)
+        return result
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """True if functions of the user get a parameter's gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def _reason(name: str, parameter: nn.Parameter, whole: Sequence[str]) -> str:
+    """Why a parameter must be whole; "" if it need not be."""
+    if any(is_in(name, module) for module in whole):
+        return "named in `whole`"
+    if has_hooks(parameter):
+        return "its gradient has a hook"
+    return "" if parameter.is_floating_point() else "not of floating point"
+
+
+def _name_of(func: Any) -> str:
+    """A function's name for people."""
+    name = getattr(func, "__name__", "") or type(func).__name__
+    return name if name != "NoneType" else "the model's output"

@@ -1,0 +1,216 @@
+"""A model's divided parameters on one rank, and functions that give products its parts of them.
+
+A part is a view of the parameter, and a leaf of autograd. So a parameter may be divided in one use,
+and whole in another: its gradient is the sum of what both give.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import lockstep.parallel.tensor.rules
+import lockstep.parallel.tensor.shape_rules  # noqa: F401  # they fill the table of rules
+from lockstep.errors import ModelError
+from lockstep.parallel.data_parallel.functional_patch import Redirection
+from lockstep.parallel.tensor.divided_tensor import (
+    DividedTensor,
+    Owner,
+    dispatch,
+)
+from lockstep.parallel.tensor.shard_exchange import ShardExchange, Tensors
+from lockstep.parallel.tensor.transfers import cut_own
+from lockstep.plan.splits import Split
+
+
+class DividedParameters(Owner):
+    """See the module.
+
+    Args:
+        parameters: of the model, by name.
+        splits: of those that are divided.
+        exchange: of their shards.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        splits: Mapping[str, Split],
+        exchange: ShardExchange,
+    ) -> None:
+        self.exchange = exchange
+        self._names = {id(one): name for name, one in parameters.items()}
+        self._parameters = dict(parameters)  # an id is valid only while its object lives
+        self._splits = dict(splits)
+        self._parts: dict[str, list[_Shard]] = {
+            name: [_Shard(parameters[name], split, shard) for shard in exchange.own]
+            for name, split in splits.items()
+        }
+        self._of_whole_uses: dict[str, torch.Tensor] = {}
+        self._is_running = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within the block this thread computes on parts."""
+        before, self._is_running = self._is_running, True
+        try:
+            with ExitStack() as stack:
+                for one in _REDIRECTIONS:
+                    stack.enter_context(one.to(partial(self._call, one)))
+                stack.enter_context(_whole_in_functions())
+                yield
+        finally:
+            self._is_running = before
+
+    def _call(self, function: Redirection, *args: Any, **kwargs: Any) -> Any:
+        """Call a function that may have a weight of the model among its arguments."""
+        if any(isinstance(one, nn.Parameter | DividedTensor) for one in args[:3]):
+            return dispatch(self, function.plain, args, kwargs)
+        return function.plain(*args, **kwargs)
+
+    def check_pass(self, divided: DividedTensor) -> None:
+        if not self._is_running:
+            raise ModelError(
+                "The output of a divided layer was kept after the pass: each process has its part.",
+                received=f"what comes from {divided.origin!r}",
+                fix='Name the layer in `whole`: TensorParallelStrategy(whole=["..."]).',
+            )
+
+    def name_of(self, weight: Any) -> str:
+        return self._names.get(id(weight), "")
+
+    def is_divided(self, name: str) -> bool:
+        """Whether a parameter is divided."""
+        return name in self._splits
+
+    def split_of(
+        self, weight: Any, columns: int, rows: int | None = None, input: Any = None
+    ) -> Split | None:
+        split = self._splits.get(self.name_of(weight))
+        return split if split is not None and split.dim in (columns, rows) else None
+
+    def parts_of(self, weight: torch.Tensor, split: Split) -> Tensors:
+        name = self.name_of(weight)
+        own = self._splits.get(name)
+        if own is None or own.dim != split.dim or not own.is_like(split):
+            return cut_own(self.exchange, weight, split)
+        return [part.tensor() for part in self._parts[name]]
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def keep(self, name: str, gradient: torch.Tensor | None) -> None:
+        """Keep the gradient of a divided parameter's uses as a whole."""
+        if gradient is not None:
+            before = self._of_whole_uses.get(name)
+            self._of_whole_uses[name] = gradient if before is None else before + gradient
+
+    @torch.no_grad()
+    def put_gradient(self, name: str, place: torch.Tensor) -> bool:
+        """Put this rank's parts of a divided parameter's gradient in place; False if it has none.
+
+        The gradients are gone then.
+        """
+        whole, parts = self._of_whole_uses.pop(name, None), self._parts[name]
+        if whole is None and not any(part.has_gradient for part in parts):
+            return False
+        for shard, part in zip(self.exchange.own, parts, strict=True):
+            part.put_gradient(place, whole, self._splits[name], shard)
+        return True
+
+    @contextmanager
+    def gradients_aside(self) -> Iterator[None]:
+        """Around trials of the model: afterwards parts have the gradients that they had."""
+        leaves = [leaf for parts in self._parts.values() for part in parts for leaf in part.leaves]
+        before = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        try:
+            yield
+        finally:
+            for leaf, gradient in zip(leaves, before, strict=True):
+                leaf.grad = gradient
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        self._of_whole_uses.clear()
+        for parts in self._parts.values():
+            for part in parts:
+                part.clear()
+
+
+class _Shard:
+    """One shard of a parameter: a leaf for each block."""
+
+    def __init__(self, parameter: nn.Parameter, split: Split, shard: int) -> None:
+        self._parameter, self._dim = parameter, split.dim
+        self.leaves = [
+            parameter.detach().narrow(split.dim, start, stop - start)
+            for start, stop in split.cuts[shard]
+        ]
+
+    def tensor(self) -> torch.Tensor:
+        """The shard."""
+        for leaf in self.leaves:
+            leaf.requires_grad_(self._parameter.requires_grad)  # which may change between steps
+        return self.leaves[0] if len(self.leaves) == 1 else torch.cat(self.leaves, self._dim)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether it was used."""
+        return any(leaf.grad is not None for leaf in self.leaves)
+
+    def put_gradient(
+        self, place: torch.Tensor, whole: torch.Tensor | None, split: Split, shard: int
+    ) -> None:
+        """Put its gradient in its place, with its part of the gradient of other uses."""
+        for leaf, (start, stop) in zip(self.leaves, split.cuts[shard], strict=True):
+            own = place.narrow(split.dim, start, stop - start)
+            rest = None if whole is None else whole.narrow(split.dim, start, stop - start)
+            if leaf.grad is None:
+                own.zero_() if rest is None else own.copy_(rest)
+            elif rest is None:
+                own.copy_(leaf.grad)
+            else:
+                torch.add(leaf.grad, rest, out=own)
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop its gradient."""
+        for leaf in self.leaves:
+            leaf.grad = None
+
+
+# The functions with a rule for weights. Layers look them up at every call, also in backward.
+_REDIRECTIONS = [
+    *(Redirection(name) for name in ("linear", "embedding", "conv1d", "conv2d", "conv3d")),
+    *(Redirection(name, torch) for name in ("matmul", "mm", "addmm")),
+    *(Redirection(name, torch.Tensor) for name in ("matmul", "mm", "__matmul__")),
+]
+
+
+_apply = torch.autograd.Function.__dict__["apply"]
+_count = 0
+
+
+@contextmanager
+def _whole_in_functions() -> Iterator[None]:
+    """Within the block, functions with a backward of their own get whole tensors."""
+    global _count
+    if _count == 0:
+        torch.autograd.Function.apply = classmethod(_apply_whole)  # type: ignore[assignment]
+    _count += 1
+    try:
+        yield
+    finally:
+        _count -= 1
+        if _count == 0:
+            torch.autograd.Function.apply = _apply  # type: ignore[method-assign]
+
+
+def _apply_whole(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Function.apply`` with whole tensors; divided ones may be in lists, too."""
+    plain = [one.left_whole(cls) if isinstance(one, DividedTensor) else one for one in args]
+    return _apply.__get__(None, cls)(*plain, **kwargs)

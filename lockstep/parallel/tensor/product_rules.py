@@ -1,0 +1,196 @@
+"""Rules for products with divided weights: linear layers, convolutions, embeddings.
+
+A weight that is divided by columns, its outputs, gives each shard a part of the outputs. One that
+is divided by rows, its inputs, takes a part of the inputs, and the shards' results are added up.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from lockstep.parallel.tensor.divided_tensor import RULES, DividedTensor, Owner, whole_of
+from lockstep.parallel.tensor.shard_exchange import Tensors
+from lockstep.parallel.tensor.transfers import cut_own, spread, total
+from lockstep.plan.splits import Split
+
+# Multiplies a part of the inputs by a part of the weight, and adds a part of the bias.
+_Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def _linear(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    input, weight, bias = (*args, *kwargs.values(), None)[:3]
+    split = owner.split_of(weight, 0, 1, input)
+    return _multiplied(owner, func, input, weight, bias, split, 1, func)
+
+
+def _matmul(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs or len(args) != 2 or args[0].dim() < 2 or args[1].dim() != 2:
+        return NotImplemented
+    split = owner.split_of(args[1], 1, 0, args[0])
+    return _multiplied(
+        owner, func, *args, None, split, 0, lambda input, weight, bias: func(input, weight)
+    )
+
+
+def _addmm(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs or len(args) != 3 or args[0].dim() != 1:
+        return NotImplemented
+    bias, input, weight = args
+    split = owner.split_of(weight, 1, 0, input)
+
+    def product(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        made: torch.Tensor = input @ weight if bias is None else func(bias, input, weight)
+        return made
+
+    return _multiplied(owner, func, input, weight, bias, split, 0, product)
+
+
+def _multiplied(
+    owner: Owner,
+    func: Any,
+    input: Any,
+    weight: torch.Tensor,
+    bias: Any,
+    split: Split | None,
+    rows: int,
+    product: _Product,
+) -> Any:
+    """The product with a weight whose inputs are the dim ``rows``."""
+    if split is None:
+        return NotImplemented
+    if split.dim != rows:
+        return _by_columns(owner, func, input, weight, bias, split, -1, product)
+    parts = zip(_inputs(owner, func, input, split), owner.parts_of(weight, split), strict=True)
+    summed = total(owner.exchange, [product(own, part, None) for own, part in parts])
+    return summed if bias is None else summed + whole_of(bias, func)
+
+
+def _by_columns(
+    owner: Owner,
+    func: Any,
+    input: Any,
+    weight: torch.Tensor,
+    bias: Any,
+    split: Split,
+    dim: int,
+    product: _Product,
+) -> DividedTensor:
+    """The product with a weight that is divided by its outputs, which are ``dim`` of the result."""
+    inputs = spread(owner.exchange, whole_of(input, func))
+    biases: Any = [None for _ in inputs]
+    if bias is not None:
+        biases = owner.parts_of(whole_of(bias, func), split.at(0))
+    weights = owner.parts_of(weight, split)
+    parts = [product(*each) for each in zip(inputs, weights, biases, strict=True)]
+    return DividedTensor.of(parts, split.at(dim % parts[0].dim()), owner, owner.name_of(weight))
+
+
+def _inputs(owner: Owner, func: Any, input: Any, split: Split) -> Tensors:
+    """This rank's parts of inputs, whose last dim is divided like a weight's."""
+    last = split.at(input.dim() - 1)
+    if isinstance(input, DividedTensor):
+        if input.division.dim == last.dim and input.division.is_like(last):
+            return input.parts
+        input = input.whole(func)
+    return cut_own(owner.exchange, input, last)
+
+
+_CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+
+
+def _convolution(num_dims: int) -> Any:
+    def rule(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        options = {**dict(zip(_CONVOLUTION, args, strict=False)), **kwargs}
+        input, weight = options.pop("input"), options.pop("weight")
+        bias = options.pop("bias", None)
+        split = None if options.get("groups", 1) != 1 else owner.split_of(weight, 0)
+        if split is None:
+            return NotImplemented
+
+        def product(
+            input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ) -> torch.Tensor:
+            made: torch.Tensor = func(input, weight, bias, **options)
+            return made
+
+        return _by_columns(owner, func, input, weight, bias, split, -1 - num_dims, product)
+
+    return rule
+
+
+_EMBEDDING = (
+    "input",
+    "weight",
+    "padding_idx",
+    "max_norm",
+    "norm_type",
+    "scale_grad_by_freq",
+    "sparse",
+)
+
+
+def _embedding(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rows of a weight that is whole in memory; each rank forms the gradient of its own."""
+    options = {**dict(zip(_EMBEDDING, args, strict=False)), **kwargs}
+    is_plain = not any(options.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse"))
+    input, weight = whole_of(options["input"], func), options["weight"]
+    split = owner.split_of(weight, 0) if is_plain else None
+    if split is None or split.dim != 0:
+        return NotImplemented
+    return _Embedding.apply(  # type: ignore[no-untyped-call]
+        input,
+        weight.detach(),
+        options.get("padding_idx"),
+        [split.cuts[shard] for shard in owner.exchange.own],
+        *owner.parts_of(weight, split),
+    )
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        padding: int | None,
+        cuts: Any,
+        *parts: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input)
+        ctx.padding = -1 if padding is None else padding % len(weight)
+        ctx.cuts, ctx.shapes = cuts, [part.shape for part in parts]
+        return F.embedding(input, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (input,) = ctx.saved_tensors
+        numbers, gradients = input.reshape(-1), gradient.reshape(-1, gradient.shape[-1])
+        own = [
+            _gradient_of_rows(numbers, gradients, cuts, shape, ctx.padding)
+            for cuts, shape in zip(ctx.cuts, ctx.shapes, strict=True)
+        ]
+        return None, None, None, None, *own
+
+
+def _gradient_of_rows(
+    numbers: torch.Tensor, gradients: torch.Tensor, cuts: Any, shape: torch.Size, padding: int
+) -> torch.Tensor:
+    """The gradient of the rows of a shard."""
+    made, offset = gradients.new_zeros(shape), 0
+    for start, stop in cuts:
+        chosen = ((numbers >= start) & (numbers < stop) & (numbers != padding)).nonzero()[:, 0]
+        made = made.index_add(0, numbers[chosen] - start + offset, gradients[chosen])
+        offset += stop - start
+    return made
+
+
+RULES[F.linear] = _linear
+RULES[torch.addmm] = _addmm
+RULES[F.embedding] = _embedding
+RULES |= dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), _matmul)
+RULES |= dict.fromkeys((torch.mm, torch.Tensor.mm), _matmul)
+RULES |= {F.conv1d: _convolution(1), F.conv2d: _convolution(2), F.conv3d: _convolution(3)}

@@ -1,0 +1,129 @@
+"""Passes of a rank that has its shards of divided layers.
+
+All ranks run the same shares. The first gives the loss, the outputs, and the gradients of
+parameters that are whole; each puts its parts of the gradients of divided ones in their places.
+"""
+
+from typing import Any
+
+import torch
+
+from lockstep.data.map_style.sources import Batch
+from lockstep.data.trees import Tree, map_tensors
+from lockstep.parallel.batch_run import Run, Take
+from lockstep.parallel.data_parallel.model_passes import ModelPasses
+from lockstep.parallel.exchange.engine import Endpoint
+from lockstep.parallel.loss.share_losses import LossAdapter
+from lockstep.parallel.tensor.divided_tensor import DividedTensor
+from lockstep.parallel.tensor.parameters import DividedParameters
+from lockstep.parallel.tensor.shard_exchange import SLOT_BYTES, ShardExchange
+from lockstep.parallel.workload import Workload
+
+_GROUP, _ROW = 0, 0
+
+
+class TensorPasses(ModelPasses):
+    """Passes over a model whose layers are divided.
+
+    Args:
+        work: common to all ranks.
+        endpoint: of this rank.
+        options: see ``ModelPasses``.
+    """
+
+    def __init__(self, work: Workload, *, endpoint: Endpoint, **options: Any) -> None:
+        super().__init__(work, **options)
+        tensor = work.plan.tensor
+        assert tensor is not None
+        self._is_first = self._rank == 0
+        own = tensor.shards_of(self._rank, work.plan.num_ranks)
+        exchange = ShardExchange(tensor.num_shards, own, _slots(endpoint), self._exchange.barrier)
+        parameters = dict(work.model.named_parameters())
+        splits = {one.name: one.split for one in tensor.parameters}
+        self._layers = DividedParameters(parameters, splits, exchange)
+        names = [one.name for one in self._group.gradients.tensors]
+        self._parts = {
+            number: name for number, name in enumerate(names) if self._layers.is_divided(name)
+        }
+
+    @property
+    def _forms_gradients(self) -> bool:
+        return False  # factors of a part's gradient are no factors of a row
+
+    # --- training --------------------------------------------------------------------------------
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        self._layers.clear()
+        if not self._is_first:
+            run.is_observed = False
+
+    def _run_together(self, run: Run, shares: list[int], body: Any) -> None:
+        with self._layers.running():
+            super()._run_together(run, shares, body)
+
+    def _run_share(self, run: Run, shares: list[int], body: Any, share: int) -> None:
+        with self._layers.running():  # this may be another thread
+            super()._run_share(run, shares, body, share)
+
+    def _try_on_halves(self, run: Run, batch: Batch) -> None:
+        with self._layers.gradients_aside():
+            super()._try_on_halves(run, batch)
+
+    def _check_added(self, loss: LossAdapter, batch: Batch) -> None:
+        with self._layers.gradients_aside():
+            super()._check_added(loss, batch)
+
+    def _watched_call(self, batch: Batch) -> Tree:
+        return map_tensors(_whole, super()._watched_call(batch))
+
+    def _put_loss(self, share: int) -> None:
+        if self._is_first:
+            super()._put_loss(share)
+
+    def _put(self, run: Run, share: int, gradients: list[torch.Tensor | None]) -> None:
+        rest = list(gradients)
+        for number, name in self._parts.items():
+            self._layers.keep(name, rest[number])
+            rest[number] = None
+        if self._is_first:
+            super()._put(run, share, rest)
+        else:
+            self._losses.pop(share)
+        self._clear_gradients()
+
+    def hand_in(self) -> None:
+        places = self._exchange.gradients[_GROUP].places(_ROW)
+        formed: list[torch.Tensor | None] = [None] * len(self._trainable)
+        for number, name in self._parts.items():
+            place = self._trainable[number].detach().clone() if places is None else places[number]
+            if self._layers.put_gradient(name, place):
+                formed[number] = place
+        if self._is_first and any(one is not None for one in formed):
+            self._exchange.write(_GROUP, _ROW, formed)
+
+    # --- evaluation and prediction ---------------------------------------------------------------
+
+    def _infer_share(self, take: Take, run: Run, share: int) -> None:
+        super()._infer_share(take if self._is_first else _leave, run, share)
+
+
+def _slots(endpoint: Endpoint) -> torch.Tensor | None:
+    """The memory in which shards meet."""
+    if endpoint.region is None:
+        return None
+    (offset,) = endpoint.spec.mail_offsets
+    shape = (2, SLOT_BYTES)
+    slots: torch.Tensor = endpoint.region.tensor(offset, torch.uint8, shape, (SLOT_BYTES, 1))
+    return slots
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DividedTensor):
+        return tensor
+    settled = tensor.settled()
+    return settled.whole() if isinstance(settled, DividedTensor) else settled
+
+
+def _leave(share: int, batch: Batch, output: Tree) -> None:
+    """Another rank takes the output."""

@@ -1,0 +1,102 @@
+"""Tensor parallelism, as a Plan: one replica whose ranks divide layers inside.
+
+Which parameters are divided, and where, follows from how the model uses them
+(``parallel.tensor.observing``). The maker says into how many shards, and refuses what cannot be.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lockstep.cluster.topology import Cluster
+from lockstep.errors import OptionError
+from lockstep.graph.layer_graph import LayerGraph
+from lockstep.plan.decision import Axis, LocalUpdate, SlicedUpdate
+from lockstep.plan.devices import device_names, threads_for
+from lockstep.plan.makers.data_parallel import Maker, placements, ties
+from lockstep.plan.spec import Plan
+from lockstep.plan.splits import TensorSplits
+from lockstep.units import first_few
+
+# Samples on which uses are observed.
+_SAMPLES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallel(Maker):
+    """The ranks of one host divide layers.
+
+    Attributes:
+        degree: how many; None is one per core.
+        num_shards: of each divided dim; None is the degree.
+        whole: names of modules that are not divided.
+        precision: of the Plan.
+        splits: of the parameters, once observed.
+    """
+
+    degree: int | None = None
+    num_shards: int | None = None
+    whole: tuple[str, ...] = ()
+    precision: str = "fp32"
+    splits: TensorSplits | None = None
+
+    def sample_size(self, cluster: Cluster, batch_size: int) -> int | None:
+        return _SAMPLES
+
+    @property
+    def whole_modules(self) -> Sequence[str]:
+        return self.whole
+
+    def num_tensor_shards(self, cluster: Cluster) -> int | None:
+        return self.num_shards or len(self._devices(cluster))
+
+    def with_splits(self, splits: TensorSplits) -> Maker:
+        return replace(self, splits=splits)
+
+    def _devices(self, cluster: Cluster) -> tuple[str, ...]:
+        return device_names(self.degree, cluster.cores.hosts[0])
+
+    def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
+        """Make the Plan.
+
+        Raises:
+            DeviceError: more ranks than this host can hold.
+            OptionError: no layer can be divided so, or a name of none.
+        """
+        assert self.splits is not None
+        self._check(graph, self.splits)
+        devices = self._devices(cluster)
+        num_ranks = len(devices)
+        return Plan(
+            strategy="tensor parallel",
+            mesh=(Axis(name="tensor", size=num_ranks),),
+            devices=devices,
+            threads_per_device=threads_for(devices, cluster.hosts[0].num_cores),
+            num_shares=1,
+            interleaved=False,
+            layers=placements(graph),
+            ties=ties(graph),
+            update=LocalUpdate() if num_ranks == 1 else SlicedUpdate(),
+            precision=self.precision,
+            tensor=self.splits,
+        )
+
+    def _check(self, graph: LayerGraph, splits: TensorSplits) -> None:
+        names = [layer.name for layer in graph.layers]
+        unknown = [
+            one
+            for one in self.whole
+            if not any(name == one or name.startswith(f"{one}.") for name in names)
+        ]
+        if unknown:
+            raise OptionError(
+                "`whole` must name modules of the model that have parameters.",
+                received=f"whole with {first_few(unknown)}",
+                fix=f"Use names of model.named_modules(), such as {first_few(names)}.",
+            )
+        if not splits.parameters:
+            reasons = [f"{name}: {reason}" for name, reason in splits.whole]
+            raise OptionError(
+                f"No layer of this model can be divided into {splits.num_shards} shards.",
+                received=first_few(reasons) or "a model without parameters",
+                fix="Use a smaller degree, or MirroredStrategy.",
+            )

@@ -1,0 +1,75 @@
+"""Tensor parallelism on one host."""
+
+from collections.abc import Sequence
+
+from lockstep.cluster.devices import discover
+from lockstep.errors import OptionError, Problems
+from lockstep.options import check_count, check_timeout
+from lockstep.plan.devices import device_names
+from lockstep.plan.makers.data_parallel import Maker
+from lockstep.plan.makers.tensor import TensorParallel
+from lockstep.strategies.base import Strategy
+from lockstep.tracebacks import public_methods
+
+
+@public_methods
+class TensorParallelStrategy(Strategy):
+    """Layers are divided inside: each process computes its part of every product.
+
+    All processes run the model on the same batch. The model stays as it is, and so do its
+    Parameters, of which the processes share one copy. How the layers are divided follows from how
+    the model uses them, and ``print(trainer.plan)`` shows it.
+
+    Args:
+        degree: how many processes, each on a core; None is one per usable core, at most 8.
+        num_tensor_shards: parts into which each layer is divided; None is one per process. Runs
+            with the same number give the same bits with any degree.
+        whole: names of modules whose layers are not divided.
+        timeout_seconds: longest wait for a process; a longer one is an error.
+
+    Raises:
+        DeviceError: a degree above what this host can hold.
+        OptionError: another invalid argument.
+    """
+
+    def __init__(
+        self,
+        degree: int | None = None,
+        *,
+        num_tensor_shards: int | None = None,
+        whole: Sequence[str] = (),
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        problems = Problems()
+        check_count("degree", degree, problems, optional=True)
+        check_count("num_tensor_shards", num_tensor_shards, problems, optional=True)
+        if isinstance(whole, str) or not all(isinstance(name, str) for name in whole):
+            problems.add(
+                "`whole` must be names of modules.",
+                received=f"whole={whole!r}",
+                fix='Use whole=["blocks.0.mlp"], for example.',
+            )
+        check_timeout(problems, timeout_seconds)
+        problems.raise_if_any(OptionError)
+        self.degree = len(device_names(degree, discover().cores.hosts[0]))
+        self.num_tensor_shards = num_tensor_shards
+        self.whole = tuple(whole)
+        self.timeout_seconds = timeout_seconds
+        if num_tensor_shards is not None and num_tensor_shards < self.degree:
+            raise OptionError(
+                "Every process needs a part of each layer.",
+                received=f"num_tensor_shards={num_tensor_shards} with degree {self.degree}",
+                fix=f"Use num_tensor_shards >= {self.degree}, or a smaller degree.",
+            )
+
+    def maker(self, precision: str = "fp32") -> Maker:
+        return TensorParallel(
+            degree=self.degree,
+            num_shards=self.num_tensor_shards,
+            whole=self.whole,
+            precision=precision,
+        )
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        return 1

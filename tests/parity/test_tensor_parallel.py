@@ -1,0 +1,181 @@
+"""Layers divided inside: bits over degrees, options of training, checkpoints, and what is refused.
+
+The parity table has rows for whole trainings with two processes.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.errors import DeviceError, OptionError
+from lockstep.train.trainer import Trainer
+from tests.zoo import case, make_job
+
+TENSOR = lockstep.TensorParallelStrategy
+INPUTS = torch.randn(48, 12, generator=torch.Generator().manual_seed(1))
+TARGETS = torch.randint(0, 5, (48,), generator=torch.Generator().manual_seed(2))
+
+
+class Residual(nn.Module):
+    """A divided pair of layers with dropout between, a frozen layer, and a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 12)
+        self.first.requires_grad_(False)
+        self.start = nn.LayerNorm(12)
+        self.up = nn.Linear(12, 22)
+        self.down = nn.Linear(22, 12)
+        self.norm = nn.BatchNorm1d(12)
+        self.last = nn.Linear(12, 5)
+        self.seen: list[torch.Size] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(self.first(x))
+        hidden = nn.functional.dropout(self.up(x).relu(), 0.3, self.training)
+        output: Tensor = self.last(self.norm(x + self.down(hidden)))
+        return output
+
+
+def trainer(strategy: lockstep.Strategy, model: nn.Module | None = None, **options: Any) -> Trainer:
+    torch.manual_seed(0)
+    options = {
+        "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        "precision": "fp64",
+        **options,
+    }
+    model = Residual() if model is None else model
+    return lockstep.Trainer(model, loss="cross_entropy", strategy=strategy, seed=3, **options)
+
+
+def fit(one: Trainer, **options: Any) -> dict[str, Tensor]:
+    one.fit((INPUTS, TARGETS), **{"batch_size": 14, "epochs": 2, "verbose": 0, **options})
+    return {name: value.clone() for name, value in one.model.state_dict().items()}
+
+
+def check_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"clip_norm": 0.1}, {"accumulate": 2}],
+    ids=["plain", "clip_norm", "accumulate"],
+)
+def test_options_of_training(options: dict[str, Any]) -> None:
+    one = trainer(TENSOR(3), **options)
+    found = fit(one)
+    check_close(found, fit(trainer(lockstep.SingleDeviceStrategy(), **options)))
+    assert one.plan.tensor is not None
+    assert {"up.weight", "down.weight"} <= {each.name for each in one.plan.tensor.parameters}
+
+
+def test_tied_layers_on_three_processes() -> None:
+    report = lockstep.verify(make_job(case("gpt_tied")), TENSOR(3), steps=3)
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_the_same_shards_give_the_same_bits(precision: str) -> None:
+    found = [
+        fit(trainer(TENSOR(degree, num_tensor_shards=4), precision=precision))
+        for degree in (1, 2, 4)
+    ]
+    for other in found[1:]:
+        assert all(torch.equal(value, other[name]) for name, value in found[0].items())
+
+
+def test_states_go_between_strategies() -> None:
+    makes: list[Callable[[], lockstep.Strategy]] = [
+        lockstep.SingleDeviceStrategy,
+        partial(TENSOR, 2),
+        lockstep.SingleDeviceStrategy,
+    ]
+    expected = trainer(lockstep.SingleDeviceStrategy())
+    one = trainer(lockstep.SingleDeviceStrategy())
+    for make in makes:
+        fit(expected)
+        before, one = one, trainer(make())
+        one.load_state_dict(before.state_dict())
+        fit(one)
+    check_close(dict(one.model.state_dict()), dict(expected.model.state_dict()))
+
+
+def test_evaluate_and_predict() -> None:
+    one, other = trainer(TENSOR(2)), trainer(lockstep.SingleDeviceStrategy())
+    found = one.evaluate((INPUTS, TARGETS), batch_size=20)
+    assert found["loss"] == pytest.approx(
+        other.evaluate((INPUTS, TARGETS), batch_size=20)["loss"], rel=1e-12
+    )
+    torch.testing.assert_close(
+        one.predict(INPUTS, batch_size=20), other.predict(INPUTS, batch_size=20)
+    )
+
+
+def test_hooks_of_modules_see_whole_shapes() -> None:
+    model = Residual()
+    hook = lambda module, inputs, output: model.seen.append(output.shape)  # noqa: E731
+    model.up.register_forward_hook(hook)
+    model.down.register_full_backward_hook(lambda module, given, got: None)
+    plain = Residual()
+    plain.load_state_dict(model.state_dict())
+    check_close(
+        fit(trainer(TENSOR(2), model)), fit(trainer(lockstep.SingleDeviceStrategy(), plain))
+    )
+    assert torch.Size((14, 22)) in model.seen
+
+
+def test_plans_say_how_layers_are_divided() -> None:
+    torch.manual_seed(0)
+    plan = TENSOR(2).plan(Residual(), batch_size=14, sample=(INPUTS, TARGETS))
+    lines = {line.split()[0]: line for line in str(plan).splitlines()}
+    assert lines["up"].endswith("columns")
+    assert lines["down"].endswith("rows")
+    assert lines["first"].endswith("gathered for layer_norm")
+    assert lines["norm"].endswith("whole: used by batch_norm")
+    assert lockstep.Plan.from_json(plan.to_json()) == plan
+
+
+def test_named_modules_stay_whole() -> None:
+    plan = TENSOR(2, whole=["up"]).plan(Residual(), batch_size=14, sample=(INPUTS, TARGETS))
+    assert plan.tensor is not None
+    assert "up.weight" in dict(plan.tensor.whole)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "what"),
+    [
+        (partial(TENSOR, 2, num_tensor_shards=1), OptionError, "Every process needs a part"),
+        (partial(TENSOR, 0), OptionError, "`degree` must be an integer"),
+        (partial(TENSOR, 2, whole="up"), OptionError, "`whole` must be names"),
+        (partial(TENSOR, 4096), DeviceError, "4096"),
+    ],
+)
+def test_arguments_are_checked(strategy: Any, kind: type[Exception], what: str) -> None:
+    with pytest.raises(kind, match=what):
+        strategy()
+
+
+def test_what_cannot_be_divided_is_refused() -> None:
+    with pytest.raises(OptionError, match="No layer of this model can be divided into 32 shards"):
+        fit(trainer(TENSOR(1, num_tensor_shards=32)))
+    with pytest.raises(OptionError, match="`whole` must name modules"):
+        fit(trainer(TENSOR(2, whole=["encoder"])))
+
+
+def test_a_layer_whose_gradient_gets_a_hook_is_whole_from_then_on() -> None:
+    model = Residual()
+    one = trainer(TENSOR(2), model)
+    fit(one, epochs=1)
+    model.up.weight.register_hook(lambda gradient: gradient)
+    assert one.plan.tensor is not None
+    found = fit(one, epochs=1)
+    assert found
+    assert "up.weight" in dict(one.plan.tensor.whole)

@@ -1,0 +1,313 @@
+"""Divided layers against whole ones, in one process with all shards: values, gradients, gathers.
+
+Each case is a small model, and the operations that may gather. Its shapes are ones that two or
+three shards do not divide evenly, where that is possible.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.errors import ModelError
+from lockstep.parallel.tensor.divided_tensor import DividedTensor
+from lockstep.parallel.tensor.observing import observed_splits
+from lockstep.parallel.tensor.parameters import DividedParameters
+from lockstep.parallel.tensor.shard_exchange import ShardExchange
+from lockstep.plan.splits import TensorSplits
+
+END = "the model's output"
+HEADS, SIZE = 3, 4
+WIDTH = HEADS * SIZE
+
+
+class Model(nn.Module):
+    """Layers of usual sizes, and a function that uses them."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body = body
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 14)
+        self.gate = nn.Linear(WIDTH, 14, bias=False)
+        self.both = nn.Linear(WIDTH, 28)
+        self.down = nn.Linear(14, WIDTH)
+        self.norm = nn.LayerNorm(SIZE)
+        self.scale = nn.Parameter(torch.rand(14))
+        self.kernel = nn.Parameter(torch.rand(WIDTH, 14))
+        self.bias = nn.Parameter(torch.rand(14))
+        self.embedding = nn.Embedding(11, WIDTH, padding_idx=2)
+        self.convolution = nn.Conv1d(5, 7, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+def attend(model: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of (n, heads, tokens, size)."""
+    heads = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    mixed: Tensor = model.out(heads.transpose(1, 2).reshape(*heads.shape[:1], -1, WIDTH))
+    return mixed
+
+
+def by_chunks(model: Any, x: Tensor) -> Tensor:
+    parts = model.qkv(x).chunk(3, dim=-1)
+    return attend(model, *(one.view(*x.shape[:2], HEADS, SIZE).transpose(1, 2) for one in parts))
+
+
+def by_split(model: Any, x: Tensor) -> Tensor:
+    parts = model.qkv(x).split(WIDTH, dim=2)
+    return attend(model, *(one.unflatten(2, (HEADS, SIZE)).transpose(1, 2) for one in parts))
+
+
+def by_view(model: Any, x: Tensor) -> Tensor:
+    parts = model.qkv(x).reshape(*x.shape[:2], 3, HEADS, SIZE).permute(2, 0, 3, 1, 4)
+    return attend(model, *parts.unbind(0))
+
+
+def by_heads(model: Any, x: Tensor) -> Tensor:
+    parts = model.qkv(x).view(*x.shape[:2], HEADS, 3 * SIZE).transpose(1, 2).chunk(3, -1)
+    return attend(model, *parts)
+
+
+def by_slices(model: Any, x: Tensor) -> Tensor:
+    fused = model.qkv(x)
+    parts = fused[..., :WIDTH], fused[..., WIDTH : 2 * WIDTH], fused[..., 2 * WIDTH :]
+    return attend(model, *(one.view(*x.shape[:2], HEADS, SIZE).transpose(1, 2) for one in parts))
+
+
+def by_hand(model: Any, x: Tensor) -> Tensor:
+    parts = model.qkv(x).chunk(3, dim=-1)
+    query, key, value = (
+        model.norm(one.view(*x.shape[:2], HEADS, SIZE)).transpose(1, 2) for one in parts
+    )
+    turned = torch.cat((-key[..., SIZE // 2 :], key[..., : SIZE // 2]), dim=-1)
+    scores = query @ (key + turned).transpose(-2, -1) / SIZE**0.5
+    hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+    weights = F.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+    heads = F.dropout(weights, 0.2, training=model.training) @ value
+    mixed: Tensor = model.out(heads.transpose(1, 2).contiguous().view(*x.shape[:2], WIDTH))
+    return mixed
+
+
+def mlp(model: Any, x: Tensor) -> Tensor:
+    return x + F.dropout(model.down(F.gelu(model.up(x))), 0.1, training=model.training)
+
+
+def mlp_in_place(model: Any, x: Tensor) -> Tensor:
+    hidden: Tensor = model.down(F.relu(model.up(x).mul_(2.0), inplace=True))
+    return hidden
+
+
+def gated(model: Any, x: Tensor) -> Tensor:
+    hidden: Tensor = model.down(F.silu(model.gate(x)) * model.up(x) * model.scale)
+    return hidden
+
+
+def gated_fused(model: Any, x: Tensor) -> Tensor:
+    one, other = model.both(x).chunk(2, dim=-1)
+    hidden: Tensor = model.down(torch.sigmoid(one) * other)
+    return hidden
+
+
+def dropout_between(model: Any, x: Tensor) -> Tensor:
+    hidden: Tensor = model.down(F.dropout(model.up(x).transpose(0, 1), 0.3).transpose(0, 1))
+    return hidden
+
+
+def kernels(model: Any, x: Tensor) -> Tensor:
+    rows = torch.addmm(model.bias, x.reshape(-1, WIDTH), model.kernel).view(*x.shape[:2], 14)
+    return torch.matmul(rows.tanh(), model.kernel.t()) + x
+
+
+def convolve(model: Any, x: Tensor) -> Tensor:
+    convolved: Tensor = model.convolution(x)
+    return F.relu(convolved).mean(-1)
+
+
+def tied(model: Any, x: Tensor) -> Tensor:
+    embedded = model.embedding((x[..., 0].abs() * 5).long() % 11)
+    logits: Tensor = F.linear(embedded, model.embedding.weight)
+    return logits
+
+
+def used_whole_too(model: Any, x: Tensor) -> Tensor:
+    product: Tensor = model.up(x) @ model.up.weight
+    return product
+
+
+def normed_over_columns(model: Any, x: Tensor) -> Tensor:
+    hidden: Tensor = model.down(F.layer_norm(model.up(x), (14,)))
+    return hidden
+
+
+def summed_over_columns(model: Any, x: Tensor) -> Tensor:
+    hidden = model.up(x)
+    weighed: Tensor = hidden.softmax(-1) * hidden.sum(-1, keepdim=True)
+    return weighed
+
+
+class Double(torch.autograd.Function):
+    """A function with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor) -> Tensor:
+        return 2 * input
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+def own_function(model: Any, x: Tensor) -> Tensor:
+    hidden: Tensor = model.down(Double.apply(model.up(x)))  # type: ignore[no-untyped-call]
+    return hidden
+
+
+def checkpointed(model: Any, x: Tensor) -> Tensor:
+    inner = lambda one: model.down(F.gelu(model.up(one)))  # noqa: E731
+    out: Tensor = checkpoint(inner, model.out(x), use_reentrant=False)
+    return out
+
+
+def penalised(model: Any, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    hidden = model.down(torch.tanh(model.up(x)))
+    (slope,) = torch.autograd.grad(hidden.sum(), x, create_graph=True)
+    both: Tensor = hidden + slope
+    return both
+
+
+def changed_after_a_look(model: Any, x: Tensor) -> Tensor:
+    hidden = model.up(x)
+    largest = hidden.argmax(-1, keepdim=True)
+    hidden[..., 0] = 0.0
+    both: Tensor = model.down(hidden) + largest
+    return both
+
+
+CASES: dict[Callable[[Any, Tensor], Tensor], set[str]] = {
+    by_chunks: set(),
+    by_split: set(),
+    by_view: set(),
+    by_heads: set(),
+    by_slices: set(),
+    by_hand: set(),
+    mlp: set(),
+    mlp_in_place: set(),
+    gated: set(),
+    gated_fused: set(),
+    dropout_between: set(),
+    kernels: {"matmul"},
+    convolve: {END},
+    tied: {END},
+    used_whole_too: set(),
+    normed_over_columns: {"layer_norm", END},
+    summed_over_columns: {"softmax"},
+    own_function: {"Double", END},
+    checkpointed: {END},
+    penalised: set(),
+    changed_after_a_look: {"argmax", END},
+}
+
+
+def run(model: nn.Module, x: Tensor) -> Tensor:
+    torch.manual_seed(3)
+    output = model(x)
+    return output.whole() if isinstance(output, DividedTensor) else output
+
+
+def gradients(model: nn.Module, divided: DividedParameters | None = None) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if divided is not None and divided.is_divided(name):
+            divided.keep(name, gradient)
+            place = torch.full_like(parameter, float("nan"))
+            gradient = place if divided.put_gradient(name, place) else None
+        if gradient is not None:
+            found[name] = gradient
+    return found
+
+
+def divide(model: nn.Module, x: Tensor, num_shards: int) -> TensorSplits:
+    return observed_splits(model, partial(model, x), num_shards)
+
+
+def on_shards(model: nn.Module, splits: TensorSplits) -> DividedParameters:
+    exchange = ShardExchange(splits.num_shards, range(splits.num_shards))
+    by_name = {one.name: one.split for one in splits.parameters}
+    return DividedParameters(dict(model.named_parameters()), by_name, exchange)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 5, WIDTH, dtype=torch.float64, generator=torch.manual_seed(1))
+
+
+@pytest.mark.parametrize("num_shards", [2, 3])
+@pytest.mark.parametrize("body", CASES, ids=lambda body: body.__name__)
+def test_divided_layers_compute_the_same(
+    body: Callable[[Any, Tensor], Tensor], num_shards: int, x: Tensor
+) -> None:
+    model = Model(body).double()
+    expected = run(model, x)
+    expected.square().sum().backward()
+    plain = gradients(model)
+    model.zero_grad()
+    splits = divide(model, x, num_shards)
+    assert splits.parameters
+    divided = on_shards(model, splits)
+    with divided.running():
+        output = run(model, x)
+        output.square().sum().backward()
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+    found = gradients(model, divided)
+    assert found.keys() == plain.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12, msg=name)
+    gathered = {one.gathered_for for one in splits.parameters} - {""}
+    assert gathered == CASES[body]
+
+
+def test_a_view_of_an_output_changed_in_place_is_refused(x: Tensor) -> None:
+    def body(model: Any, x: Tensor) -> Tensor:
+        hidden = model.up(x)
+        turned = hidden.transpose(0, 1)
+        hidden[..., 0] = 0.0
+        doubled: Tensor = turned * 2
+        return doubled
+
+    model = Model(body).double()
+    with pytest.raises(ModelError, match="changes the output of a divided layer in place"):
+        divide(model, x, 2)
+
+
+def test_an_output_that_is_kept_is_refused(x: Tensor) -> None:
+    kept: list[Tensor] = []
+
+    def body(model: Any, x: Tensor) -> Tensor:
+        kept.append(model.up(x))
+        hidden: Tensor = model.down(kept[-1])
+        return hidden
+
+    model = Model(body).double()
+    divided = on_shards(model, divide(model, x, 2))
+    with divided.running():
+        run(model, x)
+    with pytest.raises(ModelError, match="was kept after the pass"):
+        str(kept[-1])
+
+
+def test_parameters_whose_gradients_have_hooks_stay_whole(x: Tensor) -> None:
+    model = Model(mlp).double()
+    model.up.weight.register_hook(lambda gradient: gradient)
+    splits = divide(model, x, 2)
+    assert ("up.weight", "its gradient has a hook") in splits.whole
+    assert "up.weight" not in {one.name for one in splits.parameters}
