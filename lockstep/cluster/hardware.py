@@ -70,3 +70,19 @@ INTERCONNECTS = {
     "ethernet-25": _link(3.125, 30),
     "ethernet-100": _link(12.5, 20),
 }
+
+# Of bfloat16's operations, what a device does in float32 without tensor cores: 67 of 989 on H100.
+_IN_FLOAT32 = 1 / 15
+
+# What joins devices of a host of which nothing else is known.
+DEFAULT_LINK = INTERCONNECTS["pcie4"]
+
+
+def operations_per_second(model: str, precision: str) -> float:
+    """What a training reaches on a device whose driver gives this name; 0 if it is not known."""
+    words = model.upper().replace("-", " ").split()
+    for name, one in ACCELERATORS.items():
+        if name.removeprefix("RTX-").partition("-")[0] in words:
+            factor = 1.0 if precision.startswith(("bf16", "fp16")) else _IN_FLOAT32
+            return one.teraflops * 1e12 * EFFICIENCY * factor
+    return 0.0

@@ -13,9 +13,11 @@ import torch
 import lockstep
 from lockstep.cli.main import main
 from lockstep.cluster.cluster_file import parse_cluster
+from lockstep.cluster.hardware import operations_per_second
 from lockstep.cluster.topology import Cluster, Device, Host, Link
 from lockstep.errors import OptionError, PlanError
 from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph, ParameterInfo
+from lockstep.launch.health.machine_measuring import measured
 from lockstep.plan.cost.plan_cost import cost_of
 from lockstep.plan.cost.rates import BASE_BYTES
 from lockstep.plan.decision import ServedUpdate
@@ -283,6 +285,26 @@ def test_mistakes_in_a_cluster_file(name: str) -> None:
     with pytest.raises(OptionError, match="Received") as caught:
         parse_cluster(text)
     assert message in str(caught.value)
+
+
+def test_accelerators_are_known_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert operations_per_second("NVIDIA H100 80GB HBM3", "bf16-mixed") == 0.45 * 989e12
+    single = operations_per_second("NVIDIA A100-SXM4-80GB", "fp32")
+    assert 5e12 < single < 20e12
+    assert operations_per_second("NVIDIA GeForce RTX 4090", "bf16") == 0.45 * 165e12
+    assert operations_per_second("NVIDIA L40S", "bf16") == 0.45 * 362e12
+    assert operations_per_second("a toaster", "bf16") == 0
+
+    def describe(device: Device) -> Device:
+        return msgspec.structs.replace(device, memory_bytes=3 << 30, model="NVIDIA L4")
+
+    monkeypatch.setattr("lockstep.launch.health.machine_measuring.described", describe)
+    devices = (*cores(1).hosts[0].devices, Device(kind="cuda", index=0, memory_bytes=0))
+    host = Host(name="host", num_cores=1, devices=devices)
+    found = measured(Cluster(hosts=(host,)), "bf16").hosts[0]
+    assert found.accelerators[0].memory_bytes == 3 << 30
+    assert found.accelerators[0].operations_per_second == 0.45 * 121e12
+    assert found.link is not None
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from lockstep.cluster.devices import processor_name
-from lockstep.cluster.topology import Cluster, Host, Link
+from lockstep.cluster.devices import described, processor_name
+from lockstep.cluster.hardware import DEFAULT_LINK, operations_per_second
+from lockstep.cluster.topology import Cluster, Device, Host, Link
 from lockstep.disk import replacing
 
 _START_SECONDS = 0.6
@@ -36,12 +37,29 @@ class MachineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_second: float
 
 
-def measured(cluster: Cluster) -> Cluster:
-    """This host's Cluster with what is measured of it; other hosts as they are."""
+def measured(cluster: Cluster, precision: str = "fp32") -> Cluster:
+    """This host's Cluster with what is measured of it; other hosts as they are.
+
+    Accelerators get their memory from their driver, and their speed from a table by their name.
+    """
     first, *others = cluster.hosts
     if first.link is not None:
         return cluster
-    return msgspec.structs.replace(cluster, hosts=(_measured(first), *others))
+    known = _with_accelerators(first, precision) if first.accelerators else _measured(first)
+    return msgspec.structs.replace(cluster, hosts=(known, *others))
+
+
+def _with_accelerators(host: Host, precision: str) -> Host:
+    devices = [_known_device(device, precision) for device in host.devices]
+    return msgspec.structs.replace(host, devices=tuple(devices), link=DEFAULT_LINK)
+
+
+def _known_device(device: Device, precision: str) -> Device:
+    if device.kind == "cpu":
+        return device
+    found = described(device)
+    speed = operations_per_second(found.model, precision)
+    return msgspec.structs.replace(found, operations_per_second=speed)
 
 
 def _measured(host: Host) -> Host:

@@ -165,7 +165,7 @@ class Planning:
             def measure(size: int) -> tuple[LayerGraph, Cluster]:
                 graph = self._known_graph(source, size, precision, announce)
                 announce("Measuring this machine")
-                return graph, measured(cluster)
+                return graph, measured(cluster, precision)
 
             self._chosen = maker, maker.choose(measure, cluster, batch_size)
         return self._chosen[1]
