@@ -29,7 +29,7 @@ from lockstep.train.fault_tolerance.rank_states import (
     TOLD_TO_END,
     RankState,
 )
-from lockstep.train.fault_tolerance.run_record import NAME, Event, Fault, read_record
+from lockstep.train.fault_tolerance.run_record import Event, Fault, recorded_events
 from lockstep.units import format_seconds
 
 # Of the training time: the others have waited more than this for a straggler; it has waited less.
@@ -77,14 +77,7 @@ def verdict_of(path: Path) -> Verdict:
     Raises:
         OptionError: there is no record.
     """
-    try:
-        events = read_record(path)
-    except OSError as error:
-        raise OptionError(
-            f"RUN must be a folder in which a fit has written {NAME}.",
-            received=error,
-            fix="Pass record= or checkpoint= to fit, or set LOCKSTEP_RECORD.",
-        ) from error
+    events = recorded_events(path)
     begins = [number for number, event in enumerate(events) if event.what == "begin"]
     if not begins:
         raise OptionError(

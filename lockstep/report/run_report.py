@@ -11,7 +11,7 @@ from lockstep.errors import OptionError
 from lockstep.plan.pipeline.simulation import Timeline
 from lockstep.plan.program.lowering import predict
 from lockstep.plan.spec import Plan
-from lockstep.train.fault_tolerance.run_record import NAME, Event, read_record
+from lockstep.train.fault_tolerance.run_record import Event, recorded_events
 from lockstep.units import format_bytes, format_time
 
 
@@ -73,14 +73,7 @@ def report_of(path: Path) -> RunReport:
     Raises:
         OptionError: there is no record, or no ``fit`` in it has ended well.
     """
-    try:
-        events = read_record(path)
-    except OSError as error:
-        raise OptionError(
-            f"RUN must be a folder in which a fit has written {NAME}.",
-            received=error,
-            fix="Pass record= or checkpoint= to fit, or set LOCKSTEP_RECORD.",
-        ) from error
+    events = recorded_events(path)
     ends = [number for number, event in enumerate(events) if event.what == "measured"]
     if not ends:
         raise OptionError(

@@ -331,8 +331,11 @@ def test_the_table_and_the_best_plan(
     assert shown.splitlines()[-1].startswith("and ")
     plan = lockstep.Plan.load(output)
     assert json.loads(output.read_text())["version"] == plan.version
-    assert main([*command, "--devices", "4", "--strategy", str(output)]) == 0
-    assert f"plan.json ({plan.strategy})" in capsys.readouterr().out
+    again = tmp_path / "again.json"
+    command += ["--devices", "4", "--strategy", str(output), "--output", str(again)]
+    assert main(command) == 0
+    assert f"plan.json ({plan.strategy})" in capsys.readouterr().out.splitlines()[1]
+    assert lockstep.Plan.load(again) == plan
 
 
 def test_what_if(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ import argparse
 import math
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from lockstep.cluster.topology import Cluster, Device, Host, Link
 from lockstep.errors import OptionError
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.cost.plan_cost import cost_of
-from lockstep.plan.search.candidates import Candidate, Problem
-from lockstep.plan.search.ranking import OBJECTIVES, Ranked, best_plans, reason_against
+from lockstep.plan.search.candidates import Candidate, Given, Problem
+from lockstep.plan.search.ranking import OBJECTIVES, Ranked, best_plans
 from lockstep.plan.spec import Plan
 from lockstep.units import format_bytes, format_count, format_time, parse_bytes
 
@@ -64,8 +63,7 @@ def rank(options: argparse.Namespace) -> int:
         graph=graph, cluster=cluster, batch_size=batch_size, num_devices=options.devices
     )
     _check_batch(batch_size, options.devices)
-    rows = best_plans(problem, options.objective)
-    rows = _with_own(options, problem, rows)
+    rows = best_plans(problem, options.objective, _own(options, problem))
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     console.print(ranking_table(rows[: options.top], batch_size))
     hidden = len(rows) - options.top
@@ -205,10 +203,10 @@ def _measured(job: Any, batch_size: int) -> LayerGraph:
     return msgspec.structs.replace(graph, optimizer=profile_optimizer(job.optimizer))
 
 
-def _with_own(options: argparse.Namespace, problem: Problem, rows: list[Ranked]) -> list[Ranked]:
-    """The ranking with the user's own Plan."""
+def _own(options: argparse.Namespace, problem: Problem) -> list[Candidate]:
+    """The user's own Plan, if there is one."""
     if options.strategy is None:
-        return rows
+        return []
     path = Path(options.strategy)
     if not path.is_file():
         raise OptionError(
@@ -217,17 +215,11 @@ def _with_own(options: argparse.Namespace, problem: Problem, rows: list[Ranked])
             fix="See `lockstep plan --help` for the strategies.",
         )
     plan = Plan.load(path)
-    cost = cost_of(plan, problem.graph, problem.cluster, problem.batch_size)
-    best = rows[0].candidate
-    own = replace(best, name=f"{path.name} ({plan.strategy})", cost=cost)
-    row = Ranked(candidate=own, reason=reason_against(own, best, options.objective))
-    place = sum(_is_better(one.candidate, own, options.objective) for one in rows)
-    return [*rows[:place], row, *rows[place:]]
-
-
-def _is_better(one: Candidate, other: Candidate, objective: str) -> bool:
-    if one.cost.fits != other.cost.fits:
-        return one.cost.fits
-    if objective == "memory":
-        return one.cost.peak.total <= other.cost.peak.total
-    return one.cost.step.total <= other.cost.step.total
+    candidate = Candidate(
+        name=f"{path.name} ({plan.strategy})",
+        cost=cost_of(plan, problem.graph, problem.cluster, problem.batch_size),
+        maker=Given(plan),
+        num_devices=plan.num_ranks,
+        cluster=problem.cluster,
+    )
+    return [candidate]

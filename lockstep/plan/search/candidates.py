@@ -51,6 +51,21 @@ class Candidate:
         return self.maker(graph, self.cluster, batch_size)
 
 
+@dataclass(frozen=True)
+class Given(Maker):
+    """A Plan that has been made.
+
+    Attributes:
+        made: the Plan.
+    """
+
+    made: Plan
+
+    def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
+        """The Plan, whatever the batch."""
+        return self.made
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """A model, the devices, and a batch.

@@ -25,12 +25,15 @@ class Ranked:
     reason: str = ""
 
 
-def best_plans(problem: Problem, objective: str = "time") -> list[Ranked]:
+def best_plans(
+    problem: Problem, objective: str = "time", others: Sequence[Candidate] = ()
+) -> list[Ranked]:
     """All candidates, the best first, and those that do not fit into memory last.
 
     Args:
         problem: the model, the devices and the batch.
         objective: ``"time"`` of a step; or ``"memory"``, the peak of the rank that needs most.
+        others: candidates beside those of the search.
 
     Raises:
         OptionError: an unknown objective.
@@ -42,7 +45,7 @@ def best_plans(problem: Problem, objective: str = "time") -> list[Ranked]:
             received=f"objective={objective!r}",
             fix="Use 'time' or 'memory'.",
         )
-    found = sorted(candidates(problem), key=lambda one: _key(one, objective))
+    found = sorted([*others, *candidates(problem)], key=lambda one: _key(one, objective))
     if not found[0].cost.fits:
         raise _nothing_fits(found)
     best = found[0]
@@ -77,7 +80,7 @@ def _time_reason(step: StepTime, best: StepTime) -> str:
     }
     part = max(more, key=lambda name: more[name])
     if step.total <= best.total * (1 + 1e-9):
-        return "as fast, with more devices or memory"
+        return "no faster"
     return f"{part}: {format_time(more[part])} more"
 
 

@@ -296,3 +296,19 @@ def read_record(path: Path) -> list[Event]:
         with suppress(msgspec.DecodeError, UnicodeDecodeError):
             events.append(msgspec.json.decode(line, type=Event))
     return events
+
+
+def recorded_events(path: Path) -> list[Event]:
+    """The lines of a record that a user has named; see ``read_record``.
+
+    Raises:
+        OptionError: there is no record.
+    """
+    try:
+        return read_record(path)
+    except OSError as error:
+        raise OptionError(
+            f"RUN must be a folder in which a fit has written {NAME}.",
+            received=error,
+            fix="Pass record= or checkpoint= to fit, or set LOCKSTEP_RECORD.",
+        ) from error
