@@ -42,6 +42,7 @@ class Training:
         dtype: of autocast, or of FSDP2's policy.
         double: everything in float64.
         schedule: whether the learning rate falls with each step.
+        copies: whether FSDP2 has copies of the parameters and no shards, as in hybrid sharding.
         decay: whether weight decay is for matrices only.
     """
 
@@ -55,6 +56,7 @@ class Training:
     double: bool = False
     schedule: bool = False
     decay: bool = False
+    copies: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -174,6 +176,7 @@ TRAININGS = {
     "fsdp2, adam": Training(library="fsdp2", model=Net, optimizer=adam, clip=0.1),
     "fsdp2, accumulation": Training(library="fsdp2", model=Net, optimizer=sgd, batches=3),
     "fsdp2, bf16": Training(library="fsdp2", model=Net, optimizer=sgd, dtype=torch.bfloat16),
+    "fsdp2, copies": Training(library="fsdp2", model=Net, optimizer=adam, copies=True),
     "fsdp2, attention": Training(library="fsdp2", model=Attention, optimizer=adam),
     "plain": Training(library="plain", model=Net, optimizer=sgd),
     "plain, spare": Training(library="plain", model=lambda: Net(spare=True), optimizer=sgd),
@@ -234,7 +237,9 @@ class Loop:
         if self.training.library == "fsdp2":
             dtype = self.training.dtype
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-            mesh = dist.device_mesh.init_device_mesh("cpu", (self.size,))
+            sizes = (self.size, 1) if self.training.copies else (self.size,)
+            names = ("copies", "shards")[-len(sizes) :]
+            mesh = dist.device_mesh.init_device_mesh("cpu", sizes, mesh_dim_names=names)
             options = {"mesh": mesh, "mp_policy": policy if dtype else MixedPrecisionPolicy()}
             for child in self.model.children():
                 if any(True for _ in child.parameters()):

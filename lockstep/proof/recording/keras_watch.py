@@ -1,5 +1,6 @@
 """Calls a recorder right before and after each update of an optimizer of Keras, on torch."""
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,13 +22,14 @@ class KerasWatch(Watch):
 
     def __init__(self, observer: Observer, optimizers: Sequence[Any]) -> None:
         self._observer = observer
-        self._optimizers = list(optimizers)
+        self._optimizers = [weakref.ref(each) for each in optimizers]
         for number, each in enumerate(optimizers):
             each.apply = self._wrapped(number, each, each.apply)
 
     def remove(self) -> None:
-        for each in self._optimizers:
-            del each.apply
+        for reference in self._optimizers:
+            if (optimizer := reference()) is not None:
+                del optimizer.apply
         self._optimizers.clear()
 
     def _wrapped(self, number: int, optimizer: Any, apply: Callable[..., Any]) -> Any:
