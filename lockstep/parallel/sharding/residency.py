@@ -272,8 +272,8 @@ class Residency:
 
     def _await_all(self) -> None:
         """Take part until no rank needs a unit."""
-        self._free_others(())
         self._is_moving = True
+        self._free_others(())
         while self._gather_requested(_NONE, ()):
             pass
         self._is_moving = False
