@@ -221,7 +221,13 @@ class ReplicaUpdate:
         options: dict[str, Any] = {"rank": self._job.rank, "ranks": self._job.ranks_here}
         return [
             # Of slots and options each replica writes only its own.
-            open_store(layout, descriptor, access=access if number < 2 else "shared", **options)
+            open_store(
+                layout,
+                descriptor,
+                access=access if number < 2 else "shared",
+                sources=[],
+                **options,
+            )
             for number, (descriptor, layout) in enumerate(zip(stores, layouts, strict=True))
         ]
 
