@@ -97,9 +97,8 @@ def main() -> None:
     found = [step.overlap() for step in steps[3:]]  # the first try the model
     in_time, in_bytes = (statistics.median(own) for own in zip(*found, strict=True))
     print(f"{len(found)} steps, {len(steps[-1].transfers)} buckets a step")
-    print(
-        f"in backward: {in_time:.2f} of the transfers' time; begun there: {in_bytes:.2f} of the bytes"
-    )
+    print(f"in backward: {in_time:.2f} of the transfers' time")
+    print(f"begun there: {in_bytes:.2f} of the bytes")
 
 
 if __name__ == "__main__":
