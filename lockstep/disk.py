@@ -22,6 +22,12 @@ from lockstep.units import format_bytes
 SHORTAGES = (errno.ENOSPC, errno.EDQUOT)
 
 
+def cache_folder() -> Path:
+    """``lockstep`` in the user's cache folder: ``$XDG_CACHE_HOME``, or ``~/.cache``."""
+    folder = os.environ.get("XDG_CACHE_HOME")
+    return (Path(folder) if folder else Path.home() / ".cache") / "lockstep"
+
+
 @contextmanager
 def writing(path: str | os.PathLike[str], num_bytes: int | None = None) -> Iterator[None]:
     """Within the block a file is written.

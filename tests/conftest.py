@@ -1,8 +1,12 @@
 """One pool of helper processes for all tests, one thread per process."""
 
+import atexit
 import faulthandler
 import gc
+import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +24,9 @@ from tests.netns import Hosts, NoHostsError, connected_hosts
 from tests.thorough import CORE, covering
 
 faulthandler.enable()
+# What is measured while other tests have the cores must not stay in the user's cache.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lockstep-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 # Whoever runs the tests in the background (nohup, a job of a shell) may have them ignore these, and
 # that is inherited.
 signal.signal(signal.SIGINT, signal.default_int_handler)

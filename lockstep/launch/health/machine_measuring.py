@@ -16,7 +16,7 @@ import msgspec
 from lockstep.cluster.devices import described, processor_name
 from lockstep.cluster.hardware import DEFAULT_LINK, operations_per_second
 from lockstep.cluster.topology import Cluster, Device, Host, Link
-from lockstep.disk import replacing
+from lockstep.disk import cache_folder, replacing
 
 _START_SECONDS = 0.6
 _SECONDS = 0.8
@@ -98,9 +98,8 @@ def _rates(processes: int) -> list[tuple[float, float]]:
 
 
 def file_path() -> Path:
-    """``lockstep/machine.json`` in the cache folder: ``$XDG_CACHE_HOME``, or ``~/.cache``."""
-    folder = os.environ.get("XDG_CACHE_HOME")
-    return (Path(folder) if folder else Path.home() / ".cache") / "lockstep" / "machine.json"
+    """See ``disk.cache_folder``."""
+    return cache_folder() / "machine.json"
 
 
 def _key(host: Host) -> str:

@@ -8,7 +8,6 @@ processes write at once, a size may be lost, which costs another search.
 
 import functools
 import hashlib
-import os
 import resource
 import warnings
 from collections.abc import Iterable, Iterator
@@ -24,10 +23,9 @@ from lockstep.cluster.memory_limits import memory_ceiling
 from lockstep.data.map_style.sources import Source
 from lockstep.data.order import kept_streams
 from lockstep.data.trees import map_tensors
-from lockstep.disk import replacing
+from lockstep.disk import cache_folder, replacing
 from lockstep.parallel.data_parallel.forward import DTYPES
 
-_FILE = Path("lockstep") / "batch_sizes.json"
 _VERSION = 1
 
 
@@ -55,9 +53,8 @@ class _Content(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def file_path() -> Path:
-    """``lockstep/batch_sizes.json`` in the cache folder: ``$XDG_CACHE_HOME``, or ``~/.cache``."""
-    folder = os.environ.get("XDG_CACHE_HOME")
-    return (Path(folder) if folder else Path.home() / ".cache") / _FILE
+    """See ``disk.cache_folder``."""
+    return cache_folder() / "batch_sizes.json"
 
 
 def recall(key: str) -> BatchSizeCache | None:

@@ -3,7 +3,6 @@
 There is a file for each model, batch and machine. One that cannot be read is written anew.
 """
 
-import os
 import statistics
 import time
 import warnings
@@ -14,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from lockstep.disk import cache_folder
 from lockstep.errors import PlanError
 from lockstep.graph.layer_graph import LayerGraph, OptimizerCosts
 from lockstep.train.optim.fused_step import step_in_fastest_form
@@ -24,9 +24,8 @@ _STEPS = 5
 
 
 def folder() -> Path:
-    """``lockstep/profiles`` in the cache folder: ``$XDG_CACHE_HOME``, or ``~/.cache``."""
-    found = os.environ.get("XDG_CACHE_HOME")
-    return (Path(found) if found else Path.home() / ".cache") / "lockstep" / "profiles"
+    """See ``disk.cache_folder``."""
+    return cache_folder() / "profiles"
 
 
 def cached_graph(key: str, measure: Callable[[], LayerGraph]) -> LayerGraph:
