@@ -384,6 +384,7 @@ def test_accelerators_may_add_in_another_order(
             devices=(f"{kind}:0", f"{kind}:1"), num_hosts=1, ranks_of_host=lambda host: (0, 1)
         ),
         passes=SimpleNamespace(user_losses=lambda: (), losses_alone=losses_alone),
+        in_trial=nullcontext,
     )
     control: Any = SimpleNamespace(broadcast=lambda samples: samples, gather=told)
     expected = pytest.raises(ModelError, match=message) if message else nullcontext()

@@ -3,7 +3,7 @@
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import DataError, OptionError
+from lockstep.proof.recording import watches
 from lockstep.proof.recording.digests import WIDTH
 from lockstep.proof.recording.names import Names, parameters_of, torch_optimizer
 from lockstep.proof.recording.record_file import START, file_of
@@ -25,6 +26,14 @@ X, Y = torch.randn(60, 4, generator=torch.Generator().manual_seed(0)), torch.ara
 
 
 WEIGHT = ("parameter", "4.weight")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_hooks_for_other_files() -> Iterator[None]:
+    """The hook on all optimizers stays, and other tests count what a step calls."""
+    yield
+    while watches._hooks:
+        watches._hooks.pop().remove()
 
 
 def make_model(*, drop: float = 0.0) -> Any:

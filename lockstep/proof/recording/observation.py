@@ -14,7 +14,11 @@ from lockstep.proof.recording.names import Names
 from lockstep.proof.recording.record_file import Entries, Entry, Group, Module, RecordWriter
 from lockstep.proof.recording.shards import local_part
 
-_MATTERING = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.RNNBase)
+_MATTERING = (
+    torch.nn.modules.batchnorm._BatchNorm,
+    torch.nn.modules.dropout._DropoutNd,
+    nn.RNNBase,
+)
 
 
 class Table:
