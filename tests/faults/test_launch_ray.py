@@ -100,7 +100,8 @@ import os, pathlib, time
 try:
     pathlib.Path(f"pid{os.environ['LOCKSTEP_HOST_INDEX']}").write_text(str(os.getpid()))
     print("ready", flush=True)
-    time.sleep(120)
+    while True:
+        time.sleep(1)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 """

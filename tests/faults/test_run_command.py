@@ -97,7 +97,7 @@ def test_a_module_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_is_shown_from_the_script_on(tmp_path: Path) -> None:
-    source = "import time\nprint('ready', flush=True)\ntime.sleep(60)\n"
+    source = "import time\nprint('ready', flush=True)\nwhile True: time.sleep(1)\n"
     path = str(tmp_path / "script.py")
     with running(source, directory=tmp_path, command=["-m", "lockstep", "run", path]) as script:
         script.wait_for_line("ready")

@@ -189,7 +189,8 @@ if "--stubborn" in sys.argv:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 try:
     print("ready", os.environ["LOCKSTEP_HOST_INDEX"], flush=True)
-    time.sleep(120)
+    while True:
+        time.sleep(1)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
     raise SystemExit(7)
