@@ -1,7 +1,8 @@
 """Models that nobody here wrote: architectures of transformers, as they are, cut in two.
 
-Of each: proofs under two replicas and under two stages, the balance of the cut, and whether torch's
-``pipeline()`` splits the same model. A process tries one after the other; one that makes it hang or
+Of each: proofs under two replicas, under two stages and with layers divided inside, the balance of
+the cut, the part of the parameters that is divided, and whether torch's ``pipeline()`` splits the
+same model. A process tries one after the other; one that makes it hang or
 die has a row that says so, and the next process goes on behind it. What is found is kept at once,
 so a run that was interrupted goes on where it was. Run: ``python bench/architectures.py --results
 rows.jsonl --report docs/architectures.md``, with ``--only Llama`` for one.
@@ -10,13 +11,14 @@ rows.jsonl --report docs/architectures.md``, with ``--only Llama`` for one.
 import argparse
 import copy
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
 import time
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -29,6 +31,7 @@ import torch.nn.functional as F
 from architecture_rows import ARCHITECTURES, Architecture
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _SAMPLES = 24
@@ -36,10 +39,15 @@ _BATCH_SIZE = 16
 _LENGTH = 16
 _STEPS = 3
 _BALANCED = 1.5
+_CLIP_NORM = 0.1
+_EXACT = 1e-12
+_MOSTLY = 0.8
 _ROUNDING = 1e-5  # relative, of what is computed in float32
 _MARK = "found: "
 
 Row = dict[str, Any]
+
+_MADE_WITH = {"transformers": version("transformers")}
 
 
 # --- a job ----------------------------------------------------------------------------------------
@@ -229,7 +237,91 @@ def torchs(row: Architecture) -> Row:
     return {"stages": split_by_torch(make_model(row), make_inputs(row))}
 
 
+def divided(row: Architecture) -> Row:
+    import lockstep
+
+    model, data = job_of(row)
+    with torch.random.fork_rng():
+        plan = lockstep.TensorParallelStrategy(2).plan(model, batch_size=_BATCH_SIZE, sample=data)
+    assert plan.tensor is not None
+    sizes = {name: one.numel() for name, one in model.named_parameters()}
+    reasons: Counter[str] = Counter()
+    for name, reason in plan.tensor.whole:
+        reasons[reason] += sizes[name]
+    return {
+        "divided": sum(sizes[one.name] for one in plan.tensor.parameters) / sum(sizes.values()),
+        "reason": reasons.most_common(1)[0][0] if reasons else "",
+        "difference": difference_when_divided(model, data),
+    }
+
+
+class InDouble(TorchFunctionMode):
+    """Functions that are asked for float32 give float64, so that rounding hides no error."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        args = [torch.float64 if one is torch.float32 else one for one in args]
+        options = {
+            name: torch.float64 if one is torch.float32 else one
+            for name, one in (kwargs or {}).items()
+        }
+        return func(*args, **options)
+
+
+class ComputedInDouble(nn.Module):
+    """A model whose own choices of float32 are float64."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Tensor) -> Any:
+        with InDouble():
+            return self.model(**inputs)
+
+
+def difference_when_divided(model: nn.Module, data: Any) -> float:
+    """The weights' relative difference from a plain loop, after steps of Adam with clipping."""
+    import lockstep
+    from lockstep.data.map_style.sources import as_source
+    from lockstep.proof.reference import Reference
+
+    inputs, targets = data
+    inputs = {
+        name: one.double() if one.is_floating_point() else one for name, one in inputs.items()
+    }
+    model = ComputedInDouble(model.double())
+    make = partial(torch.optim.Adam, lr=1e-2, eps=1e-3)
+    plain = copy.deepcopy(model)
+    trainer = lockstep.Trainer(
+        model,
+        loss=loss,
+        optimizer=make,
+        clip_norm=_CLIP_NORM,
+        precision="fp64",
+        strategy=lockstep.TensorParallelStrategy(2),
+        seed=5,
+    )
+    size = _SAMPLES // _STEPS
+    trainer.fit((inputs, targets), batch_size=size, shuffle=False, verbose=0)
+    trainer.close()
+    source = as_source((inputs, targets))
+    batches = [(source, torch.arange(start, start + size)) for start in range(0, _SAMPLES, size)]
+    reference = Reference(plain, loss, make(plain.parameters()), batches, seed=5)
+    for _ in batches:
+        reference.step(1, before_update=lambda own: clip(list(own.values())))
+    expected = dict(plain.named_parameters())
+    scale = math.hypot(*(one.norm().item() for one in expected.values()))
+    differences = [(one - expected[name]).norm() for name, one in model.named_parameters()]
+    return float(max(differences)) / scale
+
+
+def clip(parameters: list[nn.Parameter]) -> None:
+    nn.utils.clip_grad_norm_(parameters, _CLIP_NORM)
+
+
 TRIALS: dict[str, Callable[[Architecture], Row]] = {
+    "divided": divided,
     "cut": cut,
     "torch": torchs,
     "pipeline": pipeline,
@@ -303,7 +395,7 @@ def run_all(path: Path, only: Sequence[str], timeout: float) -> None:
         known = known_rows(path)
         missing = [row.name for row in ARCHITECTURES if trial not in known[row.name]]
         for name, found in run_trial(trial, only or missing, timeout):
-            line = json.dumps({"name": name, "trial": trial, **found})
+            line = json.dumps({"name": name, "trial": trial, **_MADE_WITH, **found})
             print(line, flush=True)
             with path.open("a") as file:
                 file.write(f"{line}\n")
@@ -322,11 +414,19 @@ def proof_cell(proof: Row) -> str:
     return f"{proof['difference']:.0e}{reason}"
 
 
+def division_cell(found: Row) -> str:
+    part = f"{found['divided']:.0%}"
+    if found["divided"] < _MOSTLY:
+        part += f" (most of the rest: {found['reason']})"
+    return part if found["difference"] < _EXACT else f"{part}, {found['difference']:.0e}"
+
+
 # What a trial has found, in a few words.
 _CELLS: dict[str, Callable[[Row], str]] = {
     "mirrored": proof_cell,
     "pipeline": proof_cell,
     "cut": lambda found: f"{found['balance']:.2f}",
+    "divided": division_cell,
     "torch": lambda found: "yes" if found["stages"] == 2 else f"{found['stages']} stage",
 }
 
@@ -335,6 +435,7 @@ _CELLS: dict[str, Callable[[Row], str]] = {
 _REASONS = {
     "cannot capture your model as a full graph": "not captured [^4]",
     "compute in the precision of their inputs": "no float64 [^5]",
+    "Expected mat_a to be Float32": "no float64 [^5]",
     "Expected more than 1 value per channel": "too few samples [^3]",
 }
 
@@ -364,6 +465,7 @@ def counts(rows: Sequence[list[str]]) -> dict[str, str]:
         "mirrored": lambda cell: cell == "exact",
         "pipeline": lambda cell: cell == "exact",
         "cut": lambda cell: cell[0].isdigit() and float(cell) <= _BALANCED,
+        "divided": lambda cell: cell.endswith("%") and "(" not in cell,
         "torch": lambda cell: cell == "yes",
     }
     return {
@@ -383,9 +485,13 @@ written, with random weights and a tiny configuration. No option was set, and no
 - Exact in two stages: **{pipeline}** that were tried. Loss, gradients and weights of {steps} steps
   in float64 on {samples} samples with padding are those of a plain loop, to within 1e-12.
 - Exact on two replicas: **{mirrored}** that were tried.
+- Layers divided inside, with at least {mostly:.0%} of the parameters: **{divided}** that were
+  tried. After {steps} steps of Adam on two processes, with `clip_norm` and the class's own
+  dropout, the weights are those of a plain loop, to within 1e-12 in float64. Here a model computes
+  in float64 what it would compute in float32.
 
-| architecture | class | two replicas | two stages | balance | torch's `pipeline()` |
-|---|---|---|---|---|---|
+| architecture | class | two replicas | two stages | balance | divided | torch's `pipeline()` |
+|---|---|---|---|---|---|---|
 {table}
 
 [^1]: It computes in float32 inside, whatever its precision: results differ by the rounding of
@@ -406,8 +512,9 @@ What cannot be followed is one layer, which is never cut, and the plan says why:
 Made by `python bench/architectures.py` (`make bench-architectures`) with lockstep {lockstep}, torch
 {pytorch} and Python {python}: the plan of two stages, whose layers are timed on this machine;
 torch's `pipeline()` on two samples; `lockstep.verify` with `PipelineStrategy(2)` and with
-`MirroredStrategy(devices=2)`. *Balance* is the slower stage's time over the mean of both; 1 is
-perfect. An empty cell was not tried.
+`MirroredStrategy(devices=2)`; `fit` with `TensorParallelStrategy(2)`. *Balance* is the slower
+stage's time over the mean of both; 1 is perfect. *Divided* is the part of the parameters that the
+processes divide. An empty cell was not tried.
 """
 
 
@@ -419,6 +526,7 @@ def write_page(known: dict[str, Row], path: Path) -> None:
         for row in ARCHITECTURES
         for piece in known[row.name].get("cut", {}).get("pieces", ())
     ]
+    versions = {one["transformers"] for found in known.values() for one in found.values()}
     path.write_text(
         _PAGE.format(
             num_rows=len(rows),
@@ -427,7 +535,8 @@ def write_page(known: dict[str, Row], path: Path) -> None:
             steps=_STEPS,
             samples=_SAMPLES,
             limit=_BALANCED,
-            transformers=version("transformers"),
+            mostly=_MOSTLY,
+            transformers=" and ".join(sorted(versions)),
             lockstep=version("lockstep-train"),
             pytorch=version("torch"),
             python=platform.python_version(),

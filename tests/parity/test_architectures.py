@@ -1,4 +1,5 @@
-"""Models of transformers as they are: cut in two, and the same as one device to 1e-12 in fp64.
+"""Models of transformers as they are: cut in two, or divided inside layers, and the same as one
+device to 1e-12 in fp64.
 
 One of each way to go through a model; ``bench/architectures.py`` tries all of them.
 """
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 import lockstep
 from tests.thorough import core_of
@@ -41,20 +42,41 @@ def loss(output: Any, target: Tensor) -> Tensor:
     return F.cross_entropy(output.logits.transpose(1, 2), target, reduction="none").mean(1)
 
 
-@pytest.mark.parametrize("name", core_of(MODELS, ["BartForConditionalGeneration"]))
-def test_a_model_as_it_is_trains_in_two_stages(name: str) -> None:
+def make(name: str) -> tuple[nn.Module, Any]:
+    """A model and its data."""
     torch.manual_seed(3)
     kind = getattr(transformers, name)
     model = kind(kind.config_class(**MODELS[name])).train()
     tokens = torch.randint(3, 31, (7, 8))
     padding = (torch.arange(8) < torch.tensor([[8], [8], [5], [6], [8], [4], [7]])).long()
-    inputs = {"input_ids": tokens, "attention_mask": padding}
+    return model, ({"input_ids": tokens, "attention_mask": padding}, tokens)
+
+
+@pytest.mark.parametrize("name", core_of(MODELS, ["BartForConditionalGeneration"]))
+def test_a_model_as_it_is_trains_in_two_stages(name: str) -> None:
+    model, data = make(name)
     strategy = lockstep.PipelineStrategy(2, microbatches=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    job = lockstep.Job(model, loss, optimizer, (inputs, tokens), batch_size=4)
+    job = lockstep.Job(model, loss, optimizer, data, batch_size=4)
     report = lockstep.verify(job, strategy, steps=3)
     assert report.passed, str(report)
     assert not report.undivided
-    plan = strategy.plan(model, batch_size=4, sample=(inputs, tokens))
+    plan = strategy.plan(model, batch_size=4, sample=data)
     assert not [note for note in plan.notes if "one piece" in note]
     assert len(plan.layers) > 10
+
+
+@pytest.mark.parametrize("name", core_of(MODELS, ["BertForMaskedLM"]))
+def test_a_model_as_it_is_is_divided_inside(name: str) -> None:
+    model, data = make(name)
+    strategy = lockstep.TensorParallelStrategy(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = lockstep.Job(model, loss, optimizer, data, batch_size=4)
+    report = lockstep.verify(job, strategy, steps=2)
+    assert report.passed, str(report)
+    splits = strategy.plan(model, batch_size=4, sample=data).tensor
+    assert splits is not None
+    sizes = {name: one.numel() for name, one in model.named_parameters()}
+    assert sum(sizes[one.name] for one in splits.parameters) > 0.8 * sum(sizes.values())
+    gathered = {one.gathered_for for one in splits.parameters}
+    assert gathered <= {"", "the model's output", "layer_norm"}

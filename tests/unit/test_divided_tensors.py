@@ -42,6 +42,10 @@ class Model(nn.Module):
         self.scale = nn.Parameter(torch.rand(14))
         self.kernel = nn.Parameter(torch.rand(WIDTH, 14))
         self.bias = nn.Parameter(torch.rand(14))
+        self.wide = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.q, self.k, self.v, self.o = (
+            nn.Parameter(torch.rand(WIDTH, HEADS, SIZE)) for _ in range(4)
+        )
         self.embedding = nn.Embedding(11, WIDTH, padding_idx=2)
         self.convolution = nn.Conv1d(5, 7, 3, padding=1)
 
@@ -192,6 +196,79 @@ def changed_after_a_look(model: Any, x: Tensor) -> Tensor:
     return both
 
 
+def heads_of(x: Tensor, heads: int = HEADS) -> Tensor:
+    return x.view(*x.shape[:2], heads, SIZE).transpose(1, 2)
+
+
+def with_dropout_in_attention(model: Any, x: Tensor) -> Tensor:
+    query, key, value = (heads_of(one) for one in model.qkv(x).chunk(3, dim=-1))
+    mask = torch.ones(x.shape[0], 1, x.shape[1], x.shape[1], dtype=torch.bool).tril(-1)
+    heads = F.scaled_dot_product_attention(query, key, value, mask, 0.3, scale=0.7)
+    mixed: Tensor = model.out(heads.transpose(1, 2).reshape(*x.shape[:2], WIDTH))
+    return mixed
+
+
+def with_fewer_keys(model: Any, x: Tensor) -> Tensor:
+    query = heads_of(model.wide(x), 2 * HEADS)
+    key, value = (heads_of(one) for one in model.qkv(x).chunk(3, dim=-1)[:2])
+    heads = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    narrow: Tensor = F.linear(heads.transpose(1, 2).flatten(2), model.wide.weight.t())
+    return narrow
+
+
+def with_one_key(model: Any, x: Tensor) -> Tensor:
+    query = heads_of(model.out(x))
+    key = heads_of(x[..., :SIZE] * 2, 1)
+    scores = torch.matmul(query, key.transpose(2, 3)).softmax(-1)
+    mixed: Tensor = model.out(torch.matmul(scores, key).transpose(1, 2).flatten(2))
+    return mixed
+
+
+def with_a_cache(model: Any, x: Tensor) -> Tensor:
+    query, key, value = (heads_of(one) for one in model.qkv(x).chunk(3, dim=-1))
+    key, value = (torch.cat([torch.tensor([]), one], dim=-2) for one in (key, value))
+    return attend(model, query, key.type_as(query), value)
+
+
+def with_batched_products(model: Any, x: Tensor) -> Tensor:
+    query, key, value = (heads_of(one).transpose(0, 1) for one in model.qkv(x).chunk(3, dim=-1))
+    slopes = torch.arange(HEADS * x.shape[1], dtype=x.dtype).view(HEADS, 1, x.shape[1])
+    scores = slopes.baddbmm(query[:, 0], key[:, 0].transpose(1, 2), beta=0.1, alpha=SIZE**-0.5)
+    heads = torch.bmm(scores.softmax(-1), value[:, 0])
+    mixed: Tensor = model.out(heads.transpose(0, 1).flatten(1))
+    return mixed
+
+
+def turned(model: Any, x: Tensor) -> Tensor:
+    hidden = F.gelu(x @ model.up.weight.T + model.up.bias)
+    with torch.no_grad():
+        constant = model.up.weight.t()
+    found: Tensor = hidden @ model.down.weight.mT + (x @ constant)[..., :WIDTH]
+    return found
+
+
+def by_einsum(model: Any, x: Tensor) -> Tensor:
+    query, key, value = (
+        torch.einsum("btw,whs->bths", x, one) for one in (model.q, model.k, model.v)
+    )
+    weights = torch.einsum("bihs,bjhs->bhij", query, key).softmax(-1)
+    heads = torch.einsum("bhij,bjhs->bihs", weights, value)
+    mixed: Tensor = torch.einsum("bihs, whs -> biw", [heads, model.o]) + x
+    return mixed
+
+
+def same_letter_twice(model: Any, x: Tensor) -> Tensor:
+    trace: Tensor = torch.einsum("bii->b", model.up(x)[:, :5, :5]) + torch.einsum(
+        "biu,bju->bij", model.up(x), model.gate(x)
+    ).sum((1, 2))
+    return trace
+
+
+def with_layers_left_out(model: Any, x: Tensor) -> Tensor:
+    hidden: Tensor = model.out(x if model.training else model.down(model.up(x)))
+    return hidden
+
+
 CASES: dict[Callable[[Any, Tensor], Tensor], set[str]] = {
     by_chunks: set(),
     by_split: set(),
@@ -204,7 +281,7 @@ CASES: dict[Callable[[Any, Tensor], Tensor], set[str]] = {
     gated: set(),
     gated_fused: set(),
     dropout_between: set(),
-    kernels: {"matmul"},
+    kernels: set(),
     convolve: {END},
     tied: {END},
     used_whole_too: set(),
@@ -214,6 +291,15 @@ CASES: dict[Callable[[Any, Tensor], Tensor], set[str]] = {
     checkpointed: {END},
     penalised: set(),
     changed_after_a_look: {"argmax", END},
+    with_dropout_in_attention: set(),
+    with_fewer_keys: {"linear"},
+    with_one_key: {"linear"},
+    with_a_cache: set(),
+    with_batched_products: set(),
+    turned: set(),
+    by_einsum: set(),
+    same_letter_twice: {"einsum"},
+    with_layers_left_out: {END},
 }
 
 
@@ -274,6 +360,17 @@ def test_divided_layers_compute_the_same(
         torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12, msg=name)
     gathered = {one.gathered_for for one in splits.parameters} - {""}
     assert gathered == CASES[body]
+
+
+def test_layers_that_training_leaves_out_are_divided(x: Tensor) -> None:
+    splits = divide(Model(with_layers_left_out).double(), x, 2)
+    assert {"up.weight", "down.weight"} <= {one.name for one in splits.parameters}
+
+
+def test_a_weight_used_turned_is_divided(x: Tensor) -> None:
+    splits = divide(Model(turned).double(), x, 2)
+    by = {one.name: one.by for one in splits.parameters}
+    assert (by["up.weight"], by["down.weight"]) == ("columns", "rows")
 
 
 def test_a_view_of_an_output_changed_in_place_is_refused(x: Tensor) -> None:

@@ -285,6 +285,11 @@ def divided_in(arguments: Any) -> Iterator[DividedTensor]:
         yield from divided_in(list(arguments.values()))
 
 
+def has_divided(arguments: Any) -> bool:
+    """Whether a divided tensor is among arguments."""
+    return next(divided_in(arguments), None) is not None
+
+
 def _mapped(function: Callable[[DividedTensor], torch.Tensor], arguments: Any) -> Any:
     """Arguments with their divided tensors replaced."""
     if isinstance(arguments, DividedTensor):

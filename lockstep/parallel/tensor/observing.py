@@ -43,8 +43,11 @@ def observed_splits(
     while True:
         observer = Observer(model, num_shards, cuts, whole)
         with left_alone(model), observer.running():
-            set_mode(model, training=True)
-            map_tensors(lambda one: one.whole() if isinstance(one, DividedTensor) else one, call())
+            for training in (True, False):
+                set_mode(model, training=training)
+                map_tensors(_whole, call())
+                if observer.has_seen_all:
+                    break
         asked = {
             name: one
             for name, one in observer.asked.items()
@@ -55,6 +58,10 @@ def observed_splits(
         for name, one in asked.items():
             tried[name].append(one)
         cuts |= asked
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.whole() if isinstance(tensor, DividedTensor) else tensor
 
 
 class Observer(DividedParameters):
@@ -107,8 +114,7 @@ class Observer(DividedParameters):
     def _decide(
         self, name: str, weight: torch.Tensor, columns: int, rows: int | None, input: Any
     ) -> None:
-        is_divided = isinstance(input, DividedTensor) and input.division.dim == input.dim() - 1
-        if is_divided and rows is not None and name not in self._tied:
+        if isinstance(input, DividedTensor) and rows is not None and name not in self._tied:
             split = input.division.at(rows)
             self._rows.add(name)
         else:
@@ -147,6 +153,12 @@ class Observer(DividedParameters):
         name = self.name_of(weight)
         if name:
             self._users[name] = _name_of(func)
+
+    @property
+    def has_seen_all(self) -> bool:
+        """Whether each parameter was used; training may leave layers out at random."""
+        known = {*self._splits, *self._users, *self._reasons}
+        return known >= self._parameters.keys()
 
     def _use(self, name: str) -> str:
         return f"used by {self._users[name]}" if name in self._users else "not used"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import lockstep.parallel.tensor.einsum_rules
 import lockstep.parallel.tensor.rules
 import lockstep.parallel.tensor.shape_rules  # noqa: F401  # they fill the table of rules
 from lockstep.errors import ModelError
@@ -67,9 +68,15 @@ class DividedParameters(Owner):
 
     def _call(self, function: Redirection, *args: Any, **kwargs: Any) -> Any:
         """Call a function that may have a weight of the model among its arguments."""
-        if any(isinstance(one, nn.Parameter | DividedTensor) for one in args[:3]):
+        if any(self._is_ours(one) for one in args[:3]):
             return dispatch(self, function.plain, args, kwargs)
         return function.plain(*args, **kwargs)
+
+    def _is_ours(self, argument: Any) -> bool:
+        """Whether an argument is a divided tensor, a parameter, or a view of one."""
+        if isinstance(argument, nn.Parameter | DividedTensor):
+            return True
+        return isinstance(argument, torch.Tensor) and id(argument._base) in self._names
 
     def check_pass(self, divided: DividedTensor) -> None:
         if not self._is_running:
@@ -186,7 +193,7 @@ class _Shard:
 # The functions with a rule for weights. Layers look them up at every call, also in backward.
 _REDIRECTIONS = [
     *(Redirection(name) for name in ("linear", "embedding", "conv1d", "conv2d", "conv3d")),
-    *(Redirection(name, torch) for name in ("matmul", "mm", "addmm")),
+    *(Redirection(name, torch) for name in ("matmul", "mm", "addmm", "einsum")),
     *(Redirection(name, torch.Tensor) for name in ("matmul", "mm", "__matmul__")),
 ]
 

@@ -21,24 +21,49 @@ _Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Ten
 
 def _linear(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, weight, bias = (*args, *kwargs.values(), None)[:3]
-    split = owner.split_of(weight, 0, 1, input)
+    split = owner.split_of(weight, 0, 1, _along_last(input))
     return _multiplied(owner, func, input, weight, bias, split, 1, func)
 
 
 def _matmul(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs or len(args) != 2 or args[0].dim() < 2 or args[1].dim() != 2:
         return NotImplemented
-    split = owner.split_of(args[1], 1, 0, args[0])
+    input, weight = args
+    turned = turned_weight(owner, weight)
+    if turned is not None:
+        split = owner.split_of(turned, 0, 1, _along_last(input))
+        product: _Product = lambda input, weight, bias: func(input, weight.t())  # noqa: E731
+        return _multiplied(owner, func, input, turned, None, split, 1, product)
+    split = owner.split_of(weight, 1, 0, _along_last(input))
     return _multiplied(
         owner, func, *args, None, split, 0, lambda input, weight, bias: func(input, weight)
     )
+
+
+def turned_weight(owner: Owner, view: torch.Tensor) -> torch.Tensor | None:
+    """The weight of which a matrix is the transpose; None if it is none."""
+    base = view._base
+    if base is None or not owner.name_of(base) or base.dim() != 2 or view.dim() != 2:
+        return None
+    places = (view.shape, view.stride(), view.storage_offset())
+    is_turned = places == (base.shape[::-1], base.stride()[::-1], base.storage_offset())
+    has_gradient = base.requires_grad and torch.is_grad_enabled()
+    is_plain = not (view._backward_hooks or view.retains_grad)
+    # A view that was made without gradients says that it requires them.
+    return base if is_turned and is_plain and (view.grad_fn is not None) == has_gradient else None
+
+
+def _along_last(input: Any) -> Any:
+    """A tensor if it is divided along its last dim, which a product sums over."""
+    is_divided = isinstance(input, DividedTensor) and input.division.dim == input.dim() - 1
+    return input if is_divided else None
 
 
 def _addmm(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs or len(args) != 3 or args[0].dim() != 1:
         return NotImplemented
     bias, input, weight = args
-    split = owner.split_of(weight, 1, 0, input)
+    split = owner.split_of(weight, 1, 0, _along_last(input))
 
     def product(
         input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

@@ -4,6 +4,7 @@ Elementwise functions; functions along dims that are not divided; products and a
 that are divided. Changes of shape: ``shape_rules``.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch.nn.functional as F
 from lockstep.parallel.tensor.divided_tensor import (
     DividedTensor,
     Owner,
-    divided_in,
     empty_like_whole,
+    has_divided,
     named,
     register,
 )
@@ -114,7 +115,7 @@ def _along(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
     """Functions along one dim that keep the shape; not if it is the divided one."""
     input, *rest = args
     dim = kwargs.get("dim", rest[0] if rest else None)
-    if not isinstance(input, DividedTensor) or not isinstance(dim, int) or any(divided_in(rest)):
+    if not isinstance(input, DividedTensor) or not isinstance(dim, int) or has_divided(rest):
         return NotImplemented
     if dim % input.dim() == input.division.dim:
         return NotImplemented
@@ -146,7 +147,7 @@ def _norm(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
     input, shape = options.pop("input"), options.pop("normalized_shape")
     if len(args) > len(_NORM) or not isinstance(input, DividedTensor):
         return NotImplemented
-    if input.division.dim >= input.dim() - len(shape) or any(divided_in(options)):
+    if input.division.dim >= input.dim() - len(shape) or has_divided(options):
         return NotImplemented
     weights = {
         name: spread(owner.exchange, options.pop(name))
@@ -168,44 +169,113 @@ def _matmul(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
     """Products of matrices by heads, or with a weight."""
     if kwargs or len(args) != 2:
         return NotImplemented
-    one, other = args
-    if isinstance(one, DividedTensor) and isinstance(other, DividedTensor) and _are_batched(args):
-        pairs = zip(one.parts, other.parts, strict=True)
-        return one.like([func(first, second) for first, second in pairs])
-    return multiply_by_weight(owner, func, args, kwargs)
+    parts = _batched(owner, args)
+    if parts is None:
+        return multiply_by_weight(owner, func, args, kwargs)
+    return _lead_of(args).like([func(*each) for each in zip(*parts, strict=True)])
 
 
-def _are_batched(tensors: Sequence[DividedTensor]) -> bool:
-    """True if tensors have as many dims, and are divided alike along one before the last two."""
-    first = tensors[0]
-    return first.division.dim < first.dim() - 2 and all(
-        one.dim() == first.dim()
-        and one.division.dim == first.division.dim
-        and one.division.is_like(first.division)
-        for one in tensors
-    )
+def _baddbmm(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
+    options = {**dict(zip(("input", "batch1", "batch2"), args, strict=False)), **kwargs}
+    tensors = [options.pop(name, None) for name in ("input", "batch1", "batch2")]
+    is_plain = all(isinstance(one, torch.Tensor) for one in tensors) and "out" not in options
+    parts = _batched(owner, tensors) if is_plain else None
+    if parts is None:
+        return NotImplemented
+    return _lead_of(tensors).like([func(*each, **options) for each in zip(*parts, strict=True)])
+
+
+def _lead_of(tensors: Sequence[Any]) -> DividedTensor:
+    """The first divided tensor."""
+    return next(one for one in tensors if isinstance(one, DividedTensor))
+
+
+def _batched(owner: Owner, tensors: Sequence[Any]) -> list[Sequence[Any]] | None:
+    """The parts of tensors with as many dims, by tensor; None if a cut crosses matrices.
+
+    Those that are divided are so alike, along one dim before the last two; others are cut to fit.
+    """
+    if not has_divided(list(tensors)):
+        return None
+    lead = _lead_of(tensors)
+    place = lead.division.dim - lead.dim()
+    if place >= -2 or any(one.dim() != lead.dim() for one in tensors):
+        return None
+    if not all(_is_aligned(one, lead, place) for one in tensors):
+        _ask_for_one_unit(owner, [one for one in tensors if isinstance(one, DividedTensor)])
+        return None
+    sizes = {one.shape[place] for one in tensors}
+    if not sizes <= {1, lead.division.size}:
+        return None
+    return [_parts(owner, one, lead.division.at(place)) for one in tensors]
+
+
+def _ask_for_one_unit(owner: Owner, tensors: Sequence[DividedTensor]) -> None:
+    """Heads of queries that share a head of keys stay together."""
+    unit = math.lcm(*(one.division.unit for one in tensors))
+    for one in tensors:
+        if one.division.unit != unit:
+            sizes = [size * one.span for size in one.division.sizes]
+            owner.refine(one, sizes, unit * one.span)
 
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 def _attention(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
-    """Attention by heads; dropout in it draws numbers for all heads at once."""
+    """Attention by heads."""
     options = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
-    query, key, value = (options.pop(name) for name in _ATTENTION[:3])
+    tensors = [options.pop(name) for name in _ATTENTION[:3]]
     mask = options.pop("attn_mask", None)
-    tensors = (query, key, value)
-    if not all(isinstance(one, DividedTensor) for one in tensors) or options.get("dropout_p"):
+    if options.pop("enable_gqa", False):
+        tensors = [tensors[0], *(_repeated(one, tensors[0]) for one in tensors[1:])]
+    parts = None if isinstance(mask, DividedTensor) else _batched(owner, tensors)
+    lead = next((one for one in tensors if isinstance(one, DividedTensor)), None)
+    if parts is None or lead is None:
         return NotImplemented
-    if not _are_batched(tensors) or options.get("enable_gqa") or isinstance(mask, DividedTensor):
+    masks = _parts(owner, mask, lead.division.at(lead.division.dim - lead.dim()))
+    dropout = options.pop("dropout_p", 0.0)
+    if not dropout:
+        each = zip(*parts, masks, strict=True)
+        return lead.like([func(*own, attn_mask=mask, **options) for *own, mask in each])
+    if lead.device.type != "cpu" or dropout >= 1:
         return NotImplemented
-    split = query.division.at(query.division.dim - query.dim())
-    masks = _parts(owner, mask, split)
-    parts = [
-        func(*each, attn_mask=own, **options)
-        for *each, own in zip(query.parts, key.parts, value.parts, masks, strict=True)
-    ]
-    return query.like(parts)
+    shape = [*lead.shape[:-2], tensors[0].shape[-2], tensors[1].shape[-2]]
+    noise = torch.empty(shape, dtype=lead.dtype).bernoulli_(1 - dropout).div_(1 - dropout)
+    noises = cut_own(owner.exchange, noise, lead.division)
+    return lead.like([_attend(*own, **options) for own in zip(*parts, masks, noises, strict=True)])
+
+
+def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Heads of keys or values, each as often as queries have it."""
+    times = query.shape[-3] // tensor.shape[-3]
+    shape = [*tensor.shape[:-3], query.shape[-3], *tensor.shape[-2:]]
+    grown = [*tensor.shape[:-2], times, *tensor.shape[-2:]]
+    return tensor if times == 1 else tensor.unsqueeze(-3).expand(*grown).reshape(*shape)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    noise: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention whose weights are multiplied by noise: torch's for cores, with dropout in it."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query @ key.transpose(-2, -1) * scale
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -math.inf)
+    elif mask is not None:
+        scores = scores + mask
+    is_hidden = (scores == -math.inf).all(-1, keepdim=True)  # such a query attends to nothing
+    weights = scores.masked_fill(is_hidden, 0.0).softmax(-1).masked_fill(is_hidden, 0.0)
+    return weights * noise @ value
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -231,4 +301,5 @@ register(_along, named("softmax log_softmax cumsum", torch, torch.Tensor, F))
 register(_reduction, named("sum mean amax amin", torch, torch.Tensor))
 register(_norm, named("layer_norm rms_norm", F))
 register(_matmul, named("matmul bmm mm __matmul__", torch, torch.Tensor))
+register(_baddbmm, named("baddbmm", torch, torch.Tensor))
 register(_attention, [F.scaled_dot_product_attention])

@@ -13,7 +13,7 @@ import torch
 from lockstep.parallel.tensor.divided_tensor import (
     DividedTensor,
     Owner,
-    divided_in,
+    has_divided,
     named,
     register,
 )
@@ -29,11 +29,18 @@ _Options = dict[str, Any]
 def _same_view(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
     """Functions that keep the shape, and may return the same memory."""
     input = args[0]
-    if not isinstance(input, DividedTensor) or any(divided_in((args[1:], kwargs))):
+    if not isinstance(input, DividedTensor) or has_divided((args[1:], kwargs)):
         return NotImplemented
     if any(isinstance(one, torch.Tensor) for one in args[1:]):
         return NotImplemented
     return input.like([func(part, *args[1:], **kwargs) for part in input.parts], is_view=True)
+
+
+def _type_as(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
+    input, other = args
+    if not isinstance(input, DividedTensor):
+        return func(input, torch.empty(0, dtype=other.dtype, device=other.device))
+    return input.like([part.to(other.device, other.dtype) for part in input.parts], is_view=True)
 
 
 def _first_part(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
@@ -55,7 +62,7 @@ def _expand(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
 def _view(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
     """``view``, ``reshape`` and relatives: see ``_reshaped``."""
     input, *sizes = args
-    if kwargs or not isinstance(input, DividedTensor) or any(divided_in(sizes)):
+    if kwargs or not isinstance(input, DividedTensor) or has_divided(sizes):
         return NotImplemented
     shape = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else sizes
     if not all(isinstance(size, int) for size in shape):
@@ -328,7 +335,9 @@ def _joined(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
     """``cat`` and ``stack`` of tensors that are divided alike, along another dim."""
     options = {**dict(zip(("tensors", "dim"), args, strict=False)), **kwargs}
     tensors, dim = options["tensors"], options.get("dim", 0)
-    if not all(isinstance(one, DividedTensor) for one in tensors):
+    if func is not torch.stack:  # torch ignores empty vectors
+        tensors = [one for one in tensors if tuple(one.shape) != (0,)]
+    if not tensors or not all(isinstance(one, DividedTensor) for one in tensors):
         return NotImplemented
     first = tensors[0]
     alike = all(
@@ -344,8 +353,9 @@ def _joined(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
     return first.like([func(list(parts), dim) for parts in columns], split)
 
 
-register(_same_view, named("contiguous float double half bfloat16 detach type_as", torch.Tensor))
+register(_same_view, named("contiguous float double half bfloat16 detach", torch.Tensor))
 register(_same_view, [torch.Tensor.to, torch.detach])
+register(_type_as, [torch.Tensor.type_as])
 register(_first_part, named("is_contiguous", torch.Tensor))
 register(_first_part, [vars(torch._C.TensorBase)["requires_grad"].__get__])
 register(_expand, [torch.Tensor.expand])
