@@ -90,7 +90,7 @@ ATTRIBUTES = {
     "attention": ("_reset_parameters",),
     "recurrent layer": ("_flat_weight_refs", "_flat_weights"),
     "functional": ("_verify_batch_size",),
-    "parameter": ("_backward_hooks", "_post_accumulate_grad_hooks", "_version"),
+    "parameter": ("_backward_hooks", "_base", "_post_accumulate_grad_hooks", "_version"),
     "sparse tensor": ("_nnz",),
     "storage": ("_cdata",),
     "operator": ("_overloadname", "_overloadpacket", "_schema"),
