@@ -69,7 +69,7 @@ def add_strategy_options(parser: argparse.ArgumentParser) -> None:
     stages.add_argument("--microbatches", type=int, metavar="M", help="of each batch and replica")
     stages.add_argument("--schedule", choices=SCHEDULES, help="order of the passes (default: 1f1b)")
     stages.add_argument(
-        "--data", metavar="R", help="replicas of a hybrid, or of each stage: 2, or 3,1"
+        "--data", metavar="R", help="replicas of a hybrid, or of each stage: 2, or 3,1; of tensor"
     )
 
 
@@ -95,6 +95,7 @@ def _check_options(options: argparse.Namespace) -> None:
         "hybrid": (*_PIPELINE_OPTIONS, "data"),
         "local": ("every", "stages", *_PIPELINE_OPTIONS),
         "servers": ("servers",),
+        "tensor": ("shares", "data"),
     }
     others = {"shares", "cuts", "microbatches", "schedule", "data", "every", "servers", "stages"}
     others -= set(taken.get(options.strategy, ("shares",)))
@@ -147,7 +148,10 @@ def _servers(options: argparse.Namespace) -> Strategy:
 
 
 def _tensor(options: argparse.Namespace) -> Strategy:
-    return TensorParallelStrategy(options.devices, num_tensor_shards=options.shares)
+    if options.data is None:
+        return TensorParallelStrategy(options.devices, num_tensor_shards=options.shares)
+    data = _replicas(options.data)
+    return HybridStrategy(data, tensor=options.devices or 2, num_tensor_shards=options.shares)
 
 
 _PIPELINE_OPTIONS = ("cuts", "microbatches", "schedule")

@@ -353,7 +353,7 @@ class Exchange:
                 fix="Use a BatchNorm layer instead.",
             )
         self._offers[share] += 1
-        if self.rank not in self._spec.followers:
+        if self._spec.leads(self.rank):
             self._rows[self._offers[share] & 1, share, : len(row)].copy_(row)
         if last and self.board is not None:
             self.board.post(self._tag(share))
@@ -379,8 +379,9 @@ class Exchange:
 
     def _await_offers(self, share: int, length: int, num_filled: int) -> None:
         """Wait until all filled shares have offered as many rows as ``share``."""
-        ranks = (*self._spec.share_ranks[:num_filled], *self._spec.followers)
-        self._await_ranks(ranks, self._tag(share))
+        first = self._spec.share_ranks[:num_filled]
+        ranks = {rank + other for rank in first for other in range(self._spec.ranks_per_share)}
+        self._await_ranks(sorted(ranks), self._tag(share))
 
     def _await_ranks(self, ranks: Sequence[int], tag: int) -> None:
         if self.board is not None:

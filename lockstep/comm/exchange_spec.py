@@ -71,12 +71,12 @@ class ExchangeSpec:
 
     Attributes:
         num_ranks: ranks of all hosts.
-        share_ranks: by share, the rank that knows its loss.
+        share_ranks: by share, the rank that knows its loss, the first that computes it.
         groups: the parameters, by the ranks that hold them.
         row_capacity: longest row that a share may offer, in float64.
         mail_bytes: sizes of the mailboxes.
         on_accelerators: gradients lie in devices' memory, and need none of the host.
-        followers: ranks that compute other ranks' shares like them, and offer nothing.
+        ranks_per_share: consecutive ranks that compute a share; all but the first offer nothing.
         gathering_rank: its host has memory for the gradients of all ranks; None for no host.
     """
 
@@ -87,7 +87,7 @@ class ExchangeSpec:
     mail_bytes: tuple[int, ...] = ()
     on_accelerators: bool = False
     gathering_rank: int | None = None
-    followers: tuple[int, ...] = ()
+    ranks_per_share: int = 1
 
     @property
     def num_shares(self) -> int:
@@ -119,6 +119,10 @@ class ExchangeSpec:
     def shares_of(self, ranks: Collection[int]) -> list[int]:
         """The shares whose losses some ranks know."""
         return [share for share, rank in enumerate(self.share_ranks) if rank in ranks]
+
+    def leads(self, rank: int) -> bool:
+        """Whether a rank is the first that computes its shares."""
+        return rank % self.ranks_per_share == 0
 
     def create(self, ranks: range | None = None) -> SharedRegion:
         """Make the region of the host with these ranks, by default all.

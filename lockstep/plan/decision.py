@@ -270,8 +270,16 @@ class Decision(Record, frozen=True, kw_only=True):
 
     def shares_of_rank(self, rank: int) -> range:
         """The shares that a rank without stages computes, those that divide layers the same."""
-        size = next((axis.size for axis in self.mesh if axis.name == "tensor"), 1)
-        return self.shares_of(rank // size)
+        return self.shares_of(rank // self.tensor_degree)
+
+    @property
+    def tensor_degree(self) -> int:
+        """Consecutive ranks that divide layers inside, and compute the same shares."""
+        return next((axis.size for axis in self.mesh if axis.name == "tensor"), 1)
+
+    def rank_of(self, share: int) -> int:
+        """The first rank without stages that computes a share."""
+        return self.replica_of(share) * self.tensor_degree
 
     def replica_of(self, share: int) -> int:
         """The replica of the whole model that computes a share."""
@@ -373,11 +381,11 @@ def _check_tensor(plan: Decision, problems: Problems) -> None:
             received=f"compiled={plan.compiled}, {plan.num_hosts} hosts, over {plan.engine.name}",
             fix="Train without `compile`, on the cores of one host.",
         )
-    if plan.tensor.num_shards < plan.num_ranks:
+    if plan.tensor.num_shards < plan.tensor_degree:
         problems.add(
             "Every rank must have a shard of each divided layer.",
-            received=f"num_shards={plan.tensor.num_shards} with {plan.num_ranks} ranks",
-            fix=f"Use num_shards >= {plan.num_ranks}.",
+            received=f"num_shards={plan.tensor.num_shards} with {plan.tensor_degree} ranks",
+            fix=f"Use num_shards >= {plan.tensor_degree}.",
         )
 
 

@@ -63,6 +63,10 @@ class TensorParallelStrategy(Strategy):
             )
 
     def maker(self, precision: str = "fp32") -> Maker:
+        return self.tensor_maker(precision)
+
+    def tensor_maker(self, precision: str = "fp32") -> TensorParallel:
+        """The maker, to be combined with others."""
         return TensorParallel(
             degree=self.degree,
             num_shards=self.num_tensor_shards,

@@ -27,6 +27,7 @@ STRATEGIES = {
     "mirrored-3-gloo": lockstep.MirroredStrategy(3, engine="gloo"),
     "sharded-3": lockstep.FullyShardedStrategy(3),
     "tensor-2": lockstep.TensorParallelStrategy(2),
+    "data-2-tensor-2": lockstep.HybridStrategy(2, tensor=2),
 }
 
 

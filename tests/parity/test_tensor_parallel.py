@@ -1,6 +1,6 @@
 """Layers divided inside: bits over degrees, options of training, checkpoints, and what is refused.
 
-The parity table has rows for whole trainings with two processes.
+The parity table has rows for whole trainings with two processes, and with two replicas of two.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from lockstep.errors import DeviceError, OptionError
 from lockstep.train.trainer import Trainer
 from tests.zoo import case, make_job
 
-TENSOR = lockstep.TensorParallelStrategy
+TENSOR, HYBRID = lockstep.TensorParallelStrategy, lockstep.HybridStrategy
 INPUTS = torch.randn(48, 12, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randint(0, 5, (48,), generator=torch.Generator().manual_seed(2))
 
@@ -69,10 +69,20 @@ def check_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     [{}, {"clip_norm": 0.1}, {"accumulate": 2}],
     ids=["plain", "clip_norm", "accumulate"],
 )
-def test_options_of_training(options: dict[str, Any]) -> None:
-    one = trainer(TENSOR(3), **options)
+@pytest.mark.parametrize(
+    ("strategy", "plain"),
+    [
+        (TENSOR(3), lockstep.SingleDeviceStrategy()),
+        (HYBRID(2, tensor=2), lockstep.MirroredStrategy(1, num_shares=2)),
+    ],
+    ids=["tensor", "hybrid"],
+)
+def test_options_of_training(
+    options: dict[str, Any], strategy: lockstep.Strategy, plain: lockstep.Strategy
+) -> None:
+    one = trainer(strategy, **options)
     found = fit(one)
-    check_close(found, fit(trainer(lockstep.SingleDeviceStrategy(), **options)))
+    check_close(found, fit(trainer(plain, **options)))
     assert one.plan.tensor is not None
     assert {"up.weight", "down.weight"} <= {each.name for each in one.plan.tensor.parameters}
 
@@ -88,6 +98,25 @@ def test_the_same_shards_give_the_same_bits(precision: str) -> None:
         fit(trainer(TENSOR(degree, num_tensor_shards=4), precision=precision))
         for degree in (1, 2, 4)
     ]
+    for other in found[1:]:
+        assert all(torch.equal(value, other[name]) for name, value in found[0].items())
+
+
+class WithoutBatchNorm(Residual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(12)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=["plain", "accumulate"])
+def test_the_same_shares_and_shards_give_the_same_bits(options: dict[str, Any]) -> None:
+    found = []
+    for data, tensor in [(1, 1), (2, 1), (1, 2), (3, 2)]:
+        strategy = HYBRID(data, tensor=tensor, num_shares=3, num_tensor_shards=2)
+        torch.manual_seed(0)
+        one = trainer(strategy, WithoutBatchNorm(), precision="fp32", **options)
+        one.fit((INPUTS[:26], TARGETS[:26]), batch_size=25, verbose=0)  # then a lone sample
+        found.append({name: value.clone() for name, value in one.model.state_dict().items()})
     for other in found[1:]:
         assert all(torch.equal(value, other[name]) for name, value in found[0].items())
 
@@ -108,15 +137,17 @@ def test_states_go_between_strategies() -> None:
     check_close(dict(one.model.state_dict()), dict(expected.model.state_dict()))
 
 
-def test_evaluate_and_predict() -> None:
-    one, other = trainer(TENSOR(2)), trainer(lockstep.SingleDeviceStrategy())
+@pytest.mark.parametrize("strategy", [TENSOR(2), HYBRID(2, tensor=2)], ids=["tensor", "hybrid"])
+def test_evaluate_and_predict(strategy: lockstep.Strategy) -> None:
+    one, other = trainer(strategy), trainer(lockstep.SingleDeviceStrategy())
     found = one.evaluate((INPUTS, TARGETS), batch_size=20)
     assert found["loss"] == pytest.approx(
         other.evaluate((INPUTS, TARGETS), batch_size=20)["loss"], rel=1e-12
     )
-    torch.testing.assert_close(
-        one.predict(INPUTS, batch_size=20), other.predict(INPUTS, batch_size=20)
-    )
+    for inputs in (INPUTS, INPUTS[:1]):
+        torch.testing.assert_close(
+            one.predict(inputs, batch_size=20), other.predict(inputs, batch_size=20)
+        )
 
 
 def test_hooks_of_modules_see_whole_shapes() -> None:
@@ -156,6 +187,11 @@ def test_named_modules_stay_whole() -> None:
         (partial(TENSOR, 0), OptionError, "`degree` must be an integer"),
         (partial(TENSOR, 2, whole="up"), OptionError, "`whole` must be names"),
         (partial(TENSOR, 4096), DeviceError, "4096"),
+        (partial(HYBRID, 2, 2, tensor=2), OptionError, "without stages"),
+        (partial(HYBRID, (2, 1), tensor=2), OptionError, "`data` must be a number"),
+        (partial(HYBRID, 2, tensor=0), OptionError, "`degree` must be an integer"),
+        (partial(HYBRID, 2, tensor=2, num_shares=1), OptionError, "Every replica needs a share"),
+        (partial(HYBRID, 2, num_tensor_shards=2), OptionError, "go with `tensor`"),
     ],
 )
 def test_arguments_are_checked(strategy: Any, kind: type[Exception], what: str) -> None:
@@ -168,6 +204,8 @@ def test_what_cannot_be_divided_is_refused() -> None:
         fit(trainer(TENSOR(1, num_tensor_shards=32)))
     with pytest.raises(OptionError, match="`whole` must name modules"):
         fit(trainer(TENSOR(2, whole=["encoder"])))
+    with pytest.raises(OptionError, match="allow one share per replica"):
+        fit(trainer(HYBRID(2, tensor=2, num_shares=3)))
 
 
 def test_a_layer_whose_gradient_gets_a_hook_is_whole_from_then_on() -> None:

@@ -57,6 +57,7 @@ class _Line(ctypes.Structure):
         ("phase", ctypes.c_uint64),  # its index in PHASES
         ("awaited", ctypes.c_uint64),  # the rank that it sleeps for, from 1; 0 for none
         ("waited", ctypes.c_double),  # seconds that it has slept
+        ("meetings", ctypes.c_uint64),  # of some ranks, in the midst of a pass
         ("numbers", ctypes.c_double * _MAX_NUMBERS),
         # Of rank 0: 2 n + 1 if there is a message that goes with announcement n, from 1, else 2 n.
         ("news", ctypes.c_uint64 * _NUM_ANNOUNCEMENTS),
@@ -195,6 +196,14 @@ class StatusBoard:
         self.ring()
         for rank in self.ranks_here:
             self._wait(rank, lambda line: line.barriers >= entered)
+
+    def meet_ranks(self, ranks: range) -> None:
+        """Wait until each of these ranks has met the others as often; all have the same ranks."""
+        entered = self._own.meetings + 1
+        self._own.meetings = entered
+        self.ring()
+        for rank in ranks:
+            self._wait(rank, lambda line: line.meetings >= entered)
 
     def all_gather(self, numbers: Sequence[float] | torch.Tensor) -> list[list[float]]:
         """Gather every rank's numbers, by rank; all have as many.

@@ -51,7 +51,7 @@ def exchange_spec(work: Workload) -> ExchangeSpec:
     trained = [] if work.updater is None else _trained(work.model)
     rank_of: Callable[[int], int]
     if plan.pipeline is None:
-        rank_of = plan.replica_of
+        rank_of = plan.rank_of
         mail_bytes = _work_bytes(work, trained)
     else:
         graph, last_stage = stage_graph(plan.pipeline), len(plan.pipeline.stages) - 1
@@ -66,7 +66,7 @@ def exchange_spec(work: Workload) -> ExchangeSpec:
         mail_bytes=mail_bytes,
         on_accelerators=not is_cpu(plan.devices),
         gathering_rank=plan.num_ranks - 1 if plan.is_stale else None,
-        followers=() if plan.tensor is None else tuple(range(1, plan.num_ranks)),
+        ranks_per_share=plan.tensor_degree,
     )
 
 
@@ -132,8 +132,8 @@ def _work_bytes(work: Workload, trained: Sequence[TensorSpec]) -> tuple[int, ...
     for other hosts, the times at which rows of sparse parameters changed.
     """
     plan, updater = work.plan, work.updater
-    if plan.tensor is not None and plan.num_ranks > 1:
-        return (2 * SLOT_BYTES,)
+    if plan.tensor_degree > 1:
+        return (2 * SLOT_BYTES,) * plan.num_replicas
     if not (plan.is_stale and isinstance(plan.update, ServedUpdate) and updater is not None):
         return ()
     servers, parameters = plan.num_servers, dict(work.model.named_parameters())
@@ -183,7 +183,7 @@ def group_spec(
     row_ranks: tuple[int, ...] = ()
     per_row = 0 if plan.pipeline is not None else plan.shares_per_row
     if plan.pipeline is None and not isinstance(plan.update, LocalUpdate):
-        row_ranks = tuple(map(plan.replica_of, range(0, plan.num_shares, per_row)))
+        row_ranks = tuple(map(plan.rank_of, range(0, plan.num_shares, per_row)))
     elif len(group.ranks) > 1:
         row_ranks = group.ranks
     return GroupSpec(

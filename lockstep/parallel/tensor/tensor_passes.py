@@ -1,9 +1,11 @@
 """Passes of a rank that has its shards of divided layers.
 
-All ranks run the same shares. The first gives the loss, the outputs, and the gradients of
-parameters that are whole; each puts its parts of the gradients of divided ones in their places.
+Consecutive ranks, those of a replica, run the same shares. The first gives the loss, the outputs,
+and the gradients of parameters that are whole; each puts its parts of the gradients of divided ones
+in their places.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from lockstep.parallel.tensor.parameters import DividedParameters
 from lockstep.parallel.tensor.shard_exchange import SLOT_BYTES, ShardExchange
 from lockstep.parallel.workload import Workload
 
-_GROUP, _ROW = 0, 0
+_GROUP = 0
 
 
 class TensorPasses(ModelPasses):
@@ -35,9 +37,14 @@ class TensorPasses(ModelPasses):
         super().__init__(work, **options)
         tensor = work.plan.tensor
         assert tensor is not None
-        self._is_first = self._rank == 0
-        own = tensor.shards_of(self._rank, work.plan.num_ranks)
-        exchange = ShardExchange(tensor.num_shards, own, _slots(endpoint), self._exchange.barrier)
+        replica, place = divmod(self._rank, work.plan.tensor_degree)
+        self._is_first = place == 0
+        own = tensor.shards_of(place, work.plan.tensor_degree)
+        first = self._rank - place
+        ranks = range(first, first + work.plan.tensor_degree)
+        exchange = ShardExchange(
+            tensor.num_shards, own, _slots(endpoint, replica), partial(self._meet, ranks)
+        )
         parameters = dict(work.model.named_parameters())
         splits = {one.name: one.split for one in tensor.parameters}
         self._layers = DividedParameters(parameters, splits, exchange)
@@ -45,6 +52,10 @@ class TensorPasses(ModelPasses):
         self._parts = {
             number: name for number, name in enumerate(names) if self._layers.is_divided(name)
         }
+
+    def _meet(self, ranks: range) -> None:
+        assert self._exchange.board is not None
+        self._exchange.board.meet_ranks(ranks)
 
     @property
     def _forms_gradients(self) -> bool:
@@ -91,16 +102,20 @@ class TensorPasses(ModelPasses):
         else:
             self._losses.pop(share)
         self._clear_gradients()
+        row = self._row_of(share)
+        if share + 1 == min(self._mine.stop, run.num_filled) or self._row_of(share + 1) != row:
+            self._put_parts(row)
 
-    def hand_in(self) -> None:
-        places = self._exchange.gradients[_GROUP].places(_ROW)
+    def _put_parts(self, row: int) -> None:
+        """Put this rank's parts of the gradients of a row's shares in their places."""
+        places = self._exchange.gradients[_GROUP].places(row)
         formed: list[torch.Tensor | None] = [None] * len(self._trainable)
         for number, name in self._parts.items():
             place = self._trainable[number].detach().clone() if places is None else places[number]
             if self._layers.put_gradient(name, place):
                 formed[number] = place
         if self._is_first and any(one is not None for one in formed):
-            self._exchange.write(_GROUP, _ROW, formed)
+            self._exchange.write(_GROUP, row, formed)
 
     # --- evaluation and prediction ---------------------------------------------------------------
 
@@ -108,11 +123,11 @@ class TensorPasses(ModelPasses):
         super()._infer_share(take if self._is_first else _leave, run, share)
 
 
-def _slots(endpoint: Endpoint) -> torch.Tensor | None:
-    """The memory in which shards meet."""
-    if endpoint.region is None:
+def _slots(endpoint: Endpoint, replica: int) -> torch.Tensor | None:
+    """The memory in which the shards of a replica meet."""
+    if endpoint.region is None or endpoint.spec.ranks_per_share == 1:
         return None
-    (offset,) = endpoint.spec.mail_offsets
+    offset = endpoint.spec.mail_offsets[replica]
     shape = (2, SLOT_BYTES)
     slots: torch.Tensor = endpoint.region.tensor(offset, torch.uint8, shape, (SLOT_BYTES, 1))
     return slots

@@ -1,4 +1,4 @@
-"""Tensor parallelism, as a Plan: one replica whose ranks divide layers inside.
+"""Tensor parallelism, as a Plan: replicas, by default one, whose ranks divide layers inside.
 
 Which parameters are divided, and where, follows from how the model uses them
 (``parallel.tensor.observing``). The maker says into how many shards, and refuses what cannot be.
@@ -26,7 +26,9 @@ class TensorParallel(Maker):
     """The ranks of one host divide layers.
 
     Attributes:
-        degree: how many; None is one per core.
+        degree: how many of a replica; None is one per core.
+        replicas: how many there are.
+        num_shares: parts of each global batch; None is one per replica.
         num_shards: of each divided dim; None is the degree.
         whole: names of modules that are not divided.
         precision: of the Plan.
@@ -34,6 +36,8 @@ class TensorParallel(Maker):
     """
 
     degree: int | None = None
+    replicas: int = 1
+    num_shares: int | None = None
     num_shards: int | None = None
     whole: tuple[str, ...] = ()
     precision: str = "fp32"
@@ -47,13 +51,19 @@ class TensorParallel(Maker):
         return self.whole
 
     def num_tensor_shards(self, cluster: Cluster) -> int | None:
-        return self.num_shards or len(self._devices(cluster))
+        return self.num_shards or len(self._devices(cluster)) // self.replicas
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas of the model."""
+        return self.replicas
 
     def with_splits(self, splits: TensorSplits) -> Maker:
         return replace(self, splits=splits)
 
     def _devices(self, cluster: Cluster) -> tuple[str, ...]:
-        return device_names(self.degree, cluster.cores.hosts[0])
+        count = None if self.degree is None else self.degree * self.replicas
+        return device_names(count, cluster.cores.hosts[0])
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
         """Make the Plan.
@@ -65,17 +75,19 @@ class TensorParallel(Maker):
         assert self.splits is not None
         self._check(graph, self.splits)
         devices = self._devices(cluster)
-        num_ranks = len(devices)
+        num_ranks, shares = len(devices), self.num_shares or self.replicas
+        tensor = Axis(name="tensor", size=num_ranks // self.replicas)
+        is_hybrid = self.replicas > 1
         return Plan(
-            strategy="tensor parallel",
-            mesh=(Axis(name="tensor", size=num_ranks),),
+            strategy="hybrid" if is_hybrid else "tensor parallel",
+            mesh=(Axis(name="data", size=self.replicas), tensor) if is_hybrid else (tensor,),
             devices=devices,
             threads_per_device=threads_for(devices, cluster.hosts[0].num_cores),
-            num_shares=1,
+            num_shares=shares,
             interleaved=False,
             layers=placements(graph),
             ties=ties(graph),
-            update=LocalUpdate() if num_ranks == 1 else SlicedUpdate(),
+            update=LocalUpdate() if num_ranks == shares == 1 else SlicedUpdate(),
             precision=self.precision,
             tensor=self.splits,
         )
@@ -92,6 +104,15 @@ class TensorParallel(Maker):
                 "`whole` must name modules of the model that have parameters.",
                 received=f"whole with {first_few(unknown)}",
                 fix=f"Use names of model.named_modules(), such as {first_few(names)}.",
+            )
+        norms = [layer.name for layer in graph.layers if layer.uses_batch_statistics]
+        if norms and (self.num_shares or self.replicas) > self.replicas:
+            raise OptionError(
+                "Layers divided inside allow one share per replica where others take statistics "
+                "over the batch: several shares of a replica run together, layer by layer.",
+                received=f"{self.num_shares} shares on {self.replicas} replicas with "
+                f"{first_few(norms)}",
+                fix="Leave `num_shares` out.",
             )
         if not splits.parameters:
             reasons = [f"{name}: {reason}" for name, reason in splits.whole]

@@ -141,7 +141,7 @@ class Planning:
         if size is None:
             return settle(maker(capture_layers(self._model), cluster, batch_size)), {}
         num_shards = maker.num_tensor_shards(cluster)
-        with self._inputs(source, size, precision) as inputs:
+        with self._inputs(source, size, precision, repeats=num_shards is not None) as inputs:
             if num_shards is not None:
                 splits = self._splits(inputs, precision, num_shards, maker.whole_modules)
                 graph = capture_layers(self._model)
@@ -254,8 +254,13 @@ class Planning:
         return max(seconds[0] / seconds[1], 1.0) if seconds[1] else 1.0
 
     @contextmanager
-    def _inputs(self, source: Source | None, size: int, precision: str) -> Iterator[Tree]:
-        """The model's inputs, to run it on within the block as in training."""
+    def _inputs(
+        self, source: Source | None, size: int, precision: str, *, repeats: bool = False
+    ) -> Iterator[Tree]:
+        """The model's inputs, to run it on within the block as in training.
+
+        If ``repeats``, there are as many samples as asked for, however few the data has.
+        """
         if source is None:
             raise OptionError(
                 "Cutting a model needs samples of the data on every host.",
@@ -263,7 +268,8 @@ class Planning:
                 fix="Pass arrays or a map-style Dataset, or use MultiWorkerMirroredStrategy.",
             )
         place = _place_of(self._model)
-        inputs = map_tensors(lambda tensor: tensor.to(place), _sample(source, size, precision))
+        numbers = torch.arange(size if repeats else min(size, len(source))) % max(len(source), 1)
+        inputs = map_tensors(lambda tensor: tensor.to(place), _sample(source, numbers, precision))
         computing = computing_in(precision, "cpu" if place.type == "meta" else place.type)
         naming = naming_layer(self._model, inputs=inputs)
         with naming, computing, running_lstms(precision), _without_fused_attention():
@@ -390,7 +396,7 @@ def _without_fused_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def _sample(source: Source, size: int, precision: str) -> Tree:
+def _sample(source: Source, numbers: torch.Tensor, precision: str) -> Tree:
     with kept_streams():
-        batch = source.read(torch.arange(min(size, len(source))), DTYPES[precision])
+        batch = source.read(numbers, DTYPES[precision])
     return narrowed(batch.inputs, precision)
