@@ -322,7 +322,8 @@ class Worker(UpdateWorker):
         run = Run(source, indices, self.plan.num_shares, observe=observe)
         self._infer(run, take)
         run.end_observing()
-        return self.passes.losses_of(run, parts)
+        losses = self.passes.losses_of(run, parts)
+        return losses if self.passes.leads else []
 
     @torch.no_grad()
     def predict_step(self, source: Source, indices: torch.Tensor) -> list[tuple[int, Tree]]:
@@ -334,7 +335,7 @@ class Worker(UpdateWorker):
             outputs.append((run.bounds[share][0], self.passes.shown(output)))
 
         self._infer(run, take)
-        return outputs
+        return outputs if self.passes.leads else []
 
     def _infer(self, run: Run, take: Take) -> None:
         self.passes.begin(run)

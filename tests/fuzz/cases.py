@@ -146,6 +146,20 @@ def draw(seed: int) -> Case:
     return allowed(_drawn(random.Random(seed), seed, RANDOM))
 
 
+def draw_divided(seed: int) -> Case:
+    """A case whose layers are divided inside."""
+    rng = random.Random(f"tensor {seed}")
+    case = _drawn(rng, seed, RANDOM)
+    layouts: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("TensorParallelStrategy", {"degree": 2}),
+        ("TensorParallelStrategy", {"degree": 3}),
+        ("TensorParallelStrategy", {"degree": 2, "num_tensor_shards": 3}),
+        ("HybridStrategy", {"data": 2, "tensor": 2}),
+    )
+    strategy, layout = rng.choice(layouts)
+    return allowed(replace(case, strategy=strategy, layout=layout))
+
+
 def draw_random(seed: int) -> Case:
     """A case in which random numbers are drawn, for equal bits under two layouts."""
     rng = random.Random(f"bits {seed}")  # other cases than those of ``draw``
@@ -287,7 +301,7 @@ def allowed(case: Case) -> Case:
     """The case, without what is documented as not to be had together."""
     is_alone = case.strategy == "SingleDeviceStrategy" or case.layout.get("devices") == 1
     other = case.other if "elsewhere" in case.actions else ("SingleDeviceStrategy", {})
-    names = {case.strategy, other[0]}
+    names = {other[0], "TensorParallelStrategy" if "tensor" in case.layout else case.strategy}
     shape = case.shape
     if names & PIPES:
         if case.own == "step":
@@ -325,7 +339,7 @@ def _with_batch_statistics(case: Case) -> Case:
     """Microbatches would have their own, and one sample has none."""
     options, layouts = dict(case.options), []
     for strategy, layout in ((case.strategy, case.layout), case.other):
-        if strategy in PIPES:
+        if strategy in PIPES and "tensor" not in layout:
             options.pop("accumulate", None)
             strategy, layout = "PipelineStrategy", {"stages": 2, "microbatches": 1}
         layouts.append((strategy, layout))

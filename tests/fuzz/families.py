@@ -20,6 +20,8 @@ def family(name: str) -> Family:
     match name:
         case "fit":
             return Family(cases.draw, running.run)
+        case "tensor":
+            return Family(cases.draw_divided, running.run)
         case "bits":
             return Family(cases.draw_random, running.run_bits)
         case "loops":
@@ -32,4 +34,4 @@ def family(name: str) -> Family:
             return Family(keras_cases.draw, keras_cases.run)
 
 
-NAMES = ("fit", "bits", "keras", "loops")
+NAMES = ("fit", "tensor", "bits", "keras", "loops")

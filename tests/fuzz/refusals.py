@@ -8,6 +8,8 @@ REASONS = {
     "layers' losses in several shares": r"Layers that add losses, beside BatchNormalization",
     "a share's own loss of nothing": r"whose loss is NaN for a batch of weight 0 must return more",
     "units of shares that run together": r"Sharded parameters are gathered unit by unit",
+    "a view and a change in place": r"changes the output of a divided layer in place",
+    "models without divisible layers": r"No layer of this model can be divided",
     "hooks on parameters": r"Gradient hooks on parameters would see",
 }
 

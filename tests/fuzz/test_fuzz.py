@@ -15,12 +15,33 @@ from tests.fuzz.running import Outcome, run
 from tests.parity.loop_processes import run_as_torchrun
 from tests.thorough import core_of
 
-SEEDS = {"fit": range(70), "bits": range(20), "keras": range(20)}
-CORE = {"fit": 12, "bits": 3, "keras": 3}
+SEEDS = {"fit": range(70), "tensor": range(60), "bits": range(20), "keras": range(20)}
+CORE = {"fit": 10, "tensor": 4, "bits": 3, "keras": 3}
 # What was wrong once, made small.
 FOUND = (
     # An average of a parameter without elements, on one device.
     Case(shape=Shape(tail=("scalars",)), options={"average": 0.6}),
+    # A gradient hook on what comes from a divided layer; shares of a loss whose kind is unknown, in
+    # evaluation; the sparse gradient of a weight that is also used by a divided layer.
+    Case(
+        shape=Shape(tail=("linear", "halved gradient")),
+        strategy="TensorParallelStrategy",
+        layout={"degree": 2},
+    ),
+    Case(
+        shape=Shape(entry="tokens, padded", body=("gelu",), per_token=True),
+        loss="tokens, each",
+        options={"accumulate": 2},
+        actions=("fit", "evaluate"),
+        strategy="TensorParallelStrategy",
+        layout={"degree": 2},
+    ),
+    Case(
+        shape=Shape(entry="tokens, sparse", body=("attention",), ties=True, per_token=True),
+        loss="tokens",
+        strategy="TensorParallelStrategy",
+        layout={"degree": 2},
+    ),
 )
 
 

@@ -1,7 +1,8 @@
 """A training goes on from the checkpoint of any strategy under any other, with the same bits.
 
-All have the same number of shares. A pipeline sums microbatches one after the other, and so rounds
-otherwise: its part of a training is compared with a pipeline's. Models are tiny: what is tried is
+All have the same number of shares. A pipeline sums microbatches one after the other, and layers
+divided inside sum over shards, and so round otherwise: their part of a training is compared with
+one of the same kind. Models are tiny: what is tried is
 who has which part.
 """
 
@@ -24,6 +25,11 @@ STRATEGIES = {
     "mirrored 2": lockstep.MirroredStrategy(2, num_shares=NUM_SHARES),
     "sharded 2": lockstep.FullyShardedStrategy(2, num_shares=NUM_SHARES),
     "sharded 3": lockstep.FullyShardedStrategy(3, num_shares=NUM_SHARES),
+    "tensor 1": lockstep.HybridStrategy(1, tensor=1, num_shares=NUM_SHARES, num_tensor_shards=2),
+    "tensor 2": lockstep.HybridStrategy(1, tensor=2, num_shares=NUM_SHARES, num_tensor_shards=2),
+    "data 2, tensor 2": lockstep.HybridStrategy(
+        2, tensor=2, num_shares=NUM_SHARES, num_tensor_shards=2
+    ),
     "pipeline 2": lockstep.PipelineStrategy(2, microbatches=NUM_SHARES),
 }
 NAMES = list(STRATEGIES)
@@ -85,6 +91,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 def alike(name: str) -> str:
     """A strategy with the same bits."""
+    if "tensor" in name:
+        return "tensor 1"
     return name if "pipeline" in name else "single"
 
 

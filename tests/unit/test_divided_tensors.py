@@ -269,6 +269,45 @@ def with_layers_left_out(model: Any, x: Tensor) -> Tensor:
     return hidden
 
 
+def with_a_hook(model: Any, x: Tensor) -> Tensor:
+    hidden = model.up(x)
+    if hidden.requires_grad:
+        hidden.register_hook(lambda gradient: gradient / 2)
+    found: Tensor = model.down(torch.tanh(hidden)) * hidden.sum(-1, keepdim=True)
+    return found
+
+
+def detached_in_place(model: Any, x: Tensor) -> Tensor:
+    found: Tensor = model.down(model.up(x).add(1.0).detach_())
+    return found
+
+
+def changed_by_its_data(model: Any, x: Tensor) -> Tensor:
+    hidden = model.up(x)
+    hidden.data.mul_(2.0)
+    found: Tensor = model.down(hidden)
+    return found
+
+
+def leaf_behind_a_frozen_layer(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        hidden = model.up(x)
+    hidden = hidden.requires_grad_()
+    found: Tensor = model.down(hidden.tanh())
+    (slope,) = torch.autograd.grad(found.sum(), hidden, create_graph=True)
+    both: Tensor = found + slope.sum()
+    return both
+
+
+def slope_in_between(model: Any, x: Tensor) -> Tensor:
+    hidden = model.up(x)
+    found: Tensor = model.down(torch.tanh(hidden))
+    of = hidden, model.gate.weight
+    slopes = torch.autograd.grad(found.sum(), of, create_graph=True, allow_unused=True)
+    both: Tensor = found + slopes[0].square().sum()
+    return both if slopes[-1] is None else both * float("nan")  # it is not used
+
+
 CASES: dict[Callable[[Any, Tensor], Tensor], set[str]] = {
     by_chunks: set(),
     by_split: set(),
@@ -300,6 +339,11 @@ CASES: dict[Callable[[Any, Tensor], Tensor], set[str]] = {
     by_einsum: set(),
     same_letter_twice: {"einsum"},
     with_layers_left_out: {END},
+    with_a_hook: {"register_hook", END},
+    detached_in_place: {"detach_", END},
+    changed_by_its_data: {"__get__", END},
+    leaf_behind_a_frozen_layer: {"requires_grad_", "sum"},
+    slope_in_between: set(),
 }
 
 
@@ -384,6 +428,17 @@ def test_a_view_of_an_output_changed_in_place_is_refused(x: Tensor) -> None:
     model = Model(body).double()
     with pytest.raises(ModelError, match="changes the output of a divided layer in place"):
         divide(model, x, 2)
+
+
+def test_a_hook_after_a_use_is_refused(x: Tensor) -> None:
+    def body(model: Any, x: Tensor) -> Tensor:
+        hidden = model.up(x)
+        found: Tensor = model.down(hidden)
+        hidden.register_hook(lambda gradient: gradient / 2)
+        return found
+
+    with pytest.raises(ModelError, match="gets a gradient hook after it was used"):
+        divide(Model(body).double(), x, 2)
 
 
 def test_an_output_that_is_kept_is_refused(x: Tensor) -> None:

@@ -59,8 +59,10 @@ class Passes(ABC):
         reading: entered around every read of samples.
         is_linear: gradients are linear in the loss, as far as was tried.
         watch: records what modules compute in this step; or None.
+        leads: this rank gives the results of its shares, which others may compute as well.
     """
 
+    leads: bool = True
     reading: AbstractContextManager[object] = nullcontext()
     watch: ModuleWatch | None = None
 

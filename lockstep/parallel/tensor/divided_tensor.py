@@ -43,6 +43,31 @@ _FACTS = frozenset(
     ]
 )
 
+# Their answer for one part is that for the whole.
+_QUESTIONS = frozenset(
+    [
+        torch.Tensor.is_contiguous,
+        *(vars(torch._C.TensorBase)[name].__get__ for name in ("requires_grad", "is_leaf")),
+    ]
+)
+
+# They get hold of this very tensor, for its gradient or by its memory: all later operations must
+# get the same one.
+_HOLDS = frozenset(
+    [
+        torch.Tensor.register_hook,
+        torch.Tensor.retain_grad,
+        torch.Tensor.register_post_accumulate_grad_hook,
+        torch.Tensor.requires_grad_,
+        torch.Tensor.detach_,
+        *(vars(torch._C.TensorBase)[name].__set__ for name in ("data", "requires_grad")),
+        *(vars(torch._C.TensorBase)[name].__get__ for name in ("data", "grad_fn")),
+    ]
+)
+
+# They see all of the gradient, also that of earlier uses.
+_HOOKS = (torch.Tensor.register_hook, torch.Tensor.retain_grad)
+
 
 class Owner(ABC):
     """What divided tensors come from.
@@ -127,6 +152,7 @@ class DividedTensor(torch.Tensor):
         origin: the name of the weight that it comes from.
         span: elements of the weight's outputs in one element of the divided dim.
         aliases: those with the same memory.
+        is_used: whether an operation has used its parts.
     """
 
     parts: Tensors
@@ -136,6 +162,7 @@ class DividedTensor(torch.Tensor):
     span: int
     aliases: Aliases
     _copy: torch.Tensor | None
+    is_used: bool = False
     _is_whole: bool = False
 
     @staticmethod
@@ -190,7 +217,9 @@ class DividedTensor(torch.Tensor):
             parts = [part.permute(order) for part in self.parts]
             split = self.division.at(order.index(self.division.dim))
             copy = gather(self.owner.exchange, parts, split, shape)
-            self._copy = copy.permute([order.index(dim) for dim in range(len(order))])
+            if order != sorted(order):
+                copy = copy.permute([order.index(dim) for dim in range(len(order))])
+            self._copy = copy
             self.aliases.note(self._copy)
             self.owner.note_gather(self, func)
         return self._copy
@@ -205,6 +234,20 @@ class DividedTensor(torch.Tensor):
             settled = self.whole(func)
             self._is_whole = True
         return settled
+
+    def check_unused(self) -> None:
+        """Check that a hook of the gradient would see all of it.
+
+        Raises:
+            ModelError: operations have used the parts.
+        """
+        if self.is_used:
+            raise ModelError(
+                "The output of a divided layer gets a gradient hook after it was used.",
+                received=f"register_hook or retain_grad on what comes from {self.origin!r}",
+                fix="Register it first, or name the layer in `whole`: "
+                'TensorParallelStrategy(whole=["..."]).',
+            )
 
     def settled(self) -> torch.Tensor:
         """This tensor; or its copy, if that was changed in place and has the values.
@@ -250,6 +293,14 @@ def dispatch(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     args, kwargs = _mapped(lambda one: one.settled(), (args, kwargs))
+    if func in _QUESTIONS and isinstance(args[0], DividedTensor):
+        return func(args[0].parts[0], *args[1:], **kwargs)
+    if func in _HOLDS and isinstance(args[0], DividedTensor):
+        if func in _HOOKS:
+            args[0].check_unused()
+        args = (args[0].left_whole(func), *args[1:])
+    for one in divided_in((args, kwargs)):
+        one.is_used = True
     rule = RULES.get(func)
     if rule is not None and args:
         result = rule(owner, func, args, kwargs)

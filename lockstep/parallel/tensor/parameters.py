@@ -111,6 +111,7 @@ class DividedParameters(Owner):
     def keep(self, name: str, gradient: torch.Tensor | None) -> None:
         """Keep the gradient of a divided parameter's uses as a whole."""
         if gradient is not None:
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
             before = self._of_whole_uses.get(name)
             self._of_whole_uses[name] = gradient if before is None else before + gradient
 

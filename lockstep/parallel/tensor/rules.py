@@ -20,7 +20,7 @@ from lockstep.parallel.tensor.divided_tensor import (
     register,
 )
 from lockstep.parallel.tensor.product_rules import _matmul as multiply_by_weight
-from lockstep.parallel.tensor.transfers import cut_own, spread
+from lockstep.parallel.tensor.transfers import cut_own, gather, spread
 from lockstep.plan.splits import Split
 
 _Arguments = tuple[Any, ...]
@@ -278,6 +278,28 @@ def _attend(
     return weights * noise @ value
 
 
+# --- gradients -----------------------------------------------------------------------------------
+
+
+def _grad(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
+    """Gradients of divided tensors are those of their parts, gathered."""
+    outputs, inputs, *rest = args
+    outputs = [one.whole(func) if isinstance(one, DividedTensor) else one for one in outputs]
+    columns = [one.parts if isinstance(one, DividedTensor) else [one] for one in inputs]
+    found = iter(func(outputs, [one for column in columns for one in column], *rest, **kwargs))
+    gradients: list[torch.Tensor | None] = []
+    for one, column in zip(inputs, columns, strict=True):
+        own = [next(found) for _ in column]
+        if not isinstance(one, DividedTensor) or own[0] is None:
+            gradients.append(own[0])
+            continue
+        more = own[0].dim() - one.dim()  # of a batch of gradients
+        shape = [*own[0].shape[:more], *one.shape]
+        split = one.division.at(one.division.dim + more)
+        gradients.append(gather(owner.exchange, own, split, shape))
+    return tuple(gradients)
+
+
 # --- the table -----------------------------------------------------------------------------------
 
 
@@ -302,4 +324,5 @@ register(_reduction, named("sum mean amax amin", torch, torch.Tensor))
 register(_norm, named("layer_norm rms_norm", F))
 register(_matmul, named("matmul bmm mm __matmul__", torch, torch.Tensor))
 register(_baddbmm, named("baddbmm", torch, torch.Tensor))
+register(_grad, [torch.autograd.grad])
 register(_attention, [F.scaled_dot_product_attention])

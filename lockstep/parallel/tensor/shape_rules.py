@@ -43,11 +43,6 @@ def _type_as(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any
     return input.like([part.to(other.device, other.dtype) for part in input.parts], is_view=True)
 
 
-def _first_part(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
-    """Questions whose answer for one part is that for the whole."""
-    return func(args[0].parts[0], *args[1:], **kwargs)
-
-
 def _expand(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
     """``expand`` along other dims than the divided one."""
     input, *sizes = args
@@ -356,8 +351,6 @@ def _joined(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
 register(_same_view, named("contiguous float double half bfloat16 detach", torch.Tensor))
 register(_same_view, [torch.Tensor.to, torch.detach])
 register(_type_as, [torch.Tensor.type_as])
-register(_first_part, named("is_contiguous", torch.Tensor))
-register(_first_part, [vars(torch._C.TensorBase)["requires_grad"].__get__])
 register(_expand, [torch.Tensor.expand])
 register(_view, [torch.Tensor.view, torch.Tensor.reshape, torch.reshape])
 register(_flatten, [torch.flatten, torch.Tensor.flatten])

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.data.map_style.sources import Batch
 from lockstep.data.trees import Tree, map_tensors
-from lockstep.parallel.batch_run import Run, Take
+from lockstep.parallel.batch_run import Run
 from lockstep.parallel.data_parallel.model_passes import ModelPasses
 from lockstep.parallel.exchange.engine import Endpoint
 from lockstep.parallel.loss.share_losses import LossAdapter
@@ -38,7 +38,7 @@ class TensorPasses(ModelPasses):
         tensor = work.plan.tensor
         assert tensor is not None
         replica, place = divmod(self._rank, work.plan.tensor_degree)
-        self._is_first = place == 0
+        self.leads = place == 0
         own = tensor.shards_of(place, work.plan.tensor_degree)
         first = self._rank - place
         ranks = range(first, first + work.plan.tensor_degree)
@@ -66,7 +66,7 @@ class TensorPasses(ModelPasses):
     def begin(self, run: Run) -> None:
         super().begin(run)
         self._layers.clear()
-        if not self._is_first:
+        if not self.leads:
             run.is_observed = False
 
     def _run_together(self, run: Run, shares: list[int], body: Any) -> None:
@@ -89,7 +89,7 @@ class TensorPasses(ModelPasses):
         return map_tensors(_whole, super()._watched_call(batch))
 
     def _put_loss(self, share: int) -> None:
-        if self._is_first:
+        if self.leads:
             super()._put_loss(share)
 
     def _put(self, run: Run, share: int, gradients: list[torch.Tensor | None]) -> None:
@@ -97,7 +97,7 @@ class TensorPasses(ModelPasses):
         for number, name in self._parts.items():
             self._layers.keep(name, rest[number])
             rest[number] = None
-        if self._is_first:
+        if self.leads:
             super()._put(run, share, rest)
         else:
             self._losses.pop(share)
@@ -114,13 +114,8 @@ class TensorPasses(ModelPasses):
             place = self._trainable[number].detach().clone() if places is None else places[number]
             if self._layers.put_gradient(name, place):
                 formed[number] = place
-        if self._is_first and any(one is not None for one in formed):
+        if self.leads and any(one is not None for one in formed):
             self._exchange.write(_GROUP, row, formed)
-
-    # --- evaluation and prediction ---------------------------------------------------------------
-
-    def _infer_share(self, take: Take, run: Run, share: int) -> None:
-        super()._infer_share(take if self._is_first else _leave, run, share)
 
 
 def _slots(endpoint: Endpoint, replica: int) -> torch.Tensor | None:
@@ -138,7 +133,3 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     settled = tensor.settled()
     return settled.whole() if isinstance(settled, DividedTensor) else settled
-
-
-def _leave(share: int, batch: Batch, output: Tree) -> None:
-    """Another rank takes the output."""
