@@ -92,6 +92,23 @@ def test_tied_layers_on_three_processes() -> None:
     assert report.passed, str(report)
 
 
+def test_images_in_channels_last_whose_shards_have_one_and_two_channels() -> None:
+    class Pixels(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.up(x.to(memory_format=torch.channels_last)).relu()
+            output: Tensor = self.down(hidden)
+            return output
+
+    images = torch.randn(6, 3, 4, 4), torch.randint(3, (6, 4, 4))
+    job = lockstep.Job(Pixels(), nn.CrossEntropyLoss(), torch.optim.SGD, images, batch_size=3)
+    report = lockstep.verify(job, TENSOR(2), steps=2)
+    assert report.passed, str(report)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 def test_the_same_shards_give_the_same_bits(precision: str) -> None:
     found = [

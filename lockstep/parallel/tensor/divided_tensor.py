@@ -209,7 +209,7 @@ class DividedTensor(torch.Tensor):
         if self._copy is None:
             self.owner.check_pass(self)
             # In the order of dims in memory, in which random numbers are drawn.
-            order = _order_in_memory(self.parts[0])
+            order = _order_in_memory(self)
             shape = [
                 self.division.size if dim == self.division.dim else self.parts[0].shape[dim]
                 for dim in order
@@ -310,15 +310,22 @@ def dispatch(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return func(*args, **kwargs)
 
 
-def _order_in_memory(tensor: torch.Tensor) -> list[int]:
-    """The dims, those with the largest strides first."""
-    strides = tensor.stride()
-    return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+def _order_in_memory(divided: DividedTensor) -> list[int]:
+    """The dims, those with the largest strides first; the same on every rank.
+
+    The stride of a dim of size 1 may be anything. So if only some shards have one, no shard's
+    strides are asked.
+    """
+    sizes = {divided.division.size_of(shard) for shard in range(divided.division.num_shards)}
+    if len(sizes) > 1 and min(sizes) < 2:
+        return list(range(divided.dim()))
+    strides = divided.parts[0].stride()
+    return sorted(range(divided.dim()), key=lambda dim: (-strides[dim], dim))
 
 
 def empty_like_whole(divided: DividedTensor) -> torch.Tensor:
     """Memory like the whole tensor's."""
-    order = _order_in_memory(divided.parts[0])
+    order = _order_in_memory(divided)
     made = torch.empty(
         [divided.shape[dim] for dim in order], dtype=divided.dtype, device=divided.device
     )
