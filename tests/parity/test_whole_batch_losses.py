@@ -117,6 +117,29 @@ def test_what_fails_on_the_whole_batch_is_that_error(strategy: str) -> None:
         trainer_of(job, STRATEGIES[strategy]).fit(job.data, batch_size=11, verbose=0)
 
 
+class _Centered(nn.Module):
+    """Compares with the mean of the outputs before, as DINO's does."""
+
+    center: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = (output - self.center).square().mean().sqrt()
+        self.center = 0.9 * self.center + 0.1 * output.detach().mean()
+        return loss
+
+
+@pytest.mark.parametrize("strategy", ["mirrored-2", "pipeline-2"])
+def test_a_loss_that_remembers_samples_is_refused(strategy: str) -> None:
+    job = whole_batch_job(type(JOBS["RMSE"]().model), _Centered())
+    with pytest.raises(LossError, match="must not depend on calls before"):
+        trainer_of(job, STRATEGIES[strategy]).fit(job.data, batch_size=11, verbose=0)
+    trainer_of(job, STRATEGIES["single"]).fit(job.data, batch_size=11, verbose=0)
+
+
 class _Ragged(nn.Module):
     """Returns something of another shape for each share."""
 

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.capture.state import left_alone
 from lockstep.data.map_style.sources import Batch
-from lockstep.data.trees import Tree
+from lockstep.data.order import restore_streams, stream_states
+from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import DataError, LossError, problem
 from lockstep.parallel.independence.loss_trial import adds_up
 from lockstep.parallel.loss.reduction_inference import KnownMeans
@@ -39,6 +41,7 @@ class FunctionAdapter(LossAdapter):
         self.loss = loss
         self._takes_weight = _takes(loss, "sample_weight")
         self._tried: set[tuple[int, int]] = set()  # sizes of a share and of the batch
+        self._called: set[int] = set()  # sizes for which it was called twice
 
     @property
     def is_certain(self) -> bool:  # type: ignore[override]
@@ -51,6 +54,8 @@ class FunctionAdapter(LossAdapter):
         by_class = ClassLoss.recognise(self.loss)
         if by_class is not None and isinstance(output, torch.Tensor):
             return self._by_class(by_class, output, batch)
+        if self.uses_whole_batch or not (self.sees_all or self.is_alone or self.is_certain):
+            self._check_memory(output, batch)
         if self.sees_all or self.is_alone or self.is_certain:
             return self._read(output, batch)
         try:
@@ -60,6 +65,36 @@ class FunctionAdapter(LossAdapter):
             return replace(nothing(output), is_guess=True)
         is_known = share.is_guess or self._adds_up(output, batch)
         return share if is_known else replace(share, is_guess=True)
+
+    def _check_memory(self, output: Tree, batch: Batch) -> None:
+        """Check once for each size that the same share has the same loss after a call as before.
+
+        Of a loss with attributes, which are put back.
+
+        Raises:
+            LossError: it has another: the loss remembers samples, or counts its calls.
+        """
+        if batch.num_samples in self._called or not getattr(self.loss, "__dict__", None):
+            return
+        self._called.add(batch.num_samples)
+        streams, losses = stream_states(), []
+        with left_alone(nn.Module(), self.loss), torch.no_grad():
+            for _ in range(2):
+                restore_streams(streams)
+                try:
+                    one = self._read(_copied(output), batch)
+                except Exception:  # reported by the call that counts
+                    return
+                losses.append((float(one.total), float(one.weight)))
+        if losses[0] != losses[1] and all(map(math.isfinite, losses[0])):
+            raise LossError(
+                "The loss of a batch must not depend on calls before: devices call it for shares "
+                "of a batch, and the first step is made twice.",
+                received=f"a loss that is {losses[0][0]:.6g} for some samples, and "
+                f"{losses[1][0]:.6g} for the same samples in the next call",
+                fix="Keep what it remembers (a center, a memory bank, a count) outside of it, and "
+                "change it in a callback; or use TensorParallelStrategy or SingleDeviceStrategy.",
+            )
 
     def _adds_up(self, output: Tree, batch: Batch) -> bool:
         """True if shares give the loss of the batch; tested once for each pair of sizes."""
@@ -248,6 +283,11 @@ def _needs_weight_argument() -> LossError:
         received="a loss without an argument named sample_weight",
         fix="Take (output, target, sample_weight), or return values of shape (n,).",
     )
+
+
+def _copied(tensors: Tree) -> Tree:
+    """Copies, which may be changed in place."""
+    return map_tensors(torch.clone, tensors)
 
 
 def missing_targets() -> DataError:
