@@ -104,11 +104,17 @@ def data_of(batch: Batch) -> Any:
 
 
 def check_plan(plan: Plan) -> None:
-    """Refuse Plans that give a rank more or less than one part of each batch.
+    """Refuse Plans that give a rank other than one part of each batch, or parts of gradients.
 
     Raises:
         OptionError: the Plan does.
     """
+    if plan.sharding is not None and plan.sharding.divides_parameters:
+        raise OptionError(
+            "A custom step reads gradients after backward, where a device has parts of them only.",
+            received="sharded parameters",
+            fix='Use FullyShardedStrategy(level="gradients"), or leave the step to Keras.',
+        )
     received = None
     if isinstance(plan.update, AveragedUpdate):
         received = "replicas of LocalSGDStrategy"
