@@ -7,15 +7,18 @@ before it.
 
 One process writes everything: rank 0 maps the memory with the weights and slots of all ranks of its
 host, whatever the layout. Several of its threads write files in parallel: hashing takes longer than
-the disk, and both release the interpreter's lock.
+the disk, and both release the interpreter's lock. Where ranks divide a training, each writes its
+parts (``PartedGeneration``).
 """
 
 import hashlib
-from collections.abc import Iterator
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -27,6 +30,7 @@ from lockstep.checkpoint.manifest import (
     TensorEntry,
     encode_manifest,
 )
+from lockstep.checkpoint.parted_files import PartedFile, WrittenSpan, entry_of, lay_out
 from lockstep.checkpoint.remote_storage import RemoteStorage
 from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.storage import GENERATION, AnyFolder, Create, Folder, Storage
@@ -38,6 +42,7 @@ from lockstep.launch.background import Background
 # Files are read as a whole, so that the bytes used are those hashed. Several are written at once.
 _SHARD_BYTES = 128 << 20
 _MOST_THREADS = 4
+_NONE: Any = MappingProxyType({})
 
 
 def storage_of(folder: Folder) -> Storage:
@@ -70,22 +75,105 @@ def write_generation(folder: AnyFolder, saved: Saved, keep: int) -> AnyFolder:
         OSError: it cannot be written; earlier ones stay.
         CheckpointError: safetensors does not have a tensor's dtype.
     """
-    storage = storage_of(folder)
-    newest = max((_number(each.name) for each in generations(folder)), default=-1)
-    name = f"generation-{newest + 1:06}"
+    storage, name = storage_of(folder), _next_name(folder)
     with storage.new(name) as create:
         _write_all(create, saved, _MOST_THREADS if storage.takes_several else 1)
-    for old in generations(folder)[:-keep]:
-        storage.remove(old.name)
+    _remove_old(folder, keep)
     return _joined(folder, name)
 
 
-def _write_all(create: Create, saved: Saved, most_threads: int) -> None:
-    every = enumerate(_shards(saved.tensors))
-    shards = {f"tensors-{number:05}.safetensors": shard for number, shard in every}
+def _next_name(folder: Folder) -> str:
+    newest = max((_number(each.name) for each in generations(folder)), default=-1)
+    return f"generation-{newest + 1:06}"
+
+
+def _remove_old(folder: Folder, keep: int) -> None:
+    for old in generations(folder)[:-keep]:
+        storage_of(folder).remove(old.name)
+
+
+class PartedGeneration:
+    """The next generation in a folder of this machine, which several processes write.
+
+    This one lays the files out; all write their parts of these; then it writes the rest. The
+    caller is within ``writing_alone``.
+
+    Args:
+        folder: the folder.
+        saved: the contents. Of tensors that all write only forms are used.
+        names: of these tensors.
+
+    Attributes:
+        files: that all write.
+
+    Raises:
+        OSError: it cannot be written; earlier ones stay.
+    """
+
+    def __init__(self, folder: Path, saved: Saved, names: Collection[str]) -> None:
+        self._folder, self._name, self._saved = folder, _next_name(folder), saved
+        self._parted = {name: saved.tensors[name] for name in saved.tensors if name in names}
+        self._new = storage_of(folder).new(self._name)
+        self._create = self._new.__enter__()
+        with self._given_up_on_error():
+            self.files = [*map(self._laid_out, _shard_names("parts", self._parted).items())]
+
+    def _laid_out(self, shard: tuple[str, Tensors]) -> PartedFile:
+        name, tensors = shard
+        with self._create(name, sum(tensor.nbytes for tensor in tensors.values())) as file:
+            laid_out = lay_out(os.fspath(file.name), tensors, {"format": "pt"})
+            file.write(laid_out.header)
+            file.truncate(laid_out.size)
+        return laid_out
+
+    def finish(self, spans: Sequence[WrittenSpan], keep: int) -> Path:
+        """Write the rest when all have written their parts, and remove all but the newest ``keep``.
+
+        Raises:
+            OSError, CheckpointError: it cannot be written, or a part is missing; earlier ones stay.
+        """
+        with self._given_up_on_error():
+            parted = {os.path.basename(one.path): entry_of(one, spans) for one in self.files}
+            _write_all(self._create, self._saved, _MOST_THREADS, self._parted, parted)
+        self._new.__exit__(None, None, None)
+        _remove_old(self._folder, keep)
+        return self._folder / self._name
+
+    def give_up(self, error: BaseException) -> None:
+        """Remove what has been written of it."""
+        with suppress(type(error)):
+            self._new.__exit__(type(error), error, error.__traceback__)
+
+    @contextmanager
+    def _given_up_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.give_up(error)
+            raise
+
+
+def _shard_names(prefix: str, tensors: Tensors) -> dict[str, Tensors]:
+    """The tensors in groups, by the name of each group's file."""
+    every = enumerate(_shards(tensors))
+    return {f"{prefix}-{number:05}.safetensors": shard for number, shard in every}
+
+
+def _write_all(
+    create: Create,
+    saved: Saved,
+    most_threads: int,
+    parted: Tensors = _NONE,
+    parted_files: Mapping[str, FileEntry] = _NONE,
+) -> None:
+    """Write what is not parted, and the manifest."""
+    whole = {name: one for name, one in saved.tensors.items() if name not in parted}
+    shards = _shard_names("tensors", whole)
+    files = {**parted_files, **_write_shards(create, shards, most_threads)}
+    shards |= _shard_names("parts", parted)
     manifest = msgspec.structs.replace(
         saved.manifest,
-        files=_write_shards(create, shards, most_threads),
+        files=files,
         tensors={
             key: _entry(one, name) for name, shard in shards.items() for key, one in shard.items()
         },
@@ -113,7 +201,7 @@ def _write_shards(
     create: Create, shards: dict[str, Tensors], most_threads: int
 ) -> dict[str, FileEntry]:
     """Write each shard to the file of its name; all threads end, even on error."""
-    num_threads = min(len(shards), usable_cores(), most_threads)
+    num_threads = max(min(len(shards), usable_cores(), most_threads), 1)
     writing = {}
     with closing(Background("lockstep: files", num_threads)) as threads:
         try:

@@ -6,17 +6,21 @@ complete. It is removed under another name, too.
 
 import errno
 import fcntl
+import hashlib
 import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from lockstep.checkpoint.manifest import Span
 from lockstep.checkpoint.storage import Create, Storage
+from lockstep.checkpoint.trees import Tensors
+from lockstep.checkpoint.weights import mapped_tensors
 from lockstep.disk import writing
 from lockstep.errors import CheckpointError
 
@@ -44,16 +48,43 @@ class LocalStorage(Storage):
         return os.path.lexists(self._folder / name)
 
     def read(self, name: str, most: int) -> bytes:
+        with self._opened(name) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > most:
+                raise CheckpointError(f"{name} has {size} bytes, more than {most}")
+            return file.read()
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[BinaryIO]:
         # Opening a pipe would block, and a link could lead out of the folder.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(self._folder / name, flags)
         with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise CheckpointError(f"{name} is not a file")
-            if status.st_size > most:
-                raise CheckpointError(f"{name} has {status.st_size} bytes, more than {most}")
-            return file.read()
+            yield file
+
+    def mapped(self, name: str, spans: Sequence[Span]) -> Tensors:
+        """The tensors of a file, which is read when they are; its bytes are checked first.
+
+        Args:
+            name: the file's.
+            spans: of the whole file.
+
+        Raises:
+            CheckpointError: it is not a file, or not one with these spans.
+            OSError: it cannot be read.
+        """
+        with self._opened(name) as file:
+            start = 0
+            for span in spans:
+                data = file.read(span.stop - start)
+                if hashlib.sha256(data).hexdigest() != span.sha256:
+                    raise CheckpointError(f"bytes {start} to {span.stop} of {name} are damaged")
+                start = span.stop
+            if os.fstat(file.fileno()).st_size != start:
+                raise CheckpointError(f"{name} has more than {start} bytes")
+            return mapped_tensors(f"/proc/self/fd/{file.fileno()}")
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -124,12 +155,15 @@ def _lock(lock: int, folder: Path) -> None:
 @contextmanager
 def _new_file(folder: Path, name: str, num_bytes: int) -> Iterator[BinaryIO]:
     """A file that is on the disk after the block."""
-    with writing(folder / name, num_bytes):
-        descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(descriptor)
+    path = folder / name
+    with writing(path, num_bytes), open(path, "wb", opener=_new_descriptor) as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _new_descriptor(path: str, _: int) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
 
 def _sync_folder(folder: Path) -> None:

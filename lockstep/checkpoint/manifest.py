@@ -5,6 +5,8 @@ object. A reader checks this form byte by byte: any flipped bit is detected.
 """
 
 import hashlib
+from collections.abc import Sequence
+from operator import lt
 from typing import Annotated, Any
 
 import msgspec
@@ -13,6 +15,7 @@ from lockstep.errors import CheckpointError
 
 NAME = "manifest.json"
 VERSION = 1
+_PARTED_VERSION = 2  # has files that several processes have written
 
 # Names that cannot lead out of the folder of the manifest.
 _FileName = Annotated[str, msgspec.Meta(pattern=r"\A[a-z][a-z0-9-]*\.safetensors\Z", max_length=64)]
@@ -23,16 +26,40 @@ _BEGIN, _MIDDLE, _END = b'{"sha256":"', b'","manifest":', b"}\n"
 _HASH_LENGTH = 64
 
 
-class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bytes of a file that one process has written, after those of the span before.
+
+    Attributes:
+        stop: the byte after the last.
+        sha256: of the bytes.
+    """
+
+    stop: _Size
+    sha256: _Hash
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A file with tensors.
 
     Attributes:
         size: in bytes.
-        sha256: of all its bytes.
+        sha256: of all its bytes; of the spans' hashes if there are spans.
+        spans: of the whole file, if several processes have written it; else none.
     """
 
     size: _Size
     sha256: _Hash
+    spans: tuple[Span, ...] = ()
+
+    @classmethod
+    def of_spans(cls, size: int, spans: Sequence[Span]) -> "FileEntry":
+        """The entry of a file that several processes have written."""
+        return cls(size, hash_of_spans(spans), tuple(spans))
+
+
+def hash_of_spans(spans: Sequence[Span]) -> str:
+    """The hash of the hashes of a file's spans."""
+    return _hash("".join(span.sha256 for span in spans).encode()).decode()
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,7 +100,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The contents of a checkpoint.
 
     Attributes:
-        version: of this format.
+        version: of this format; 2 if a file has spans.
         summary: for people.
         files: by name.
         tensors: by qualified name (``checkpoint.trees``).
@@ -93,6 +120,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of a manifest's file."""
+    if any(entry.spans for entry in manifest.files.values()):
+        manifest = msgspec.structs.replace(manifest, version=_PARTED_VERSION)
     body = msgspec.json.encode(manifest)
     return _BEGIN + _hash(body) + _MIDDLE + body + _END
 
@@ -109,8 +138,9 @@ def decode_manifest(data: bytes) -> Manifest:
         raise _damaged("bytes that do not match its hash")
     try:
         version = msgspec.json.decode(body, type=_Versioned).version
-        if version != VERSION:
-            raise _damaged(f"version {version}; this Lockstep reads {VERSION}")
+        if version not in (VERSION, _PARTED_VERSION):
+            known = f"{VERSION} and {_PARTED_VERSION}"
+            raise _damaged(f"version {version}; this Lockstep reads {known}")
         manifest = msgspec.json.decode(body, type=Manifest)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise _damaged(error) from error
@@ -126,9 +156,19 @@ def _check_names(manifest: Manifest) -> None:
     for name, entry in manifest.tensors.items():
         if entry.file not in manifest.files:
             raise _damaged(f"{name!r} in a file {entry.file!r} that it does not list")
+    for name, file in manifest.files.items():
+        if file.spans:
+            _check_spans(name, file)
     for name, qualified in manifest.weights.items():
         if qualified not in manifest.tensors:
             raise _damaged(f"{name!r} as the tensor {qualified!r}, which it does not list")
+
+
+def _check_spans(name: str, entry: FileEntry) -> None:
+    stops = [span.stop for span in entry.spans]
+    is_covered = stops[-1] == entry.size and all(map(lt, stops, stops[1:]))
+    if not is_covered or entry.sha256 != hash_of_spans(entry.spans):
+        raise _damaged(f"spans of {name} that are not those of {entry.size} bytes")
 
 
 def _hash(data: bytes) -> bytes:

@@ -1,6 +1,8 @@
 """Reads checkpoints: the newest complete one, with warnings about newer ones that are damaged.
 
-Each file is read once, so the bytes used are those hashed. Nothing in a checkpoint is executed, and
+Each file is read once, so the bytes used are those hashed; except those that several processes have
+written (``parted_files``), which are larger than memory may be, and are read again when their
+tensors are used. Nothing in a checkpoint is executed, and
 no name in it leads out of its folder: file names are checked (``manifest``), and links are not
 followed (``local_storage``).
 """
@@ -15,7 +17,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load as parse_tensors
 
 from lockstep.checkpoint.generations import generations, storage_of
-from lockstep.checkpoint.manifest import NAME, FileEntry, Manifest, TensorEntry, decode_manifest
+from lockstep.checkpoint.local_storage import LocalStorage
+from lockstep.checkpoint.manifest import (
+    NAME,
+    FileEntry,
+    Manifest,
+    Span,
+    TensorEntry,
+    decode_manifest,
+)
 from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.storage import Folder, Storage, folder_of
 from lockstep.checkpoint.trees import Tensors
@@ -132,7 +142,10 @@ def read_generation(generation: Folder) -> Saved:
         manifest = read_manifest(generation)
         tensors: Tensors = {}
         for name, entry in manifest.files.items():
-            shard = _parsed(_read_whole(storage, name, entry), name)
+            if entry.spans and isinstance(storage, LocalStorage):
+                shard = storage.mapped(name, entry.spans)
+            else:
+                shard = _parsed(_read_whole(storage, name, entry), name)
             _check_shard(name, shard, manifest)
             tensors.update(shard)
     except ConnectionError:
@@ -155,9 +168,16 @@ def _read_whole(storage: Storage, name: str, entry: FileEntry) -> bytes:
     data = storage.read(name, entry.size)
     if len(data) != entry.size:
         raise CheckpointError(f"{name} has {len(data)} bytes of {entry.size}")
-    if hashlib.sha256(data).hexdigest() != entry.sha256:
-        raise CheckpointError(f"{name} does not match its hash")
+    start = 0
+    for span in entry.spans or (Span(entry.size, entry.sha256),):
+        if _hash(data[start : span.stop]) != span.sha256:
+            raise CheckpointError(f"{name} does not match its hash")
+        start = span.stop
     return data
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _parsed(data: bytes, name: str) -> dict[str, torch.Tensor]:

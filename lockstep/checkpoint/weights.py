@@ -17,6 +17,9 @@ from lockstep.errors import CheckpointError, Problems
 
 State = dict[str, torch.Tensor]
 
+WriteTensors = Callable[[State, dict[str, str], BinaryIO], None]
+"""Writes tensors and metadata to a new file, in the format of safetensors."""
+
 _ALIAS = "alias:"
 
 _DTYPE_NAMES = {
@@ -44,14 +47,14 @@ def _nothing() -> None:
 
 
 def save_weights(
-    model: nn.Module, path: str | os.PathLike[str], after: Callable[[], None] = _nothing
+    model: nn.Module, path: str | os.PathLike[str], write: "WriteTensors | None" = None
 ) -> None:
     """Write ``model.state_dict()``: see ``save_state_dict``."""
-    save_state_dict(model.state_dict(), path, after)
+    save_state_dict(model.state_dict(), path, write)
 
 
 def save_state_dict(
-    state: Mapping[str, Any], path: str | os.PathLike[str], after: Callable[[], None] = _nothing
+    state: Mapping[str, Any], path: str | os.PathLike[str], write: "WriteTensors | None" = None
 ) -> None:
     """Write a model's ``state_dict()``; the file appears complete or not at all.
 
@@ -64,7 +67,7 @@ def save_state_dict(
     Args:
         state: the tensors by name.
         path: of the file.
-        after: called after each tensor.
+        write: writes the file; None is ``write_tensors``.
 
     Raises:
         CheckpointError: the state has a value that is not a tensor; the path is that of a folder, a
@@ -92,7 +95,7 @@ def save_state_dict(
         tensors[name] = value.detach()
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     with replacing(target, num_bytes, mode) as file:
-        write_tensors(tensors, metadata, file, after)
+        (write or write_tensors)(tensors, metadata, file)
 
 
 def _place(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -133,27 +136,34 @@ def write_tensors(
     file: BinaryIO,
     after: Callable[[], None] = _nothing,
 ) -> None:
-    """The format of safetensors: size of the header, the header as JSON, the elements.
-
-    https://huggingface.co/docs/safetensors/index#format
-    """
-    header: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": _dtype_name(name, tensor),
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
+    """Write the header, and the elements of all tensors behind it."""
+    file.write(header_of(tensors, metadata)[0])
     for tensor in tensors.values():
         elements = tensor.cpu().contiguous().reshape(-1)
         if elements.numel():
             file.write(elements.view(torch.uint8).numpy().data)
         after()
+
+
+def header_of(tensors: State, metadata: dict[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The header of a file with tensors, and where each begins, in bytes after the header.
+
+    The format of safetensors: size of the header, the header as JSON, the elements.
+    https://huggingface.co/docs/safetensors/index#format
+    """
+    header: dict[str, Any] = {"__metadata__": metadata}
+    starts = {}
+    end = 0
+    for name, tensor in tensors.items():
+        starts[name], end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _dtype_name(name, tensor),
+            "shape": list(tensor.shape),
+            "data_offsets": [starts[name], end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, starts
 
 
 def _dtype_name(name: str, tensor: torch.Tensor) -> str:
@@ -241,6 +251,19 @@ def _read(path: str | os.PathLike[str]) -> State:
         if first not in tensors or name in tensors:
             raise _no_weights(path, f"{name!r} as another name of {first!r} in its metadata")
     return tensors | {name: tensors[first] for name, first in aliases.items()}
+
+
+def mapped_tensors(path: str) -> State:
+    """The tensors of a file, whose memory is read from it when they are used.
+
+    Raises:
+        CheckpointError: it is no safetensors file.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, ValueError, RuntimeError) as error:
+        raise _no_weights(path, error) from error
 
 
 def _checked(path: Any) -> str:

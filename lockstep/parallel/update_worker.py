@@ -16,7 +16,7 @@ from lockstep.parallel.data_parallel.gradient_rules import GradientJudge, Gradie
 from lockstep.parallel.data_parallel.late_check import LateCheck
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.sharding.residency import Residency
-from lockstep.parallel.update import Updater
+from lockstep.parallel.update import BoundPiece, Updater
 from lockstep.plan.spec import Plan
 
 
@@ -62,7 +62,7 @@ class UpdateWorker:
         self._groups = groups
         kept = {} if residency is None else residency.memory.kept
         self._pieces = [group.bound(kept, is_alone=plan.num_ranks == 1) for group in groups]
-        bound = [piece for pieces in self._pieces for piece in pieces]
+        bound = self.pieces
         if updater is not None:
             updater.bind(bound)
         # Every rank of a scattered group writes the parameters that other domains update.
@@ -142,6 +142,11 @@ class UpdateWorker:
     def trained_names(self) -> list[str]:
         """Names of the parameters that this rank trains, in the order that ``update`` expects."""
         return [name for group in self._groups for name in group.names]
+
+    @property
+    def pieces(self) -> list[BoundPiece]:
+        """The pieces that this rank updates."""
+        return [bound for pieces in self._pieces for bound in pieces]
 
     # --- the parts of an update ------------------------------------------------------------------
 
@@ -286,7 +291,7 @@ class UpdateWorker:
     def rebind(self) -> None:
         """Reload the state of the front end's optimizer after it has changed."""
         assert self.updater is not None
-        self.updater.bind([piece for pieces in self._pieces for piece in pieces])
+        self.updater.bind(self.pieces)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -33,8 +33,8 @@ class StateMethods:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model's weights and buffers, whole and by name, as safetensors.
 
-        They are written one by one. What other processes of this host have of them is read from
-        there, and this process never has it all.
+        All processes of this host write what lies in memory that they share, each its part, and
+        this one never has it all.
 
         The file appears whole or not at all, with the permissions of the one that it replaces.
         On several hosts all call it, and host 0 writes.
@@ -42,8 +42,7 @@ class StateMethods:
         with self._runner.job_context.together("save") as hosts:
             self._runner.initialize()
             if self._runner.is_chief:
-                release = self._runner.session.stores.release_pages
-                save_weights(self._runner.model, path, release)
+                save_weights(self._runner.model, path, self._runner.session.write_together)
             if hosts is not None:
                 hosts.wait()  # so that the file exists for later calls, on a shared disk
         self._runner.session.stores.release_pages()

@@ -284,7 +284,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
     save_weights(nn.Linear(3, 2), path)
     before = path.read_bytes()
 
-    def fail(tensors: Any, metadata: Any, file: Any, after: Any) -> None:
+    def fail(tensors: Any, metadata: Any, file: Any) -> None:
         file.write(b"half of it")
         raise KeyboardInterrupt
 
@@ -326,9 +326,9 @@ def test_a_new_file_follows_the_umask_and_is_never_open_to_more(
     seen = []
     write = weights.write_tensors
 
-    def look(tensors: Any, metadata: Any, file: Any, after: Any) -> None:
+    def look(tensors: Any, metadata: Any, file: Any) -> None:
         seen.append(stat.S_IMODE(os.fstat(file.fileno()).st_mode))
-        write(tensors, metadata, file, after)
+        write(tensors, metadata, file)
 
     monkeypatch.setattr(weights, "write_tensors", look)
     before = os.umask(0o027)

@@ -178,8 +178,8 @@ class Crashing:
             patched.setattr(shutil, "os", self)
             yield
 
-    def _opened(self, descriptor: int, mode: str) -> Any:
-        return Watched(open(descriptor, mode), self)
+    def _opened(self, path: Any, mode: str, **options: Any) -> Any:
+        return Watched(open(path, mode, **options), self)
 
     def __getattr__(self, name: str) -> Any:
         return self.watched(name, getattr(os, name))

@@ -108,14 +108,29 @@ class TaskDriver:
     def record_position(self, position: FitPosition | None) -> None:
         """Callbacks are called at this position next; None if training cannot resume from it."""
 
-    def begin_run(self, start: FitPosition, look: Callable[[], list[RankState]]) -> None:
-        """All ranks begin to train from a position on; ``look`` returns their states."""
+    def begin_run(
+        self, start: FitPosition, look: Callable[[], list[RankState]], *, has_all: bool = True
+    ) -> None:
+        """All ranks begin to train.
+
+        Args:
+            start: the position.
+            look: returns the ranks' states.
+            has_all: the script's model has all values, until the first step.
+        """
 
     def note_failure(self, error: BaseException, states: list[RankState], team: Team) -> None:
         """Training has failed: the states of all ranks, before the helpers are ended."""
 
     def take_copies(self) -> None:
         """After a step and its callbacks: copy the training, if that is due."""
+
+    def begin_parts(self, worker: Any) -> Any:
+        """The ``WriteRequest`` of the copy that has begun, given rank 0's Worker; None without."""
+        return None
+
+    def end_parts(self, found: Sequence[Any]) -> None:
+        """All ranks have written their parts of it: what each has returned."""
 
     def copy_at(self, position: FitPosition) -> None:
         """An epoch begins in which ranks differ by some steps: copy the training now."""

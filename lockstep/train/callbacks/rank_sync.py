@@ -17,6 +17,7 @@ from lockstep.parallel.worker import Worker
 from lockstep.train.callbacks.driver import TaskDriver
 from lockstep.train.callbacks.state_values import set_values
 from lockstep.train.checkpointing.fit_position import FitPosition
+from lockstep.train.checkpointing.parted_state import divides_copies, write_requested
 from lockstep.train.fit.tracing import StepTracer
 from lockstep.train.input.stream_broadcast import Halt
 
@@ -77,6 +78,7 @@ class RankSync:
         renew_at: FitPosition | None = None,
         *,
         stops_at_once: bool = True,
+        is_copied: bool = False,
     ) -> bool:
         """Let rank 0 act, send its changes to all ranks; returns True to stop.
 
@@ -84,6 +86,7 @@ class RankSync:
             act: what rank 0 does.
             renew_at: between epochs, where to resume if the ranks must be sent everything anew.
             stops_at_once: make no further step if training is to stop.
+            is_copied: a copy of the training may be taken here; so it may between epochs.
 
         Raises:
             Halt: on all ranks, if the user has pressed Ctrl-C.
@@ -97,6 +100,8 @@ class RankSync:
         if self.control.rank == 0:
             decided = self.act(partial(self._directive, act, renew_at))
             directive = _END if decided is None else decided
+        if is_copied or renew_at is not None:
+            self.write_parts()
         directive = self._tell(directive)
         with self.worker.setting(directive.values):
             set_values(model, directive.values)
@@ -111,6 +116,19 @@ class RankSync:
         if directive.halt:
             raise Halt
         return bool(directive.stop)
+
+    def write_parts(self) -> None:
+        """If rank 0 has begun a copy of a divided training, have every rank write its parts."""
+        if not divides_copies(self.worker.plan):
+            return
+        request = None
+        if self.control.rank == 0:
+            request = self.act(partial(self.driver.begin_parts, self.worker))
+        if self.is_wanted(request is not None):
+            request = self.control.broadcast(request)
+            found = self.control.gather(write_requested(self.worker, request))
+            if self.control.rank == 0:
+                self.act(partial(self.driver.end_parts, found))
 
     def act(self, act: Callable[[], _T]) -> _T | None:
         """Have rank 0 do something between two steps.

@@ -8,21 +8,24 @@ a thread writes it.
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import torch
 from torch import nn
 
-from lockstep.checkpoint.generations import write_generation, writing_alone
+from lockstep.checkpoint.generations import PartedGeneration, write_generation, writing_alone
 from lockstep.checkpoint.manifest import Manifest, Summary
+from lockstep.checkpoint.parted_files import WrittenSpan
 from lockstep.checkpoint.reading import read_newest
 from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.storage import Folder, Url, folder_of
-from lockstep.checkpoint.trees import flattened, pointer
+from lockstep.checkpoint.trees import Tensors, flattened, pointer
+from lockstep.checkpoint.weights import mapped_tensors
 from lockstep.errors import OptionError, Problems
 from lockstep.events import LOGGER
 from lockstep.launch.background import Background
@@ -35,6 +38,7 @@ from lockstep.train.callbacks.interrupt import (
     Interrupt,
     Termination,
 )
+from lockstep.train.checkpointing.parted_state import PartedCopy, divides_copies
 from lockstep.train.checkpointing.trainer_state import TrainerState
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.history import History
@@ -251,16 +255,41 @@ class CheckpointWriter:
             SystemExit: after SIGTERM, when it is written.
         """
         writing = self._write(copy)
-        self._last_seconds = time.monotonic()
-        self.last_steps = copy.state.position["steps"]
         if self.has_last or self._is_last:
             self.wait()
-        if self._is_last:
-            raise SystemExit(STATUS_OF_SIGTERM)
+        self.note_written(copy)
         return writing
 
+    def note_written(self, copy: FitState) -> None:
+        """A copy is written, or will be.
+
+        Raises:
+            SystemExit: after SIGTERM.
+        """
+        self._last_seconds = time.monotonic()
+        self.last_steps = copy.state.position["steps"]
+        if self._is_last:
+            raise SystemExit(STATUS_OF_SIGTERM)
+
+    def parted(self, copy: FitState, tensors: Tensors) -> "PartedCheckpoint":
+        """Files for a copy that ranks write together.
+
+        Args:
+            copy: the training.
+            tensors: that ranks divide, by name.
+        """
+        assert isinstance(self.checkpoint.directory, Path)
+        saved = _saved(copy, self._state.runner.model)
+        generation = PartedGeneration(self.checkpoint.directory, saved, tensors)
+        return PartedCheckpoint(generation, self.checkpoint.keep)
+
     def finish(self, state: TrainingState, history: History) -> None:
-        """Write the last checkpoint, after training: its state, and the whole ``fit``'s history."""
+        """Write the last checkpoint, after training: its state, and the whole ``fit``'s history.
+
+        Args:
+            state: a copy; the present one if processes write it together.
+            history: of the ``fit``.
+        """
         record = msgspec.structs.replace(
             self.record,
             history=history.history,
@@ -269,7 +298,19 @@ class CheckpointWriter:
             is_stopped=self._state.stop_training,
             end=None if self._end is None else self._end.unless_changed(self._state),
         )
-        self._write(FitState(state=state, record=record, plan=self._state.runner.last_plan))
+        runner = self._state.runner
+        copy = FitState(state=state, record=record, plan=runner.last_plan)
+        if self.writes_together:
+            parted = PartedCopy(state, partial(self.parted, copy), lambda written: None)
+            parted.write_all(runner.session.write_stored)
+        else:
+            self._write(copy)
+
+    @property
+    def writes_together(self) -> bool:
+        """True if all processes write checkpoints, each its part."""
+        plan, folder = self._state.runner.last_plan, self.checkpoint.directory
+        return plan is not None and divides_copies(plan) and isinstance(folder, Path)
 
     def _write(self, copy: FitState) -> "Future[Folder]":
         """Write a copy in the background, after the one before.
@@ -299,6 +340,29 @@ class CheckpointWriter:
             self.wait()
         except Exception as other:
             error.add_note(f"The last checkpoint was not written: {other}")
+
+
+class PartedCheckpoint:
+    """A checkpoint that ranks write together; see ``parted_state.Target``.
+
+    Args:
+        generation: the files.
+        keep: how many are kept.
+    """
+
+    def __init__(self, generation: PartedGeneration, keep: int) -> None:
+        self._generation, self._keep = generation, keep
+        self.files = generation.files
+
+    def finish(self, spans: Sequence[WrittenSpan]) -> Tensors:
+        """The tensors in the files."""
+        written = self._generation.finish(spans, self._keep)
+        LOGGER.info("checkpoint written: %s", written)
+        files = [written / os.path.basename(one.path) for one in self.files]
+        return {name: one for file in files for name, one in mapped_tensors(str(file)).items()}
+
+    def give_up(self, error: BaseException) -> None:
+        self._generation.give_up(error)
 
 
 def _write_one(folder: Folder, saved: Saved, keep: int) -> Folder:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -22,6 +23,8 @@ import torch
 from lockstep.checkpoint.trees import Tensors, Tree, flattened
 from lockstep.data.trees import bits_of
 from lockstep.errors import CheckpointError
+
+_NOTHING: Mapping[int, torch.Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,22 +117,25 @@ class TrainingState:
         return {name: _digest(name, one) for name, one in self.parts().items()}
 
 
-def copied(tree: Tree, before: Tree = None) -> Tree:
+def copied(tree: Tree, before: Tree = None, known: Mapping[int, torch.Tensor] = _NOTHING) -> Tree:
     """A tree with containers and tensors of its own.
 
     Args:
         tree: the tree.
         before: a copy that is no longer needed; its tensors are written to where they fit.
+        known: copies of tensors, by the ``id`` of these.
     """
+    if id(tree) in known:
+        return known[id(tree)]
     if isinstance(tree, torch.Tensor):
         return copy_onto(before, tree)
     if type(tree) is dict:
         there = before if type(before) is dict else {}
-        return {key: copied(one, there.get(key)) for key, one in tree.items()}
+        return {key: copied(one, there.get(key), known) for key, one in tree.items()}
     if type(tree) in (list, tuple):
         first = before if type(before) is type(tree) else ()
         pairs = zip_longest(tree, first[: len(tree)])
-        return type(tree)(copied(one, present) for one, present in pairs)
+        return type(tree)(copied(one, present, known) for one, present in pairs)
     return copy(tree)
 
 

@@ -10,20 +10,33 @@
 
 The first process of a host maps the whole training, or gathers it, and copies it alone: between two
 steps nothing changes until this process reaches the next update. So a copy needs no protocol: while
-it is taken the training itself is consistent.
+it is taken the training itself is consistent. Where ranks divide a training, all write the copy,
+each its parts (``train.checkpointing.parted_state``), and the one before stays until that is done.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
+from lockstep.checkpoint.parted_files import WrittenSpan
+from lockstep.checkpoint.trees import Tensors
 from lockstep.cluster.memory_limits import free_memory
 from lockstep.data.trees import tensors_of
 from lockstep.errors import CheckpointError, DeviceError
+from lockstep.parallel.worker import Worker
 from lockstep.train.checkpointing.checkpoints import CheckpointWriter
 from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.memory_checkpoints import Destination, MemoryCheckpoints
+from lockstep.train.checkpointing.parted_state import (
+    MemoryTarget,
+    PartedCopy,
+    Target,
+    WriteRequest,
+    divides_copies,
+    write_whole,
+)
 from lockstep.train.checkpointing.trainer_state import TrainerState
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.fault_tolerance.overhead_budget import OverheadBudget
@@ -98,6 +111,8 @@ class Copies:
     is_begun = False
     _is_local_due = False
     _began = 0.0
+    _parted: PartedCopy | None = None
+    """Begun, and not written yet."""
 
     def __init__(
         self,
@@ -161,12 +176,15 @@ class Copies:
             self.take(resume, self._began)
         self.clear_due()
 
-    def take(self, resume: FitPosition, began: float | None = None) -> None:
+    def take(
+        self, resume: FitPosition, began: float | None = None, *, has_all: bool = False
+    ) -> None:
         """Copy the training as it is now, for this process and all that are due.
 
         Args:
             resume: where to resume.
             began: when ranks began to wait for it, by ``time.monotonic()``; None is now.
+            has_all: the script's model and optimizer have all values, also of a divided training.
 
         Raises:
             CheckpointError, DeviceError: a part of the state cannot be copied, or does not fit into
@@ -190,15 +208,61 @@ class Copies:
         before, plan = self._memory.reusable, self._state.runner.plan
         if not due and not self._has_memory_for(now, before):
             return
+        is_remote = bool(due) and self._writer is not None and not self._writer.writes_together
+        if divides_copies(plan) and not is_remote:
+            self._begin_parted(now, resume, due, taken)
+            if has_all:
+                assert self._parted is not None
+                self._parted.write_all(write_whole)
+                self._parted = None
+            return
         self._memory.forget()
         copy = FitState(state=self._state.copied(now, before), plan=plan, resume=resume)
+        self._keep(copy, due, taken, taken if began is None else began)
+
+    def _keep(self, copy: FitState, due: Sequence[Destination], taken: float, began: float) -> None:
         if self._writer is not None:
-            copy = replace(copy, record=self._writer.record_under(plan))
+            assert copy.plan is not None
+            copy = replace(copy, record=self._writer.record_under(copy.plan))
         self.journal.clear()
         for stream in self._streams:
             stream.mark()
         self._budget.note(taken)
-        self._memory.keep(copy, due, taken if began is None else began)
+        self._memory.keep(copy, due, began)
+
+    # --- that ranks write together ---------------------------------------------------------------
+
+    def _begin_parted(
+        self, state: TrainingState, resume: FitPosition, due: Sequence[Destination], taken: float
+    ) -> None:
+        """Begin a copy: all ranks write it before the next step; until then the newest stays."""
+        plan, writer = self._state.runner.plan, self._writer if due else None
+        copy = FitState(state=state, plan=plan, resume=resume)
+        make_target: Callable[[Tensors], Target] = MemoryTarget
+        if writer is not None:
+            make_target = partial(writer.parted, replace(copy, record=writer.record_under(plan)))
+
+        def take(parted: TrainingState) -> None:
+            self._keep(replace(copy, state=parted), [], taken, taken)
+            if writer is not None:
+                writer.note_written(copy)
+
+        self._parted = PartedCopy(state, make_target, take)
+
+    def begin_parts(self, worker: Worker) -> WriteRequest | None:
+        """What all ranks are to write of the copy that has begun; None without."""
+        return None if self._parted is None else self._parted.begin(worker)
+
+    def end_parts(self, found: Sequence[list[WrittenSpan] | OSError]) -> None:
+        """All ranks have written: that copy is the newest now.
+
+        Raises:
+            OSError, CheckpointError: it could not be written.
+            SystemExit: after SIGTERM, when the last one is written.
+        """
+        parted, self._parted = self._parted, None
+        assert parted is not None
+        parted.end(found)
 
     def _has_memory_for(self, state: TrainingState, before: TrainingState | None) -> bool:
         needed = _num_bytes(state) - (0 if before is None else _num_bytes(before))

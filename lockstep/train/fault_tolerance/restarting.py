@@ -1,22 +1,25 @@
 """Base classes of training drivers: Ctrl-C, copies, restarts after lost ranks, and a record."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from lockstep.checkpoint.parted_files import WrittenSpan
 from lockstep.errors import WorkerError
 from lockstep.launch.health.failure import add_note
 from lockstep.launch.workers.team import Team
 from lockstep.parallel.parameter_server.async_worker import ServerProgress
 from lockstep.parallel.transfer.readers import reader_death
 from lockstep.parallel.update import PieceSlots
+from lockstep.parallel.worker import Worker
 from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.train.callbacks.driver import Logs, TaskDriver
 from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.callbacks.rank_sync import CallbackOutcome
 from lockstep.train.checkpointing.fit_position import FitPosition
+from lockstep.train.checkpointing.parted_state import WriteRequest
 from lockstep.train.checkpointing.training_state import copied
 from lockstep.train.fault_tolerance.rank_states import RankState
 from lockstep.train.history import History
@@ -143,7 +146,9 @@ class RestartingDriver(FollowerDriver):
     def note_failure(self, error: BaseException, states: list[RankState], team: Team) -> None:
         self._record.note_failure(error, states, team)
 
-    def begin_run(self, start: FitPosition, look: Callable[[], list[RankState]]) -> None:
+    def begin_run(
+        self, start: FitPosition, look: Callable[[], list[RankState]], *, has_all: bool = True
+    ) -> None:
         self._record.begin_run(look)
         self._copies.clear_due()
         if text := self._state.note_shares():
@@ -160,15 +165,21 @@ class RestartingDriver(FollowerDriver):
         self._copies.is_begun = True
         if plan.pipeline is None or self._copies.is_required:
             # Else the first is taken after a step: this process may lack memory for other stages.
-            self._copy_at(replace(start, num_steps=0))
+            self._copy_at(replace(start, num_steps=0), has_all=has_all)
 
-    def _copy_at(self, position: FitPosition) -> None:
+    def _copy_at(self, position: FitPosition, *, has_all: bool = False) -> None:
         self.record_position(position)
-        self._copies.take(position)
+        self._copies.take(position, has_all=has_all)
         self.record_position(None)
 
     def take_copies(self) -> None:
         self._copies.take_due(self._state.recorded)
+
+    def begin_parts(self, worker: Worker) -> WriteRequest | None:
+        return self._copies.begin_parts(worker)
+
+    def end_parts(self, found: Sequence[list[WrittenSpan] | OSError]) -> None:
+        self._copies.end_parts(found)
 
     def copy_at(self, position: FitPosition) -> None:
         if self._copies.is_required and not self._journal.is_replaying:

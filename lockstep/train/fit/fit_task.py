@@ -80,6 +80,7 @@ class _FitRun:
         observe: gets every share's outputs; None without metrics.
         num_epochs: epochs begun.
         num_steps: steps made.
+        is_taken: the training's state is taken after this step.
     """
 
     rank_sync: RankSync
@@ -89,6 +90,7 @@ class _FitRun:
     observe: Observe | None
     num_epochs: int = 0
     num_steps: int = 0
+    is_taken: bool = False
 
 
 @dataclass(kw_only=True)
@@ -186,6 +188,7 @@ class FitTask(Task):
         replica = own_replica(self.start.replicas, worker)
         if replica is not None:
             set_replica(worker, replica)
+        run.rank_sync.write_parts()
         resume = None
         try:
             for epoch in range(self.start.epoch, self.epochs):
@@ -231,11 +234,11 @@ class FitTask(Task):
             run.num_epochs = epoch + 1
             if reports.are_wanted:
                 reports.end_batch(partial(self._report, rank_sync, results))
-            if keeps_states:
-                position = FitPosition(epoch, True, batch=index + 1, num_steps=run.num_steps)
-                run.recorder.end_step(position, results)
+            run.is_taken = keeps_states and run.recorder.end_step(
+                FitPosition(epoch, True, batch=index + 1, num_steps=run.num_steps), results
+            )
             begun = begun if stops == begun.stops else replace(begun, stops=stops)
-            if self._end_step(rank_sync, index, results[-1], begun):
+            if self._end_step(run, index, results[-1], begun):
                 break
         run.num_epochs = epoch + 1
         return self._end_epoch(run, epoch, results)
@@ -290,22 +293,23 @@ class FitTask(Task):
             rank_sync.show_traces(tracer)
         return result, noted
 
-    def _end_step(
-        self, rank_sync: RankSync, index: int, result: StepResult, begun: FitPosition
-    ) -> bool:
+    def _end_step(self, run: _FitRun, index: int, result: StepResult, begun: FitPosition) -> bool:
         """Let callbacks end a step; returns True to stop."""
+        rank_sync = run.rank_sync
         end_step = partial(rank_sync.driver.end_step, index, result)
         if not self.hooks.step_end:
             if index >= begun.num_ended and rank_sync.control.rank == 0:
                 rank_sync.act(end_step)
             rank_sync.act(rank_sync.driver.take_copies)
+            if run.is_taken:
+                rank_sync.write_parts()
             rank_sync.check_halt()
             return begun.stops
         if rank_sync.worker.local_names() is not None:  # callbacks may read the whole model
             rank_sync.collect_buffers()
         if self.hooks.slots:
             rank_sync.show_slots()
-        return rank_sync.sync_callback(end_step)
+        return rank_sync.sync_callback(end_step, is_copied=run.is_taken)
 
     def _end_epoch(self, run: _FitRun, epoch: int, results: list[StepResult]) -> bool:
         """Wait for all ranks at an epoch's end; returns True to stop after it."""
@@ -416,8 +420,7 @@ class FitTask(Task):
         own_parts = self.turns or self.loss_parts
         if not own_parts:
             return {"loss": mean_loss(results)}
-        parts = [sums for result in results for sums in result.parts]
-        gathered = rank_sync.control.gather(parts)
+        gathered = rank_sync.control.gather([sums for result in results for sums in result.parts])
         return own_parts.logs([sums for own in gathered for sums in own])
 
     def _logs(self, rank_sync: RankSync, epoch: int, losses: Logs) -> Logs:
@@ -444,7 +447,4 @@ class FitTask(Task):
 
     def _around_validation(self, rank_sync: RankSync, act: Callable[[], None]) -> None:
         """Call callbacks; if they may act, all ranks get their changes of the model."""
-        if self.hooks.validation:
-            rank_sync.sync_callback(act)
-        else:
-            rank_sync.act(act)
+        (rank_sync.sync_callback if self.hooks.validation else rank_sync.act)(act)

@@ -44,8 +44,8 @@ class PositionRecorder:
             position = FitPosition(begun.epoch, True, begun.stops, num_steps=num_steps)
             self.rank_sync.act(partial(driver.copy_at, position))
 
-    def end_step(self, position: FitPosition, results: Sequence[StepResult]) -> None:
-        """After a step: record the position if rank 0 takes the state there.
+    def end_step(self, position: FitPosition, results: Sequence[StepResult]) -> bool:
+        """After a step: record the position if rank 0 takes the state there; True if it does.
 
         Args:
             position: without the ranks' own parts.
@@ -55,7 +55,7 @@ class PositionRecorder:
         may_be_taken = local is None or (self.hooks.full_state and not local.has_diverged)
         if not may_be_taken or not self._is_wanted(position):
             rank_sync.driver.record_position(None)
-            return
+            return False
         rank_sync.worker.settle()
         self.show_all()
         results = [result.settled() for result in results]
@@ -64,6 +64,7 @@ class PositionRecorder:
             own = local.results_of_epoch(results)
         sums = epoch_sums(own, self.metrics, rank_sync.control, are_apart=local is not None)
         self.record(replace(position, so_far=sums), results)
+        return True
 
     def _is_wanted(self, position: FitPosition) -> bool:
         """True, on all ranks, if rank 0 takes the state after a step."""

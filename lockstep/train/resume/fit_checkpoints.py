@@ -219,9 +219,10 @@ class FitCheckpoints:
     def finish(self, history: History) -> None:
         """Write the last checkpoint, if any are written."""
         if self.writer is not None:
-            state = self.state.copied()
+            state = self.state.whole() if self.writer.writes_together else self.state.copied()
             if self._runner.is_chief:
                 self.writer.finish(state, history)
+            self._runner.session.stores.release_pages()
 
     @contextmanager
     def copied(self, task: FitTask, restarts: int) -> Iterator[None]:

@@ -8,13 +8,23 @@ optimizer, position). Ranks cache what does not change between repeated small ca
 On several hosts the script's process of each leads that host's ranks, with a session of its own.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch import nn
 
+from lockstep.checkpoint import weights
+from lockstep.checkpoint.parted_files import (
+    PartedFile,
+    WrittenSpan,
+    can_be_parted,
+    check_written,
+    lay_out,
+)
+from lockstep.checkpoint.trees import Tensors
 from lockstep.comm.exchange_spec import ExchangeSpec
 from lockstep.data.map_style.sources import ArraySource
 from lockstep.errors import WorkerError
@@ -30,6 +40,7 @@ from lockstep.pickling import dumps
 from lockstep.plan.decision import LocalUpdate
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks.driver import TaskDriver
+from lockstep.train.checkpointing.stored_parts import write_stored
 from lockstep.train.fault_tolerance.rank_states import states_of
 from lockstep.train.fit.fit_task import FitTask
 from lockstep.train.input.read_limit import ReadLimit
@@ -87,6 +98,7 @@ class Session:
         self._threads: int | None = None
         self._is_attached = False  # a launcher has started the team's processes
         self._has_met = False  # they have joined the current call
+        self._is_called = False  # helpers run a call
 
     def run(
         self,
@@ -120,6 +132,28 @@ class Session:
                 hosts.share_values(assignment.model, assignment.updater, are_blank=are_blank)
             fingerprint = None if hosts is not None else fingerprint
             return self._lead(assignment, driver, hosts, calls or CallCache(), fingerprint)
+
+    def write_stored(self, files: Sequence[PartedFile], tensors: Tensors) -> list[WrittenSpan]:
+        """Between calls: write tensors to files with all processes; see ``stored_parts``."""
+        team = self._team
+        if team is not None and not (team.is_alive and team.answers()):
+            team = None
+        stores = self.stores.all()
+        with self._ending_team():
+            return write_stored(files, tensors, stores, team, self._timeout)
+
+    def write_together(self, tensors: Tensors, metadata: dict[str, str], file: BinaryIO) -> None:
+        """Write a file of tensors: between calls with all processes. See ``WriteTensors``."""
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        can_all = all(map(can_be_parted, tensors.values())) and os.path.exists(path)
+        if self._team is None or self._is_called or not can_all:
+            weights.write_tensors(tensors, metadata, file, self.stores.release_pages)
+            return
+        laid_out = lay_out(path, tensors, metadata, is_hashed=False)
+        file.write(laid_out.header)
+        file.flush()
+        file.truncate(laid_out.size)
+        check_written(laid_out, self.write_stored([laid_out], tensors))
 
     def dismiss(self, hosts: Hosts, result: Any, model: nn.Module) -> None:
         """Send a call's result and the weights to the processes that follow this one."""
@@ -257,7 +291,7 @@ class Session:
     def _conduct(self, part: RunningCall, driver: TaskDriver, call: Callable[[], None]) -> Any:
         """Call the helpers, and do this process's part of the task."""
         assignment, worker, team = part.assignment, part.worker, part.team
-        with self._ending_team(part, driver):
+        with self._ending_team(part, driver), self._in_call():
             call()
             _stop_on_interrupt(driver, worker)
             initialize_own(assignment, worker)
@@ -266,7 +300,8 @@ class Session:
             # Arrays in memory are read at once.
             may_hang = not all(isinstance(one, ArraySource) for one in assignment.task.sources())
             if isinstance(assignment.task, FitTask):
-                driver.begin_run(assignment.task.start, part.states)
+                has_all = not assignment.blank
+                driver.begin_run(assignment.task.start, part.states, has_all=has_all)
             with limit.watched() if may_hang else nullcontext():
                 result = run_task(assignment, worker, part.control, driver)
             worker.close()
@@ -274,6 +309,14 @@ class Session:
             part.control.bring_groups()
             _stop_on_interrupt(TaskDriver(), worker)  # a cached call must not refer to its driver
         return result
+
+    @contextmanager
+    def _in_call(self) -> Iterator[None]:
+        self._is_called = True
+        try:
+            yield
+        finally:
+            self._is_called = False
 
     def _take_team(
         self, plan: Plan, here: range, hosts: Hosts | None, announce: Callable[[str], None]

@@ -181,6 +181,11 @@ class Stores:
         for store in self._parameters:
             store.readopt([(spec.name, parameters[spec.name]) for spec in store.specs])
 
+    def all(self) -> list[TensorStore]:
+        """Those of parameters and slots that lie in memory of the host."""
+        stores = (*self._parameters, *self._slots)
+        return [one for one in stores if one.region.is_shared]
+
     def release_pages(self) -> None:
         """Release this process's pages of what only other ranks have."""
         for store in (*self._parameters, *self._slots):

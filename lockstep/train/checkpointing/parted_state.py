@@ -1,0 +1,202 @@
+"""Copies of a divided training, which ranks write together: each the parts that it updates.
+
+Rank 0 finds the tensors that ranks divide, and lays out files for them: of a checkpoint, or in
+memory of no process, which outlives each rank (``Target``). All ranks write there between two
+steps, right from where they train, so no rank has memory for a copy. Rank 0 alone has the rest of
+the state: numbers, buffers, and what is small.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from lockstep.checkpoint.parted_files import (
+    PartedFile,
+    TensorPart,
+    WrittenSpan,
+    can_be_parted,
+    check_written,
+    lay_out,
+    write_parts,
+)
+from lockstep.checkpoint.trees import Path, Tensors, Tree, pointer
+from lockstep.checkpoint.weights import mapped_tensors
+from lockstep.cluster.nameless_files import nameless_file
+from lockstep.comm.collectives.gradients import cut_piece
+from lockstep.parallel.worker import Worker
+from lockstep.plan.spec import Plan
+from lockstep.train.checkpointing.training_state import TrainingState, copied
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteRequest:
+    """What rank 0 asks all ranks to write.
+
+    Attributes:
+        files: which rank 0 has laid out.
+        parameters: names of divided parameters; of each, that of its tensor in the files.
+        stored: the same for tensors in the updater's store, by their number there.
+    """
+
+    files: Sequence[PartedFile]
+    parameters: Mapping[str, str]
+    stored: Mapping[int, str]
+
+
+Write = Callable[[Sequence[PartedFile], Tensors], list[WrittenSpan]]
+"""Writes tensors, given by name, to files that are laid out for them."""
+
+
+class Target(Protocol):
+    """Files for the tensors that ranks divide."""
+
+    @property
+    def files(self) -> Sequence[PartedFile]:
+        """Laid out."""
+
+    def finish(self, spans: Sequence[WrittenSpan]) -> Tensors:
+        """The tensors, when all ranks have written."""
+
+    def give_up(self, error: BaseException) -> None:
+        """A rank could not write."""
+
+
+class MemoryTarget:
+    """Memory that outlives every rank but this process: a nameless file.
+
+    Args:
+        tensors: of these forms.
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._descriptor = nameless_file("lockstep: copy")
+        path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.files = [lay_out(path, tensors, {}, is_hashed=False)]
+        os.pwrite(self._descriptor, self.files[0].header, 0)
+        os.truncate(self._descriptor, self.files[0].size)
+
+    def finish(self, spans: Sequence[WrittenSpan]) -> Tensors:
+        """See ``Target``; their memory is freed with them."""
+        check_written(self.files[0], spans)
+        tensors = mapped_tensors(self.files[0].path)
+        os.close(self._descriptor)
+        return tensors
+
+    def give_up(self, error: BaseException) -> None:
+        os.close(self._descriptor)
+
+
+class PartedCopy:
+    """A copy of a training, as rank 0 makes it.
+
+    Args:
+        state: the present one.
+        take: gets the copy, its memory apart, when all ranks have written.
+        make_target: makes the files for divided tensors, given by name.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        make_target: Callable[[Tensors], Target],
+        take: Callable[[TrainingState], None],
+    ) -> None:
+        self._state = state
+        self._make_target = make_target
+        self._take = take
+        self._tensors: Tensors = {}
+
+    def begin(self, worker: Worker) -> WriteRequest:
+        """Lay out the files for what ranks divide."""
+        trained = {*worker.trained_names}
+        updater = worker.updater
+        places = [] if updater is None else [place for _, place in updater.stored()]
+        stored = {place.data_ptr(): number for number, place in enumerate(places)}
+        parameters: dict[str, str] = {}
+        numbers: dict[int, str] = {}
+        for path, tensor in self._leaves():
+            if path[0] == "parameters" and path[1] in trained:
+                parameters[path[1]] = pointer(path)
+            elif path[0] != "parameters" and tensor.data_ptr() in stored:
+                numbers[stored[tensor.data_ptr()]] = pointer(path)
+            else:
+                continue
+            self._tensors[pointer(path)] = tensor
+        self._target = self._make_target(self._tensors)
+        return WriteRequest(files=self._target.files, parameters=parameters, stored=numbers)
+
+    def _leaves(self) -> Iterator[tuple[Path, torch.Tensor]]:
+        for path, tensor in _leaves(self._state.parts()):
+            if can_be_parted(tensor):
+                yield path, tensor
+
+    def write_all(self, write: Write) -> None:
+        """Write a copy of a training of which the script's model and optimizer have all.
+
+        Args:
+            write: see above.
+        """
+        self._tensors = {pointer(path): tensor for path, tensor in self._leaves()}
+        self._target = self._make_target(self._tensors)
+        self.end([write(self._target.files, self._tensors)])
+
+    def end(self, found: Sequence["list[WrittenSpan] | OSError"]) -> None:
+        """All ranks have written, or could not.
+
+        Raises:
+            OSError: that of a rank; there is no copy then.
+        """
+        for one in found:
+            if isinstance(one, OSError):
+                self._target.give_up(one)
+                raise one
+        spans = [span for own in found if not isinstance(own, OSError) for span in own]
+        written = self._target.finish(spans)
+        known = {id(one): written[name] for name, one in self._tensors.items()}
+        self._take(TrainingState(**copied(self._state.parts(), known=known)))
+
+
+def write_requested(worker: Worker, request: WriteRequest) -> "list[WrittenSpan] | OSError":
+    """Write a rank's parts; returns the error if it cannot."""
+    try:
+        return write_parts(request.files, _parts(worker, request))
+    except OSError as error:
+        return error
+
+
+def write_whole(files: Sequence[PartedFile], tensors: Tensors) -> list[WrittenSpan]:
+    """Write whole tensors by one process."""
+    whole = (TensorPart(name=name, start=0, elements=one) for name, one in tensors.items())
+    return write_parts(files, whole)
+
+
+def divides_copies(plan: Plan) -> bool:
+    """True if ranks write copies of a training together."""
+    return plan.sharding is not None and plan.num_hosts == 1 and plan.num_ranks > 1
+
+
+def _parts(worker: Worker, request: WriteRequest) -> Iterator[TensorPart]:
+    pieces = worker.pieces
+    for bound in pieces:
+        if bound.name in request.parameters:
+            name = request.parameters[bound.name]
+            yield TensorPart(name=name, start=bound.piece.start, elements=bound.tensor.detach())
+    stored = [] if worker.updater is None else worker.updater.stored()
+    for number, name in request.stored.items():
+        parameter, place = stored[number]
+        for bound in pieces:
+            if bound.name == parameter:
+                elements = cut_piece(place.detach(), bound.piece)
+                yield TensorPart(name=name, start=bound.piece.start, elements=elements)
+
+
+def _leaves(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    """The tensors in dicts, and the keys that lead to them."""
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, dict):
+        for key, one in tree.items():
+            yield from _leaves(one, (*path, str(key)))

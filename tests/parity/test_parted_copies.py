@@ -1,0 +1,145 @@
+"""Copies of a divided training: each rank writes its part, and any number of ranks goes on."""
+
+import os
+import signal
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import lockstep
+from lockstep.checkpoint.manifest import NAME
+from lockstep.checkpoint.parted_files import WrittenSpan, write_parts
+from lockstep.checkpoint.reading import DamagedCheckpointWarning
+from lockstep.train.checkpointing import stored_parts
+from lockstep.train.checkpointing.parted_state import PartedCopy
+from lockstep.train.checkpointing.training_state import TrainingState
+from tests.faults.jobs import helpers_of
+from tests.parity.test_sharded import INPUTS, TARGETS, Norms
+from tests.thorough import core_of
+
+LEVELS = core_of(["parameters", "gradients", "slots"], ["parameters"])
+HEADERS = 4096
+
+
+def make_trainer(
+    num_ranks: int, level: str = "parameters", *callbacks: lockstep.Callback
+) -> lockstep.Trainer:
+    torch.manual_seed(0)
+    return lockstep.Trainer(
+        (lambda: Norms()) if level == "made" else Norms(),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.Adam, lr=1e-2),
+        strategy=lockstep.FullyShardedStrategy(
+            num_ranks, level=level.replace("made", "parameters")
+        ),
+        callbacks=callbacks,
+    )
+
+
+def digest(trainer: lockstep.Trainer) -> str:
+    return TrainingState.of({**trainer.state_dict(), "callbacks": []}).digest()
+
+
+class Written:
+    """Bytes that each rank writes in each copy."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bytes: list[list[int]] = []
+        end = PartedCopy.end
+
+        def counted(copy: PartedCopy, found: Sequence[Any]) -> None:
+            self.bytes.append([num_bytes(own) for own in found])
+            end(copy, found)
+
+        monkeypatch.setattr(PartedCopy, "end", counted)
+
+
+def num_bytes(spans: Sequence[WrittenSpan]) -> int:
+    return sum(span.stop - span.start for span in spans)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_rank_writes_more_than_its_part_of_a_checkpoint(
+    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = Written(monkeypatch)
+    trainer = make_trainer(3, level)
+    checkpoint = lockstep.Checkpoint(tmp_path, every="1 steps")
+    trainer.fit((INPUTS, TARGETS), batch_size=24, verbose=0, checkpoint=checkpoint)
+    parameters = sum(one.nbytes for one in trainer.model.parameters())
+    # After each of two steps; the last checkpoint is written after the call.
+    assert len(written.bytes) == 3
+    for own in written.bytes[:2]:
+        assert sum(own) == 3 * parameters  # with Adam's two slots
+        assert max(own) <= parameters + HEADERS
+    alone = list(tmp_path.glob("generation-*/tensors-*"))
+    assert max(file.stat().st_size for file in alone) < HEADERS
+    resumed = make_trainer(2, level)
+    resumed.fit((INPUTS, TARGETS), batch_size=24, verbose=0, checkpoint=checkpoint)
+    assert digest(resumed) == digest(trainer)
+
+
+def test_all_processes_write_what_is_saved_after_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(3)
+    trainer.fit((INPUTS, TARGETS), batch_size=24, verbose=0)
+    own: list[int] = []
+
+    def counted(files: Any, parts: Any) -> list[WrittenSpan]:
+        spans = write_parts(files, parts)
+        own.append(num_bytes(spans))
+        return spans
+
+    monkeypatch.setattr(stored_parts, "write_parts", counted)
+    trainer.save(tmp_path / "weights")
+    parameters = sum(one.nbytes for one in trainer.model.parameters())
+    assert 0 < sum(own) <= parameters / 3 + HEADERS
+    found = load_file(tmp_path / "weights")
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(found[name], value), name
+
+
+def test_a_damaged_part_is_seen_and_an_older_checkpoint_used(tmp_path: Path) -> None:
+    trainer = make_trainer(2)
+    checkpoint = lockstep.Checkpoint(tmp_path, every="1 steps")
+    trainer.fit((INPUTS, TARGETS), batch_size=24, verbose=0, checkpoint=checkpoint)
+    newest = max(tmp_path.glob("generation-*"))
+    (file,) = newest.glob("parts-*")
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    again = make_trainer(2)
+    with pytest.warns(DamagedCheckpointWarning, match="are damaged"):
+        again.fit((INPUTS, TARGETS), batch_size=24, verbose=0, checkpoint=checkpoint)
+    assert digest(again) == digest(trainer)
+    assert (newest / NAME).exists()
+
+
+class Kill(lockstep.Callback):
+    """Kills a helper after a step, while others go on; once."""
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self._is_done = False
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == self._batch and not self._is_done:
+            self._is_done = True
+            os.kill(helpers_of(self.trainer)[-1], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "made"])
+def test_a_part_outlives_its_rank(level: str) -> None:
+    expected = make_trainer(2, level)
+    expected.fit((INPUTS, TARGETS), batch_size=8, verbose=0)
+    trainer = make_trainer(2, level, Kill(3))
+    history = trainer.fit((INPUTS, TARGETS), batch_size=8, verbose=0, restarts=1)
+    assert len(history.restarts) == 1
+    assert digest(trainer) == digest(expected)
