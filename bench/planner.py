@@ -1,19 +1,25 @@
 """The planner's predictions against what is measured, for plans of six nets on this machine.
 
-Each pair of net and plan is a process of its own: it measures the net's layers, predicts, trains,
-and compares the median step and the peak memory of all processes. ``--report`` writes a table into
-docs/planner.md between its two marks; ``--search`` measures the search instead.
-Run: ``python bench/planner.py``.
+A process for each net measures its layers, and a process for each pair of net and plan trains it
+and measures the median step and the peak memory of all processes. All of that is kept in a folder,
+and pairs that are in it are not measured again: ``--seconds`` ends a run early, and the next goes
+on. A pair beside which other programs were at work is measured again. Predictions are made from the
+folder. ``--report`` writes a table into docs/planner.md between its two marks; ``--search``
+measures the search instead. Run: ``python bench/planner.py``.
 """
 
 import argparse
+import itertools
 import json
+import math
+import os
 import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +31,8 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.cluster.cluster_file import parse_cluster
 from lockstep.cluster.devices import discover
-from lockstep.comm.shared_memory.memory_usage import peak_memory
+from lockstep.cluster.topology import Cluster
+from lockstep.comm.shared_memory.memory_usage import family, peak_memory
 from lockstep.graph.layer_graph import (
     Flow,
     Layer,
@@ -34,12 +41,17 @@ from lockstep.graph.layer_graph import (
     OptimizerCosts,
     ParameterInfo,
 )
-from lockstep.launch.health.machine_measuring import measured
+from lockstep.plan.cost.parts import PlanCost
 from lockstep.plan.cost.plan_cost import cost_of
 from lockstep.plan.search.candidates import Problem
 from lockstep.plan.search.ranking import best_plans
+from lockstep.plan.spec import Plan
 
-STEPS, WARM_UP_STEPS = 24, 6
+STEPS, WARM_UP_STEPS = 16, 4
+RESULTS = Path(__file__).parent / "results" / "planner"
+
+# Other programs may use so much of the cores while a pair is measured.
+MOST_OTHERS = 0.03
 BEGIN, END = "<!-- measured -->\n", "<!-- end -->\n"
 PAGE = Path(__file__).parent.parent / "docs" / "planner.md"
 
@@ -122,112 +134,218 @@ PLANS: dict[str, Callable[[], Any]] = {
     "mirrored, 2": lambda: lockstep.MirroredStrategy(2),
     "mirrored, 4": lambda: lockstep.MirroredStrategy(4),
     "2 stages": lambda: lockstep.PipelineStrategy(2),
+    "sharded slots, 2": lambda: lockstep.FullyShardedStrategy(2, level="slots"),
     "sharded parameters, 2": lambda: lockstep.FullyShardedStrategy(2),
 }
 
 
-# --- one pair -------------------------------------------------------------------------------------
+# --- one net, and one pair ------------------------------------------------------------------------
 
 
 def optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=1e-3)
 
 
-class Clock(lockstep.Callback):
-    """When each step ended."""
+class Probe(lockstep.Callback):
+    """When each step ended, and the memory of all processes while they are at work."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
+        self.peak = 0
+        self.others = 0.0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.ends.append(time.perf_counter())
+        if len(self.ends) == WARM_UP_STEPS:
+            self._busy, self._own = busy_seconds()
+        if len(self.ends) == WARM_UP_STEPS + STEPS:
+            busy, own = busy_seconds()
+            took = self.ends[-1] - self.ends[WARM_UP_STEPS - 1]
+            self.others = max(busy - self._busy - own + self._own, 0.0) / took
+            self.peak = peak_memory() + files_of_others()
 
 
-def graph_of(net: Net, model: nn.Module, data: tuple[Tensor, Tensor]) -> LayerGraph:
+def busy_seconds() -> tuple[float, float]:
+    """Of all cores since the machine started, and of these the ones of this process's family."""
+    per_second = os.sysconf("SC_CLK_TCK")
+    fields = [*map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9])]
+    stats = [Path(f"/proc/{pid}/stat").read_text() for pid in family(os.getpid())]
+    own = sum(sum(map(int, stat.rpartition(")")[2].split()[11:13])) for stat in stats)
+    return (sum(fields) - fields[3] - fields[4]) / per_second, own / per_second
+
+
+def wait_for_quiet() -> None:
+    """Until other programs leave the cores alone, or a minute has passed."""
+    for _ in range(60):
+        before = busy_seconds()[0]
+        time.sleep(1.0)
+        if busy_seconds()[0] - before <= MOST_OTHERS:
+            return
+
+
+def files_of_others() -> int:
+    """Bytes of libraries that count for other programs, too, which have them in memory as well."""
+    mine = kilobytes("RssFile", Path("/proc/self/status"))
+    pages = [
+        kilobytes("Pss_File", Path(f"/proc/{pid}/smaps_rollup")) for pid in family(os.getpid())
+    ]
+    return 1024 * max(mine - sum(pages), 0)
+
+
+def kilobytes(name: str, path: Path) -> int:
+    lines = (line.split() for line in path.read_text().splitlines())
+    return next(int(line[1]) for line in lines if line[0] == f"{name}:")
+
+
+def profile_net(name: str) -> dict[str, Any]:
+    """The net's graph with costs, and this machine."""
+    from lockstep.capture.layers import capture_layers
     from lockstep.data.batch_dims import SAMPLES_FIRST
     from lockstep.frontends.plan_inputs import plan_inputs
     from lockstep.parallel.settings import num_threads
-    from lockstep.train.runtime.model_profile import profile_optimizer
+    from lockstep.train.runtime.model_profile import profile_optimizer, this_machine
     from lockstep.train.runtime.planning import Planning
 
-    module, precision, samples = plan_inputs(model, "fp32", data, SAMPLES_FIRST)
-    graph = Planning(module).graph(samples, min(net.batch_size, 128), precision)
-    with num_threads(1):
-        return msgspec.structs.replace(graph, optimizer=profile_optimizer(optimizer))
-
-
-def measure_pair(name: str, plan_name: str) -> dict[str, Any]:
-    """Predict and train one."""
     net = ALL[name]
     data = net.make_data(min(net.num_samples, 8 * net.batch_size))
     model = net.make_model()
-    graph = graph_of(net, model, data)
-    clock = Clock()
+    module, precision, samples = plan_inputs(model, "fp32", data, SAMPLES_FIRST)
+    cluster = this_machine(discover(), precision, capture_layers(model))
+    graph = Planning(module).graph(samples, min(net.batch_size, 128), precision)
+    with num_threads(1):
+        graph = msgspec.structs.replace(graph, optimizer=profile_optimizer(optimizer))
+    return {"graph": graph, "cluster": cluster}
+
+
+def measure_pair(name: str, plan_name: str) -> dict[str, Any]:
+    """Train one."""
+    net = ALL[name]
+    data = net.make_data(min(net.num_samples, 8 * net.batch_size))
+    probe = Probe()
+    wait_for_quiet()
     trainer = lockstep.Trainer(
-        model,
+        net.make_model(),
         loss=net.loss,
         optimizer=optimizer,
         strategy=PLANS[plan_name](),
-        callbacks=[clock],
+        callbacks=[probe],
     )
-    before = peak_memory()
     epochs = -(-(STEPS + WARM_UP_STEPS) * net.batch_size // len(data[0]))
     trainer.fit(data, batch_size=net.batch_size, epochs=epochs, verbose=0)
-    peak = peak_memory()
-    steps = [end - begin for begin, end in zip(clock.ends, clock.ends[1:], strict=False)]
-    cost = cost_of(trainer.plan, graph, measured(discover()), net.batch_size)
+    steps = [end - begin for begin, end in pairwise(probe.ends[: WARM_UP_STEPS + STEPS])]
     return {
-        "net": net.title,
-        "plan": plan_name,
-        "predicted": cost.step.total,
-        "measured": statistics.median(steps[WARM_UP_STEPS:]),
-        "parts": msgspec.to_builtins(cost.step),
-        "predicted_bytes": sum(one.total for one in cost.memory),
-        "measured_bytes": peak,
-        "before_bytes": before,
+        "net": name,
+        "name": plan_name,
+        "plan": trainer.plan,
+        "seconds": statistics.median(steps[WARM_UP_STEPS - 1 :]),
+        "bytes": probe.peak,
+        "others": probe.others,
     }
 
 
 # --- all of them ----------------------------------------------------------------------------------
 
 
-def run_pair(name: str, plan_name: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--pair", name, plan_name]
+def in_process(*words: str) -> Any:
+    """What another process of this file prints."""
+    command = [sys.executable, __file__, *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
-        raise RuntimeError(f"{name}, {plan_name}: {done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        raise RuntimeError(f"{words}: {done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure_all(folder: Path, nets: list[str], until: float) -> bool:
+    """Measure what the folder lacks; whether it has all of it now."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for net in nets:
+        if not (folder / f"{net}.json").exists():
+            if time.monotonic() > until:
+                return False
+            (folder / f"{net}.json").write_text(json.dumps(in_process("--profile", net)))
+    known = {(row["net"], row["name"]) for row in pairs_of(folder)}
+    for net, plan in itertools.product(nets, PLANS):
+        while (net, plan) not in known:
+            if time.monotonic() > until:
+                return False
+            row = in_process("--pair", net, plan)
+            figures = f"{1e3 * row['seconds']:.1f} ms, {row['bytes'] >> 20} MiB"
+            print(f"{net}, {plan}: {figures}, others {row['others']:.2f}", flush=True)
+            if row["others"] <= MOST_OTHERS:
+                known.add((net, plan))
+                with open(folder / "pairs.jsonl", "a") as file:
+                    file.write(json.dumps(row) + "\n")
+    return True
+
+
+def pairs_of(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "pairs.jsonl"
+    return [*map(json.loads, path.read_text().splitlines())] if path.exists() else []
+
+
+def predicted(folder: Path, row: dict[str, Any]) -> PlanCost:
+    """What the cost model says of a pair."""
+    found = json.loads((folder / f"{row['net']}.json").read_text())
+    return cost_of(
+        msgspec.convert(row["plan"], Plan),
+        msgspec.convert(found["graph"], LayerGraph),
+        msgspec.convert(found["cluster"], Cluster),
+        ALL[row["net"]].batch_size,
+    )
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    rows = []
+    for row in pairs_of(folder):
+        cost = predicted(folder, row)
+        rows.append(
+            {
+                **row,
+                "predicted": cost.step.total,
+                "predicted_bytes": sum(one.total for one in cost.memory),
+            }
+        )
+    return sorted(rows, key=lambda row: ([*ALL].index(row["net"]), [*PLANS].index(row["name"])))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| net | plan | predicted, ms | measured, ms | error | predicted, MiB | measured, MiB |",
-        "|---|---|---|---|---|---|---|",
+        "| net | plan | predicted, ms | measured, ms | error | predicted, MiB | measured, MiB "
+        "| error |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        error = row["predicted"] / row["measured"] - 1
         lines.append(
-            f"| {row['net']} | {row['plan']} | {1e3 * row['predicted']:.1f} | "
-            f"{1e3 * row['measured']:.1f} | {100 * error:+.0f} % | "
-            f"{row['predicted_bytes'] / 2**20:.0f} | {row['measured_bytes'] / 2**20:.0f} |"
+            f"| {ALL[row['net']].title} | {row['name']} | {1e3 * row['predicted']:.1f} | "
+            f"{1e3 * row['seconds']:.1f} | {100 * error_of_time(row):+.0f} % | "
+            f"{row['predicted_bytes'] / 2**20:.0f} | {row['bytes'] / 2**20:.0f} | "
+            f"{100 * error_of_memory(row):+.0f} % |"
         )
     return "\n".join([*lines, "", *verdict(rows)]) + "\n"
 
 
+def error_of_time(row: dict[str, Any]) -> float:
+    return float(row["predicted"] / row["seconds"] - 1)
+
+
+def error_of_memory(row: dict[str, Any]) -> float:
+    return float(row["predicted_bytes"] / row["bytes"] - 1)
+
+
 def verdict(rows: list[dict[str, Any]]) -> list[str]:
-    steps = [abs(row["predicted"] / row["measured"] - 1) for row in rows]
-    sizes = [abs(row["predicted_bytes"] / row["measured_bytes"] - 1) for row in rows]
+    times = statistics.median(abs(error_of_time(row)) for row in rows)
+    sizes = statistics.median(abs(error_of_memory(row)) for row in rows)
+    least = min(map(error_of_memory, rows))
     lost = []
     for net in dict.fromkeys(row["net"] for row in rows):
         own = [row for row in rows if row["net"] == net]
         pick = min(own, key=lambda row: row["predicted"])
-        lost.append(pick["measured"] / min(row["measured"] for row in own) - 1)
+        lost.append(pick["seconds"] / min(row["seconds"] for row in own) - 1)
     return [
-        f"Median error of {len(rows)} pairs: {100 * statistics.median(steps):.0f} % of the step, "
-        f"{100 * statistics.median(sizes):.0f} % of memory. The plan that is picked takes "
-        f"{100 * statistics.median(lost):.0f} % longer than the fastest on the median net, and "
-        f"{100 * max(lost):.0f} % on the worst."
+        f"Median error of {len(rows)} pairs: {100 * times:.0f} % of the step, {100 * sizes:.0f} % "
+        f"of memory, which is at most {-100 * least:.0f} % below the truth. The plan that is "
+        f"picked takes {100 * statistics.median(lost):.0f} % longer than the fastest on the "
+        f"median net, and {100 * max(lost):.0f} % on the worst."
     ]
 
 
@@ -274,23 +392,26 @@ def search_row(num_layers: int, num_hosts: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pair", nargs=2, metavar=("NET", "PLAN"))
+    parser.add_argument("--profile", metavar="NET")
     parser.add_argument("--nets", default=",".join(ALL), help="separated by commas")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of what is measured")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing afterwards")
     parser.add_argument("--search", action="store_true", help="how long the search takes")
     parser.add_argument("--report", action="store_true", help="write docs/planner.md")
     options = parser.parse_args()
-    if options.pair:
-        print(json.dumps(measure_pair(*options.pair)))
+    if options.pair or options.profile:
+        found = measure_pair(*options.pair) if options.pair else profile_net(options.profile)
+        print(msgspec.json.encode(found).decode())
         return
     if options.search:
         for layers, hosts in ((100, 2), (100, 128), (1000, 512)):
             print(search_row(layers, hosts))
         return
-    rows = []
-    for net in options.nets.split(","):
-        for plan in PLANS:
-            rows.append(run_pair(net, plan))
-            print(json.dumps(rows[-1]), flush=True)
-    text = table(rows)
+    nets, until = options.nets.split(","), time.monotonic() + options.seconds
+    if not measure_all(options.results, nets, until):
+        print("Not all is measured yet: run it again.")
+    rows = rows_of(options.results)
+    text = table(rows) if rows else "Nothing is measured yet."
     print(text)
     if options.report:
         page = PAGE.read_text()

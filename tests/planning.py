@@ -1,5 +1,6 @@
 """Random models and clusters for planning, and the best layout by trying every one."""
 
+import functools
 import itertools
 import math
 import random
@@ -8,11 +9,13 @@ from collections.abc import Iterator, Sequence
 from lockstep.cluster.topology import Cluster, Device, Host, Link, Network
 from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph, ParameterInfo
 from lockstep.plan.cost.profile import Profile
-from lockstep.plan.cost.rates import BASE_BYTES
 from lockstep.plan.cost.seats import Seats
-from lockstep.plan.cost.staged import Layout, staged_cost
+from lockstep.plan.cost.staged import Layout, StageCost, stage_cost
 
 SAMPLES = 16
+
+# About what a process takes without a model, less than which a device has not.
+_BASE_BYTES = 200 << 20
 KILOBYTES, MEGABYTES = 1 << 10, 1 << 20
 
 
@@ -66,16 +69,27 @@ def random_cluster(devices: int, choice: random.Random, *, has_limits: bool) -> 
 
 
 def _random_memory(choice: random.Random) -> int:
-    return BASE_BYTES["cpu"] + choice.randrange(10 * MEGABYTES, 120 * MEGABYTES)
+    return _BASE_BYTES + choice.randrange(10 * MEGABYTES, 120 * MEGABYTES)
 
 
 def best_by_trying(profile: Profile, seats: Seats, batch_size: int, shares: Sequence[int]) -> float:
     """The shortest step of all layouts that fit; infinite if none does."""
-    costs = (
-        staged_cost(profile, seats, layout, batch_size)
-        for layout in every_layout(profile.num_units, len(seats), shares)
-    )
-    return min((cost.step.total for cost in costs if cost.fits), default=math.inf)
+
+    @functools.cache
+    def known(start: int, stop: int, behind: int, replicas: int, count: int) -> StageCost:
+        layout = Layout((start,), (replicas,), count)
+        return stage_cost(profile, seats, layout, batch_size, start, stop, behind, replicas)
+
+    best = math.inf
+    for layout in every_layout(profile.num_units, len(seats), shares):
+        behind = [*itertools.accumulate(reversed(layout.replicas), initial=0)]
+        stops = (*layout.starts[1:], profile.num_units)
+        places = zip(layout.starts, stops, reversed(behind[:-1]), layout.replicas, strict=True)
+        stages = [known(*place, layout.shares) for place in places]
+        if all(one.memory.total <= one.limit or not one.limit for one in stages):
+            seconds = sum(one.turn for one in stages) + max(one.rest for one in stages)
+            best = min(best, seconds)
+    return best
 
 
 def every_layout(units: int, devices: int, shares: Sequence[int]) -> Iterator[Layout]:

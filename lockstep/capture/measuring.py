@@ -70,6 +70,7 @@ def measure_layers(
             forward_seconds=statistics.median(run[layer][0] for run in runs),
             backward_seconds=statistics.median(run[layer][1] for run in runs),
             activation_bytes=round(kept[layer][0]),
+            gradient_bytes=layers[layer].gradient_bytes,
             is_estimated=is_meta,
         )
         for layer in range(len(trace.layers))
@@ -181,6 +182,7 @@ class _LayerRun:
         outputs: those of them whose values others use.
         parameters: those that it uses.
         changes_inputs: it changes other layers' values in place.
+        gradient_bytes: of its outputs and inputs, after a backward pass.
     """
 
     model: nn.Module
@@ -190,6 +192,7 @@ class _LayerRun:
     outputs: Sequence[int]
     parameters: Sequence[nn.Parameter]
     changes_inputs: bool
+    gradient_bytes: int = 0
     _values: dict[int, Any] = field(default_factory=dict)
     _leaves: list[torch.Tensor] = field(default_factory=list)
     _roots: list[torch.Tensor] = field(default_factory=list)
@@ -235,6 +238,8 @@ class _LayerRun:
     def backward(self) -> None:
         """Gradients of its parameters and inputs; they are not kept."""
         wanted = [one for one in (*self._leaves, *self.parameters) if one.requires_grad]
+        passed = [*self._directions, *(one for one in self._leaves if one.requires_grad)]
+        self.gradient_bytes = sum(one.numel() * one.element_size() for one in passed)
         root = seeded(self._roots, self._directions)
         gradients_of([root], wanted, [*self.model.parameters()])
 

@@ -72,6 +72,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
         lack: why there is no accelerator, in a sentence; empty if there is one.
         link: from one of its devices to another; None where it is not known.
         speed_together: of a device while all work, relative to one that works alone.
+        script_bytes: memory of the script's process before training, with data, without the model;
+            0 if it is not known.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     lack: str = ""
     link: Link | None = None
     speed_together: float = 1.0
+    script_bytes: int = 0
 
     def devices_of(self, kind: str) -> tuple[Device, ...]:
         """The host's devices of one kind, by index."""

@@ -46,6 +46,7 @@ class LayerCosts(msgspec.Struct, frozen=True, kw_only=True):
         forward_fixed_seconds: the part of the forward pass that no number of samples changes.
         backward_fixed_seconds: likewise of the backward pass.
         operations: floating point operations of the forward pass; 0 if they were not counted.
+        gradient_bytes: of gradients of its outputs and inputs, which its backward pass has at once.
     """
 
     forward_seconds: float
@@ -55,6 +56,7 @@ class LayerCosts(msgspec.Struct, frozen=True, kw_only=True):
     forward_fixed_seconds: float = 0.0
     backward_fixed_seconds: float = 0.0
     operations: float = 0.0
+    gradient_bytes: int = 0
 
 
 class OptimizerCosts(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,8 @@ from lockstep.errors import OptionError, PlanError
 from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph, ParameterInfo
 from lockstep.launch.health.machine_measuring import measured
 from lockstep.plan.cost.plan_cost import cost_of
-from lockstep.plan.cost.rates import BASE_BYTES
+from lockstep.plan.cost.seats import seats_of
+from lockstep.plan.cost.staged import HEAP
 from lockstep.plan.decision import ServedUpdate
 from lockstep.plan.engines import over
 from lockstep.plan.makers.data_parallel import Mirrored, SingleDevice
@@ -80,11 +81,12 @@ def test_the_parts_of_a_step() -> None:
     assert one.step.forward == pytest.approx(4e-3)
     assert one.step.backward == pytest.approx(8e-3)
     assert (one.step.exchange, one.step.bubble) == (0, 0)
-    assert one.step.update == pytest.approx(4000 * graph.optimizer.seconds_per_element)
+    update, seats = 4000 * graph.optimizer.seconds_per_element, seats_of(cluster).all
+    assert one.step.update == pytest.approx(update + seats_of(cluster, 1).all[0].step_seconds)
     two = cost_of(Mirrored(devices=2)(graph, cluster, 8), graph, cluster, 8)
     assert two.step.forward == pytest.approx(one.step.forward / 2)
     assert two.step.exchange == pytest.approx(16000 / 2 / 1e9)
-    assert two.step.update == pytest.approx(one.step.update / 2)
+    assert two.step.update == pytest.approx(update / 2 + seats[0].step_seconds)
 
 
 def test_one_device_has_the_threads_of_the_process() -> None:
@@ -111,9 +113,10 @@ def test_the_parts_of_memory() -> None:
     whole = 16000
     one = cost_of(SingleDevice()(graph, cluster, 8), graph, cluster, 8).peak
     assert (one.parameters, one.gradients, one.slots) == (whole, whole, 2 * whole)
-    assert one.activations == pytest.approx(32000)
+    assert one.activations == pytest.approx(HEAP * 32000)
     two = cost_of(Mirrored(devices=2)(graph, cluster, 8), graph, cluster, 8).peak
-    assert (two.parameters, two.gradients, two.slots) == (whole / 2, whole, whole)
+    assert (two.parameters, two.gradients, two.slots) == (whole / 2, 2 * whole, whole)
+    assert two.buffers == 3 * whole / 2  # a copy for restarts
     plan = over("gloo", Mirrored(devices=2))(graph, cluster, 8)
     assert cost_of(plan, graph, cluster, 8).peak.parameters == whole
     maker = FullySharded(maker=over("gloo", Mirrored(devices=2)), level="parameters", units=None)
@@ -192,7 +195,7 @@ def test_the_network_decides() -> None:
 def test_what_does_not_fit_comes_last_and_nothing_is_an_error() -> None:
     graph = even_graph(parameters=8 << 20)
     whole = 4 * 4 * (8 << 20)
-    base = BASE_BYTES["cpu"]
+    base = int(seats_of(cores(1)).all[0].base_bytes)
     cluster = cores(4, base + 3 * whole)
     rows = best_plans(Problem(graph=graph, cluster=cluster, batch_size=16))
     single = next(row for row in rows if row.candidate.name == "one device")

@@ -26,6 +26,12 @@ def peak_memory() -> int:
     return sum(_peak_of(pid) for pid in family(os.getpid()))
 
 
+def resident_memory() -> int:
+    """Bytes of memory that this process has now; 0 if it is not known."""
+    path = _PROC / "self" / "status"
+    return _numbers(path)["VmRSS"] if path.exists() else 0
+
+
 def family(pid: int) -> list[int]:
     """A process and its descendants."""
     children = defaultdict(list)

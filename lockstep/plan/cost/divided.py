@@ -10,7 +10,6 @@ from lockstep.plan.cost.parts import Memory, PlanCost, StepTime
 from lockstep.plan.cost.profile import Profile
 from lockstep.plan.cost.rates import (
     backward_seconds,
-    base_bytes,
     forward_seconds,
     gather_seconds,
     scatter_seconds,
@@ -18,7 +17,7 @@ from lockstep.plan.cost.rates import (
     update_seconds,
 )
 from lockstep.plan.cost.seats import Seats
-from lockstep.plan.cost.staged import Layout, exposed, staged_cost
+from lockstep.plan.cost.staged import HEAP, Layout, exposed, staged_cost
 
 
 def sharded_cost(
@@ -45,7 +44,8 @@ def sharded_cost(
     turns, samples = -(-shares // ranks), -(-batch_size // shares)
     divided = sum(unit_bytes) if level == "parameters" else 0.0
     gather = sum(gather_seconds(one, group) for one in unit_bytes if divided)
-    exchange = scatter_seconds(costs.trainable_bytes, group)
+    buckets = unit_bytes or [costs.trainable_bytes]
+    exchange = sum(scatter_seconds(one, group) for one in buckets)
     exchange += gather_seconds(costs.trainable_bytes - divided, group)
     forward = forward_seconds(costs, samples, seat)
     backward = backward_seconds(costs, samples, seat)
@@ -63,10 +63,12 @@ def sharded_cost(
         parameters=costs.parameter_bytes - divided + divided / ranks,
         gradients=whole if level == "slots" else kept + sum(unit_bytes) / ranks,
         slots=profile.optimizer.slots * whole / ranks,
-        activations=samples * costs.activation_bytes,
+        activations=HEAP**seat.is_core
+        * samples
+        * (costs.activation_bytes + profile.gradient_bytes),
         gathered=largest if divided else 0.0,
         buffers=whole / 8 if level == "slots" else largest,
-        base=base_bytes(seat),
+        base=seat.base_bytes,
     )
     sent = (ranks - 1) * (2 * whole - divided + 2 * turns * divided)
     return PlanCost(
@@ -93,7 +95,7 @@ def served_cost(
     exchange = sum_seconds(costs.trainable_bytes * workers / servers, group, shares_memory=True)
     update = update_seconds(costs.trainable / servers, profile.optimizer, seat)
     server = Memory(
-        slots=profile.optimizer.slots * costs.trainable_bytes / servers, base=base_bytes(seat)
+        slots=profile.optimizer.slots * costs.trainable_bytes / servers, base=seat.base_bytes
     )
     return PlanCost(
         step=replace(base.step, exchange=exchange, update=update),

@@ -12,7 +12,7 @@ class StepTime:
         backward: backward passes, and forward passes that are made again for them.
         exchange: gradients, parameters and activations that come from or go to other ranks, as
             far as the rank waits for them.
-        update: the optimizer's.
+        update: the optimizer's, and what every step takes without a model.
         bubble: waiting for other stages.
     """
 
@@ -40,9 +40,10 @@ class Memory:
         parameters: the rank's; its part of those that ranks of a host share.
         gradients: likewise.
         slots: the optimizer's, of what the rank updates.
-        activations: kept from forward to backward, of all microbatches at once.
+        activations: kept from forward to backward, of all microbatches at once, and the
+            gradients of a layer's outputs and inputs.
         gathered: parameters of other ranks that it has for a while.
-        buffers: of messages between ranks.
+        buffers: of messages between ranks, and copies of the state for restarts.
         base: the framework's own.
     """
 

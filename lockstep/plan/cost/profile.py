@@ -55,6 +55,7 @@ class Profile:
         flows: tensors between units.
         samples: that the flows' sizes are for.
         optimizer: the costs of the optimizer.
+        gradient_bytes: for a sample, the most that any layer's backward pass has at once.
         threads_speed: see ``LayerGraph``.
     """
 
@@ -63,6 +64,7 @@ class Profile:
     flows: tuple[Flow, ...]
     samples: int
     optimizer: OptimizerCosts
+    gradient_bytes: float = 0.0
     threads_speed: float = 1.0
 
     @property
@@ -139,6 +141,7 @@ def profile_of(graph: LayerGraph) -> Profile:
         sums={name: _sums(getattr(row, name) for row in rows) for name in _FIELDS},
         flows=flows,
         optimizer=graph.optimizer,
+        gradient_bytes=max(costs_of(one).gradient_bytes for one in graph.layers) / graph.samples,
         threads_speed=graph.threads_speed,
         samples=graph.samples,
     )

@@ -13,10 +13,6 @@ from lockstep.plan.cost.seats import Group, Seat
 # A backward pass multiplies twice as many numbers as a forward pass.
 _BACKWARD_OPERATIONS = 2.0
 
-# A process with torch, before it has a model: measured on Linux, and with a CUDA context.
-BASE_BYTES = {"cpu": 256 << 20}
-ACCELERATOR_BASE_BYTES = 600 << 20
-
 # Bytes per second of an accelerator's memory per operation per second: updates are bound by it.
 # An A100 has 2.0 TB/s beside 312 TFLOP/s of which half is reached.
 _BYTES_PER_OPERATION = 1 / 78
@@ -38,11 +34,11 @@ def backward_seconds(costs: Costs, samples: float, seat: Seat) -> Any:
 
 
 def update_seconds(elements: Any, optimizer: OptimizerCosts, seat: Seat) -> Any:
-    """The optimizer's step on so many elements."""
+    """The optimizer's step on so many elements, and what every step takes without a model."""
     if seat.device.operations_per_second:
         bandwidth = seat.device.operations_per_second * _BYTES_PER_OPERATION
         return elements * _UPDATE_BYTES_PER_ELEMENT / bandwidth
-    return elements * optimizer.seconds_per_element / seat.speed
+    return elements * optimizer.seconds_per_element / seat.speed + seat.step_seconds
 
 
 def send_seconds(num_bytes: Any, link: Link) -> Any:
@@ -88,8 +84,3 @@ def bytes_moved(num_bytes: float, group: Group, *, shares_memory: bool) -> float
     """What all ranks of ``sum_seconds`` send, other ranks' reads of shared memory left out."""
     inside = 0.0 if shares_memory else 2 * (group.on_a_host - 1) * num_bytes * group.hosts
     return inside + 2 * (group.hosts - 1) * num_bytes
-
-
-def base_bytes(seat: Seat) -> int:
-    """Memory of a process that has no model."""
-    return BASE_BYTES.get(seat.device.kind, ACCELERATOR_BASE_BYTES)

@@ -5,8 +5,9 @@ seats that are next to one another, and the last stage takes the first ones: so 
 stages from the last to the first knows what is behind each.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lockstep.cluster.topology import Cluster, Device, Host, Link
 from lockstep.errors import DeviceError
@@ -14,7 +15,20 @@ from lockstep.errors import DeviceError
 # Where nothing is known of links: a copy to memory that all processes of a host see, and a
 # network of 10 Gbit/s. The first was measured at 5 to 6 GB/s.
 SHARED_MEMORY = Link(latency_seconds=2e-5, bytes_per_second=5e9)
+# A collective call of gloo beside ranks that compute, whose threads wait for a core.
+PROCESS_GROUP = Link(latency_seconds=2.5e-3, bytes_per_second=1e9)
 DEFAULT_NETWORK = Link(latency_seconds=5e-5, bytes_per_second=1.25e9)
+
+# Memory of processes without a model, as measured on Linux with torch 2.13: the script's, and what
+# training adds to it; the process that helpers are forked from, and what each adds to its pages;
+# a member of a process group; one with a CUDA context.
+_SCRIPT_BYTES, _TRAINING_BYTES = 224 << 20, 35 << 20
+_TEMPLATE_BYTES, _HELPER_BYTES = 157 << 20, 28 << 20
+_MEMBER_BYTES = 70 << 20
+ACCELERATOR_BASE_BYTES = 600 << 20
+
+# Of every step on cores, and more of it for each rank of a host: what a model without work takes.
+_STEP_SECONDS = 3e-4
 
 
 @dataclass(frozen=True)
@@ -26,17 +40,28 @@ class Seat:
         device: the device.
         speed: relative to the device on which costs were measured.
         apart: whether ranks on a host's cores share no memory.
+        base_bytes: memory of its process without a model.
+        step_seconds: of a step without a model.
+        has_others: whether there are other ranks.
     """
 
     host: int
     device: Device
     speed: float
     apart: bool = False
+    base_bytes: float = 0.0
+    step_seconds: float = 0.0
+    has_others: bool = False
 
     @property
     def is_core(self) -> bool:
         """Whether it is a core, which computes and exchanges in turn."""
         return self.device.kind == "cpu"
+
+    @property
+    def link(self) -> Link | None:
+        """To ranks on its host's other cores, where these share no memory."""
+        return PROCESS_GROUP if self.is_core and self.apart else None
 
     @property
     def shares_memory(self) -> bool:
@@ -125,12 +150,12 @@ class Seats:
         return Group(
             size=len(own),
             hosts=len({seat.host for seat in own}) if first != last else 1,
-            inside=inner_link(self.cluster.hosts[first]),
+            inside=own[0].link or inner_link(self.cluster.hosts[first]),
             outside=network_between(self.cluster, first, last),
         )
 
 
-def seats_of(cluster: Cluster, count: int | None = None) -> Seats:
+def seats_of(cluster: Cluster, count: int | None = None, *, apart: bool = False) -> Seats:
     """The first ``count`` devices of a Cluster in the order of places; None is all.
 
     Accelerators where hosts have some, else cores, on which several ranks may be.
@@ -145,13 +170,16 @@ def seats_of(cluster: Cluster, count: int | None = None) -> Seats:
         hosts = _crowded(cluster, hosts, wanted)
     crowd = max(wanted / there, 1.0)
     seats = [
-        [Seat(number, device, _speed(cluster.hosts[number], wanted) / crowd) for device in devices]
+        [
+            Seat(number, device, _speed(cluster.hosts[number], wanted) / crowd, apart)
+            for device in devices
+        ]
         for number, devices in enumerate(hosts)
     ]
     for own in seats:
         own.sort(key=_rank, reverse=True)
     seats.sort(key=lambda own: _rank(own[0]), reverse=True)
-    return Seats(cluster, tuple(seat for own in seats for seat in own)[:wanted])
+    return _with_processes(cluster, [seat for own in seats for seat in own][:wanted])
 
 
 def seats_at(
@@ -167,7 +195,39 @@ def seats_at(
         crowd = sum(other == host for other, _ in places) / max(cores[host], 1)
         speed = _speed(cluster.hosts[host], len(places)) / max(crowd, 1.0)
         found.append(Seat(host, device, speed, apart))
-    return Seats(cluster, tuple(found))
+    return _with_processes(cluster, found)
+
+
+def _with_processes(cluster: Cluster, seats: Sequence[Seat]) -> Seats:
+    """Seats with the costs of their processes; a host's ranks have equal parts of its memory."""
+    counts = Counter(seat.host for seat in seats)
+    return Seats(
+        cluster,
+        tuple(
+            replace(
+                seat,
+                base_bytes=_base_bytes(cluster.hosts[seat.host], counts[seat.host], seat),
+                step_seconds=_step_seconds(counts[seat.host], seat),
+                has_others=len(seats) > 1,
+            )
+            for seat in seats
+        ),
+    )
+
+
+def _base_bytes(host: Host, ranks: int, seat: Seat) -> float:
+    if not seat.is_core:
+        return ACCELERATOR_BASE_BYTES
+    total = (host.script_bytes or _SCRIPT_BYTES) + _TRAINING_BYTES
+    if ranks > 1:
+        total += _TEMPLATE_BYTES + (ranks - 1) * _HELPER_BYTES
+    return total / ranks + seat.apart * _MEMBER_BYTES
+
+
+def _step_seconds(ranks: int, seat: Seat) -> float:
+    if not seat.is_core:
+        return 0.0
+    return _STEP_SECONDS * (1 + ranks * (ranks > 1))
 
 
 def inner_link(host: Host) -> Link:

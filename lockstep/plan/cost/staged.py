@@ -17,7 +17,6 @@ from lockstep.plan.cost.parts import Memory, PlanCost, StepTime
 from lockstep.plan.cost.profile import Costs, Profile
 from lockstep.plan.cost.rates import (
     backward_seconds,
-    base_bytes,
     bytes_moved,
     forward_seconds,
     send_seconds,
@@ -31,6 +30,9 @@ from lockstep.plan.pipeline.stage_graph import StageGraph
 
 # Gradients of ranks that share no memory leave in so many buckets, while backward goes on.
 BUCKETS = 8
+
+# Freed blocks of the heap do not fit what comes next: so much of it is resident for what is in use.
+HEAP = 1.1
 
 # Passes of more than this are not simulated one by one.
 _MOST_PASSES = 4_000
@@ -118,7 +120,7 @@ def stage_costs(
     edges = pairwise([*layout.starts, profile.num_units])
     for (start, stop), replicas in zip(edges, layout.replicas, strict=True):
         behind -= replicas
-        yield _stage_cost(profile, seats, layout, batch_size, start, stop, behind, replicas)
+        yield stage_cost(profile, seats, layout, batch_size, start, stop, behind, replicas)
 
 
 def in_flight(behind: int, replicas: int, turns: int) -> int:
@@ -150,21 +152,26 @@ def replica_memory(
 ) -> Memory:
     """A rank of a stage whose replicas each have all of its parameters.
 
-    Ranks of a host's cores have one copy of the parameters together.
+    Ranks of a host's cores have one copy of the parameters together, and write gradients there
+    from memory of their own. The script's has a copy of all for restarts, if there are others.
     """
     together = group.on_a_host if seat.shares_memory else 1
+    if seat.is_core:
+        activations = HEAP * activations
+    own = costs.trainable_bytes if seat.is_core and seat.has_others else 0.0
+    copies = own * (1 + slots) / group.size
     scratch = 0.0 if seat.shares_memory or group.size == 1 else costs.trainable_bytes / BUCKETS
     return Memory(
         parameters=costs.parameter_bytes / together,
-        gradients=costs.trainable_bytes,
+        gradients=costs.trainable_bytes + own,
         slots=slots * costs.trainable_bytes / group.size,
         activations=activations,
-        buffers=messages + scratch,
-        base=base_bytes(seat),
+        buffers=messages + scratch + copies,
+        base=seat.base_bytes,
     )
 
 
-def _stage_cost(
+def stage_cost(
     profile: Profile,
     seats: Seats,
     layout: Layout,
@@ -174,6 +181,10 @@ def _stage_cost(
     behind: int,
     replicas: int,
 ) -> StageCost:
+    """The costs of units ``[start, stop)`` as a stage of ``replicas``, with ``behind`` ranks later.
+
+    The layout gives the number of microbatches, and whether stages compute again.
+    """
     samples = -(-batch_size // layout.shares)
     turns = -(-layout.shares // replicas)
     costs, place = profile.of(start, stop), seats.place(behind, replicas)
@@ -187,6 +198,7 @@ def _stage_cost(
     activations = kept_bytes(
         samples * costs.activation_bytes, received, at_once, recompute=layout.recompute
     )
+    activations += samples * profile.gradient_bytes
     slots = profile.optimizer.slots
     moved = bytes_moved(costs.trainable_bytes, group, shares_memory=seat.shares_memory)
     return StageCost(

@@ -116,8 +116,7 @@ def _sharded(problem: Problem, profile: Profile, count: int) -> Iterator[Candida
     if len(problem.cluster.hosts) > 1:
         return  # ranks of one host divide the state
     is_on_cores = not problem.cluster.hosts[0].accelerators
-    seats = seats_of(problem.cluster, count)
-    seats = Seats(seats.cluster, tuple(replace(seat, apart=True) for seat in seats.all))
+    seats = seats_of(problem.cluster, count, apart=True)
     units = default_units(problem.graph)
     sizes = unit_bytes(problem.graph, units)
     for level in LEVELS:

@@ -118,6 +118,7 @@ class Intervals:
             stage.at_once,
             recompute=stage.recompute,
         )
+        activations = activations + stage.samples * self._profile.gradient_bytes
         slots, messages = self._profile.optimizer.slots, 2 * (received + sent)
         memory = replica_memory(
             self._costs, slots, stage.place.seat, stage.place.group, activations, messages

@@ -10,12 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import torch
 from torch import nn
 
+from lockstep.cluster.topology import Cluster
+from lockstep.comm.shared_memory.memory_usage import resident_memory
 from lockstep.disk import cache_folder
 from lockstep.errors import PlanError
 from lockstep.graph.layer_graph import LayerGraph, OptimizerCosts
+from lockstep.launch.health.machine_measuring import measured
 from lockstep.train.optim.fused_step import step_in_fastest_form
 
 # An optimizer is timed on so many elements, so often.
@@ -44,6 +48,20 @@ def cached_graph(key: str, measure: Callable[[], LayerGraph]) -> LayerGraph:
     except OSError as error:
         warnings.warn(f"The measured costs cannot be remembered: {error}.", stacklevel=2)
     return graph
+
+
+def this_machine(cluster: Cluster, precision: str, graph: LayerGraph) -> Cluster:
+    """The Cluster with what is measured of this host, and the memory of this process.
+
+    Args:
+        cluster: this host is its first.
+        precision: of the Plans.
+        graph: of the model that this process has.
+    """
+    first, *others = measured(cluster, precision).hosts
+    model = sum(one.num_bytes for one in graph.parameters)
+    first = msgspec.structs.replace(first, script_bytes=max(resident_memory() - model, 0))
+    return msgspec.structs.replace(cluster, hosts=(first, *others))
 
 
 def profile_optimizer(optimizer: Any) -> OptimizerCosts:

@@ -36,7 +36,6 @@ from lockstep.data.order import kept_streams
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 from lockstep.errors import OptionError
 from lockstep.graph.layer_graph import LayerGraph
-from lockstep.launch.health.machine_measuring import measured
 from lockstep.parallel.data_parallel.batch_norm import note_lone_sample
 from lockstep.parallel.data_parallel.forward import (
     DTYPES,
@@ -58,7 +57,7 @@ from lockstep.plan.spec import Plan
 from lockstep.plan.splits import TensorSplits
 from lockstep.train.batch_size_search.batch_size_cache import key_of
 from lockstep.train.fit.failing_layer import naming_layer
-from lockstep.train.runtime.model_profile import cached_graph, profile_optimizer
+from lockstep.train.runtime.model_profile import cached_graph, profile_optimizer, this_machine
 
 Partitions = Mapping[bool, Partition]
 
@@ -165,7 +164,7 @@ class Planning:
             def measure(size: int) -> tuple[LayerGraph, Cluster]:
                 graph = self._known_graph(source, size, precision, announce)
                 announce("Measuring this machine")
-                return graph, measured(cluster, precision)
+                return graph, this_machine(cluster, precision, graph)
 
             self._chosen = maker, maker.choose(measure, cluster, batch_size)
         return self._chosen[1]
