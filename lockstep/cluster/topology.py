@@ -58,6 +58,22 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.kind}:{self.index}"
 
 
+class Correction(msgspec.Struct, frozen=True, kw_only=True):
+    """What runs on a machine have taken, relative to what was predicted of them.
+
+    Attributes:
+        family: of Plans.
+        factor: of the time of a step.
+        fixed: seconds of a step on top.
+        num_bytes: of all processes on top.
+    """
+
+    family: str
+    factor: float = 1.0
+    fixed: float = 0.0
+    num_bytes: float = 0.0
+
+
 class Host(msgspec.Struct, frozen=True, kw_only=True):
     """A host, as the launcher defines it. Processes of one host share memory.
 
@@ -74,6 +90,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
         speed_together: of a device while all work, relative to one that works alone.
         script_bytes: memory of the script's process before training, with data, without the model;
             0 if it is not known.
+        corrections: of the planner's predictions, by what runs here have taken.
     """
 
     name: str
@@ -86,6 +103,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     link: Link | None = None
     speed_together: float = 1.0
     script_bytes: int = 0
+    corrections: tuple[Correction, ...] = ()
 
     def devices_of(self, kind: str) -> tuple[Device, ...]:
         """The host's devices of one kind, by index."""

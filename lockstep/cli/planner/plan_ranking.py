@@ -17,10 +17,12 @@ from lockstep.cluster.devices import discover
 from lockstep.cluster.topology import Cluster, Device, Host, Link
 from lockstep.errors import OptionError
 from lockstep.graph.layer_graph import LayerGraph
+from lockstep.plan.cost.corrections import RunCost, family_of, learned
 from lockstep.plan.cost.plan_cost import cost_of
 from lockstep.plan.search.candidates import Candidate, Given, Problem
 from lockstep.plan.search.ranking import OBJECTIVES, Ranked, best_plans
 from lockstep.plan.spec import Plan
+from lockstep.report.run_report import report_of
 from lockstep.units import format_bytes, format_count, format_time, parse_bytes
 
 # Of the table in a file.
@@ -38,6 +40,13 @@ def add_ranking_arguments(parser: argparse.ArgumentParser) -> None:
     )
     ranking.add_argument(
         "--top", type=int, default=10, metavar="N", help="rows to show (default: 10)"
+    )
+    ranking.add_argument(
+        "--run",
+        action="append",
+        default=[],
+        metavar="RUN",
+        help="folder of a run of this model and batch: its times correct the predictions",
     )
     ranking.add_argument("--output", metavar="FILE", help="write the best Plan there")
     ranking.add_argument("--graph", metavar="FILE", help="a saved LayerGraph, in place of TARGET")
@@ -59,6 +68,7 @@ def rank(options: argparse.Namespace) -> int:
     _check_numbers(options)
     cluster = _cluster(options)
     graph, batch_size = _graph(options)
+    cluster = _corrected(options, graph, cluster, batch_size)
     problem = Problem(
         graph=graph, cluster=cluster, batch_size=batch_size, num_devices=options.devices
     )
@@ -203,6 +213,37 @@ def _measured(job: Any, batch_size: int) -> LayerGraph:
     return msgspec.structs.replace(graph, optimizer=profile_optimizer(job.optimizer))
 
 
+def _corrected(
+    options: argparse.Namespace, graph: LayerGraph, cluster: Cluster, batch_size: int
+) -> Cluster:
+    """The Cluster with corrections by what the given runs, or all known ones, have taken."""
+    if options.cluster is not None and not options.run:
+        return cluster
+    from lockstep.train.runtime.model_profile import known_runs
+
+    first, *others = cluster.hosts
+    runs = [_run_cost(Path(run), graph, cluster, batch_size) for run in options.run]
+    first = msgspec.structs.replace(first, corrections=learned(runs or known_runs()))
+    return msgspec.structs.replace(cluster, hosts=(first, *others))
+
+
+def _run_cost(folder: Path, graph: LayerGraph, cluster: Cluster, batch_size: int) -> RunCost:
+    """What a run under any strategy took, and what is predicted of its Plan."""
+    report = report_of(folder)
+    if report.plan is None:
+        raise OptionError(
+            "--run must be a run whose record has a Plan.",
+            received=os.fspath(folder),
+            fix="Train some steps with `fit(record=...)`.",
+        )
+    cost = cost_of(report.plan, graph, cluster, batch_size)
+    return RunCost(
+        family=family_of(report.plan),
+        seconds=(cost.step.total, report.step_seconds),
+        num_bytes=(cost.all_bytes, report.peak_bytes),
+    )
+
+
 def _own(options: argparse.Namespace, problem: Problem) -> list[Candidate]:
     """The user's own Plan, if there is one."""
     if options.strategy is None:
@@ -221,5 +262,6 @@ def _own(options: argparse.Namespace, problem: Problem) -> list[Candidate]:
         maker=Given(plan),
         num_devices=plan.num_ranks,
         cluster=problem.cluster,
+        family=family_of(plan),
     )
     return [candidate]

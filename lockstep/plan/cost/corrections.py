@@ -7,12 +7,13 @@ few runs change little. Memory is corrected by the median of what was lacking.
 """
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import msgspec
 
-from lockstep.plan.cost.parts import Memory, PlanCost
+from lockstep.cluster.topology import Cluster, Correction
+from lockstep.plan.cost.parts import PlanCost
 from lockstep.plan.spec import Plan
 
 # The prior weighs as much as so many runs whose prediction was right.
@@ -33,34 +34,22 @@ class RunCost(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: tuple[int, int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Correction:
-    """Of one family.
-
-    Attributes:
-        factor: of the time.
-        fixed: seconds of a step on top.
-        num_bytes: of all processes on top.
-    """
-
-    factor: float = 1.0
-    fixed: float = 0.0
-    num_bytes: float = 0.0
-
-    def applied(self, cost: PlanCost) -> PlanCost:
-        """The cost, corrected; the fixed part counts as update."""
-        step = cost.step.scaled(self.factor)
-        each = self.num_bytes / len(cost.memory)
-        return replace(
-            cost,
-            step=replace(step, update=step.update + self.fixed),
-            memory=tuple(_with_more(one, each) for one in cost.memory),
-        )
+def corrected(cost: PlanCost, cluster: Cluster, family: str) -> PlanCost:
+    """A cost with the correction of its family that is known of the first host."""
+    known = [one for one in cluster.hosts[0].corrections if one.family == family]
+    return _applied(known[0], cost) if known else cost
 
 
-Corrections = Mapping[str, Correction]
-
-NONE = Correction()
+def _applied(correction: Correction, cost: PlanCost) -> PlanCost:
+    """The fixed part counts as update; ranks have equal parts of the memory."""
+    step = cost.step.scaled(correction.factor)
+    each = correction.num_bytes / len(cost.memory)
+    return replace(
+        cost,
+        step=replace(step, update=step.update + correction.fixed),
+        memory=tuple(replace(one, base=max(one.base + each, 0.0)) for one in cost.memory),
+        uncorrected=(cost.step.total, cost.all_bytes),
+    )
 
 
 def family_of(plan: Plan) -> str:
@@ -74,20 +63,20 @@ def family_of(plan: Plan) -> str:
     return "one device" if plan.num_ranks == 1 else "replicas"
 
 
-def learned(runs: Iterable[RunCost]) -> dict[str, Correction]:
+def learned(runs: Iterable[RunCost]) -> tuple[Correction, ...]:
     """The correction of each family of which there are runs."""
     families: dict[str, list[RunCost]] = {}
     for run in runs:
         if min(*run.seconds, *run.num_bytes) > 0:
             families.setdefault(run.family, []).append(run)
-    return {family: _learned(own) for family, own in families.items()}
+    return tuple(_learned(family, own) for family, own in sorted(families.items()))
 
 
-def _learned(runs: Sequence[RunCost]) -> Correction:
+def _learned(family: str, runs: Sequence[RunCost]) -> Correction:
     lacking = statistics.median(after - before for before, after in (r.num_bytes for r in runs))
     factor, fixed = _line([run.seconds for run in runs])
     trust = len(runs) / (len(runs) + _PRIOR_RUNS)
-    return Correction(factor=factor, fixed=fixed, num_bytes=trust * lacking)
+    return Correction(family=family, factor=factor, fixed=fixed, num_bytes=trust * lacking)
 
 
 def _line(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -108,7 +97,3 @@ def _line(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     if fixed < 0 or factor < 0:  # then a factor alone
         factor, fixed = right[0] / xx, 0.0
     return factor, scale * fixed
-
-
-def _with_more(memory: Memory, num_bytes: float) -> Memory:
-    return replace(memory, base=max(memory.base + num_bytes, 0.0))

@@ -76,12 +76,25 @@ class PlanCost:
         memory: of each rank.
         memory_limits: of each rank's device.
         bytes_sent: by all ranks in a step.
+        uncorrected: seconds of the step, and bytes of all ranks, before corrections by what runs
+            have taken; None if there were none.
     """
 
     step: StepTime
     memory: tuple[Memory, ...]
     memory_limits: tuple[int, ...] = ()
     bytes_sent: float = 0.0
+    uncorrected: tuple[float, int] | None = None
+
+    @property
+    def all_bytes(self) -> int:
+        """Of all ranks."""
+        return sum(one.total for one in self.memory)
+
+    @property
+    def as_modelled(self) -> tuple[float, int]:
+        """Seconds of the step, and bytes of all ranks, without corrections."""
+        return self.uncorrected or (self.step.total, self.all_bytes)
 
     @property
     def peak(self) -> Memory:

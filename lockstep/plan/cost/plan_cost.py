@@ -3,6 +3,7 @@
 from lockstep.cluster.topology import Cluster, Device, Host
 from lockstep.errors import PlanError
 from lockstep.graph.layer_graph import LayerGraph
+from lockstep.plan.cost.corrections import corrected, family_of
 from lockstep.plan.cost.divided import served_cost, sharded_cost
 from lockstep.plan.cost.parts import PlanCost
 from lockstep.plan.cost.profile import Profile, profile_of
@@ -29,6 +30,10 @@ def cost_of(plan: Plan, graph: LayerGraph, cluster: Cluster, batch_size: int) ->
             than 1F1B.
     """
     _check_known(plan)
+    return corrected(_modelled(plan, graph, cluster, batch_size), cluster, family_of(plan))
+
+
+def _modelled(plan: Plan, graph: LayerGraph, cluster: Cluster, batch_size: int) -> PlanCost:
     profile = profile_of(graph)
     if plan.pipeline is not None:
         layout, order = _layout_of(plan, plan.pipeline, graph, profile)

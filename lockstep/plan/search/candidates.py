@@ -7,6 +7,7 @@ import msgspec
 
 from lockstep.cluster.topology import Cluster, Host
 from lockstep.graph.layer_graph import LayerGraph
+from lockstep.plan.cost.corrections import corrected
 from lockstep.plan.cost.divided import sharded_cost
 from lockstep.plan.cost.parts import PlanCost
 from lockstep.plan.cost.plan_cost import unit_bytes
@@ -34,6 +35,7 @@ class Candidate:
         maker: of its Plan.
         num_devices: in use.
         cluster: the hosts in use.
+        family: see ``plan.cost.corrections.family_of``.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Candidate:
     maker: Maker
     num_devices: int
     cluster: Cluster
+    family: str
 
     def plan(self, graph: LayerGraph, batch_size: int) -> Plan:
         """Its Plan.
@@ -125,10 +128,15 @@ def _sharded(problem: Problem, profile: Profile, count: int) -> Iterator[Candida
         divided = () if level == "slots" else sizes
         yield Candidate(
             name=f"sharded {level}, {count} devices",
-            cost=sharded_cost(profile, seats, level, divided, count, problem.batch_size),
+            cost=corrected(
+                sharded_cost(profile, seats, level, divided, count, problem.batch_size),
+                problem.cluster,
+                "sharded",
+            ),
             maker=FullySharded(maker=inner, level=level, units=None),
             num_devices=count,
             cluster=problem.cluster,
+            family="sharded",
         )
 
 
@@ -192,12 +200,17 @@ def _of_layout(problem: Problem, profile: Profile, layout: Layout) -> Candidate:
         profile = profile.threaded
     numbers = sorted({seat.host for seat in seats.all})
     hosts = tuple(problem.cluster.hosts[number] for number in numbers)
+    family = "stages" if len(layout.starts) > 1 else "replicas"
+    if layout.num_ranks == 1:
+        family = "one device"
+    cost = simulated(profile, seats, layout, problem.batch_size)
     return Candidate(
         name=_name(layout),
-        cost=simulated(profile, seats, layout, problem.batch_size),
+        cost=corrected(cost, problem.cluster, family),
         maker=_maker(problem, profile, layout, hosts),
         num_devices=layout.num_ranks,
         cluster=msgspec.structs.replace(problem.cluster, hosts=hosts),
+        family=family,
     )
 
 

@@ -118,6 +118,8 @@ def described(row: Ranked) -> dict[str, Any]:
         "seconds": cost.step.total,
         "step": asdict(cost.step),
         "memory": asdict(cost.peak),
-        "all_bytes": sum(one.total for one in cost.memory),
+        "all_bytes": cost.all_bytes,
+        "as_modelled": cost.as_modelled,
+        "family": row.candidate.family,
         "bytes_sent": cost.bytes_sent,
     }

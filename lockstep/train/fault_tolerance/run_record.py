@@ -28,6 +28,7 @@ from lockstep.events import LOGGER
 from lockstep.launch.health.failure import add_note, noting_on, summary_of
 from lockstep.launch.workers.process_state import start_of
 from lockstep.launch.workers.team import Team
+from lockstep.plan.cost.corrections import RunCost
 from lockstep.train.fault_tolerance.rank_states import (
     RankState,
     add_lines,
@@ -35,6 +36,7 @@ from lockstep.train.fault_tolerance.rank_states import (
     kind_of,
     states_of,
 )
+from lockstep.train.runtime.model_profile import remember_run
 from lockstep.units import format_value
 from lockstep.version import __version__
 
@@ -48,6 +50,9 @@ _MOST_BAD_RECORDS = 1000
 
 # The last steps of a run, of which the median is its speed.
 _MOST_STEPS = 1000
+
+# Of so many steps the median says something about predictions.
+_ENOUGH_STEPS = 10
 
 
 class Fault(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -173,7 +178,14 @@ class RunRecord:
     def _measured(self) -> dict[str, Any]:
         """The Plan, its predicted costs, and the real ones."""
         seconds = statistics.median(self._steps) if self._steps else 0.0
-        return {**self.planned(), "step_seconds": seconds, "peak_bytes": peak_memory()}
+        planned, peak = self.planned(), peak_memory()
+        if planned.get("ranking") and len(self._steps) >= _ENOUGH_STEPS:
+            modelled, num_bytes = planned["ranking"][0]["as_modelled"]
+            family = planned["ranking"][0]["family"]
+            remember_run(
+                RunCost(family=family, seconds=(modelled, seconds), num_bytes=(num_bytes, peak))
+            )
+        return {**planned, "step_seconds": seconds, "peak_bytes": peak}
 
     def begin_run(self, look: Callable[[], list[RankState]]) -> None:
         """Ranks are about to train; ``look`` returns their states."""

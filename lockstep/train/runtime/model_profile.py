@@ -1,8 +1,10 @@
-"""Measured costs of models, in the user's cache folder, and what an optimizer costs.
+"""Measured costs of models and of runs, in the user's cache folder, and what an optimizer costs.
 
-There is a file for each model, batch and machine. One that cannot be read is written anew.
+There is a file for each model, batch and machine, and one for what runs took. One that cannot be
+read is written anew.
 """
 
+import os
 import statistics
 import time
 import warnings
@@ -14,17 +16,22 @@ import msgspec
 import torch
 from torch import nn
 
+from lockstep.cluster.devices import processor_name
 from lockstep.cluster.topology import Cluster
 from lockstep.comm.shared_memory.memory_usage import resident_memory
-from lockstep.disk import cache_folder
+from lockstep.disk import cache_folder, replacing
 from lockstep.errors import PlanError
 from lockstep.graph.layer_graph import LayerGraph, OptimizerCosts
 from lockstep.launch.health.machine_measuring import measured
+from lockstep.plan.cost.corrections import RunCost, learned
 from lockstep.train.optim.fused_step import step_in_fastest_form
 
 # An optimizer is timed on so many elements, so often.
 _ELEMENTS = 1 << 20
 _STEPS = 5
+
+# Of a machine are kept.
+_MOST_RUNS = 100
 
 
 def folder() -> Path:
@@ -51,7 +58,7 @@ def cached_graph(key: str, measure: Callable[[], LayerGraph]) -> LayerGraph:
 
 
 def this_machine(cluster: Cluster, precision: str, graph: LayerGraph) -> Cluster:
-    """The Cluster with what is measured of this host, and the memory of this process.
+    """The Cluster with what is known of this host: its speed, this process's memory, past runs.
 
     Args:
         cluster: this host is its first.
@@ -60,8 +67,49 @@ def this_machine(cluster: Cluster, precision: str, graph: LayerGraph) -> Cluster
     """
     first, *others = measured(cluster, precision).hosts
     model = sum(one.num_bytes for one in graph.parameters)
-    first = msgspec.structs.replace(first, script_bytes=max(resident_memory() - model, 0))
+    first = msgspec.structs.replace(
+        first,
+        script_bytes=max(resident_memory() - model, 0),
+        corrections=learned(known_runs()),
+    )
     return msgspec.structs.replace(cluster, hosts=(first, *others))
+
+
+def remember_run(run: RunCost) -> None:
+    """Keep what a run on this machine took, to correct later predictions."""
+    runs = _runs()
+    runs[_machine()] = [*runs.get(_machine(), []), run][-_MOST_RUNS:]
+    content = msgspec.json.encode(runs)
+    try:
+        runs_path().parent.mkdir(parents=True, exist_ok=True)
+        with replacing(runs_path(), len(content), mode=0o600) as file:
+            file.write(content)
+    except OSError as error:
+        warnings.warn(f"What the run took cannot be remembered: {error}.", stacklevel=2)
+
+
+def known_runs() -> list[RunCost]:
+    """What runs on this machine took."""
+    return _runs().get(_machine(), [])
+
+
+def runs_path() -> Path:
+    """See ``disk.cache_folder``."""
+    return cache_folder() / "runs.json"
+
+
+def _machine() -> str:
+    return f"{processor_name()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _runs() -> dict[str, list[RunCost]]:
+    try:
+        return msgspec.json.decode(runs_path().read_bytes(), type=dict[str, list[RunCost]])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.MsgspecError, UnicodeError) as error:
+        warnings.warn(f"{runs_path()} is ignored, and written anew: {error}.", stacklevel=2)
+        return {}
 
 
 def profile_optimizer(optimizer: Any) -> OptimizerCosts:
