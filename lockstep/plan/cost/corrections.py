@@ -37,11 +37,11 @@ class RunCost(msgspec.Struct, frozen=True, kw_only=True):
 def corrected(cost: PlanCost, cluster: Cluster, family: str) -> PlanCost:
     """A cost with the correction of its family that is known of the first host."""
     known = [one for one in cluster.hosts[0].corrections if one.family == family]
-    return _applied(known[0], cost) if known else cost
+    return with_correction(cost, known[0]) if known else cost
 
 
-def _applied(correction: Correction, cost: PlanCost) -> PlanCost:
-    """The fixed part counts as update; ranks have equal parts of the memory."""
+def with_correction(cost: PlanCost, correction: Correction) -> PlanCost:
+    """A cost, corrected: the fixed part counts as update, and ranks have equal parts of memory."""
     step = cost.step.scaled(correction.factor)
     each = correction.num_bytes / len(cost.memory)
     return replace(
