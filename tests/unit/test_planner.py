@@ -112,7 +112,7 @@ def test_the_parts_of_memory() -> None:
     graph, cluster = even_graph(), cores(2)
     whole = 16000
     one = cost_of(SingleDevice()(graph, cluster, 8), graph, cluster, 8).peak
-    assert (one.parameters, one.gradients, one.slots) == (whole, whole, 2 * whole)
+    assert (one.parameters, one.gradients, one.slots) == (whole, 2 * whole, 2 * whole)
     assert one.activations == pytest.approx(HEAP * 32000)
     two = cost_of(Mirrored(devices=2)(graph, cluster, 8), graph, cluster, 8).peak
     assert (two.parameters, two.gradients, two.slots) == (whole / 2, 2 * whole, whole)

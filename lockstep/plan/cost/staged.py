@@ -152,14 +152,15 @@ def replica_memory(
 ) -> Memory:
     """A rank of a stage whose replicas each have all of its parameters.
 
-    Ranks of a host's cores have one copy of the parameters together, and write gradients there
-    from memory of their own. The script's has a copy of all for restarts, if there are others.
+    Ranks of a host's cores have one copy of the parameters together. Autograd makes gradients in
+    memory that the heap keeps beside that of the last step's, or of the row that all ranks see.
+    The script's rank has a copy of all for restarts, if there are others.
     """
     together = group.on_a_host if seat.shares_memory else 1
     if seat.is_core:
         activations = HEAP * activations
-    own = costs.trainable_bytes if seat.is_core and seat.has_others else 0.0
-    copies = own * (1 + slots) / group.size
+    own = seat.is_core * costs.trainable_bytes
+    copies = seat.has_others * own * (1 + slots) / group.size
     scratch = 0.0 if seat.shares_memory or group.size == 1 else costs.trainable_bytes / BUCKETS
     return Memory(
         parameters=costs.parameter_bytes / together,
