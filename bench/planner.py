@@ -330,7 +330,7 @@ def held_out(rows: list[dict[str, Any]]) -> str:
         {**row, "predicted": row["corrected"], "predicted_bytes": row["corrected_bytes"]}
         for row in rows
     ]
-    return f"Corrected by the runs of the other five nets: {verdict(corrected)}"
+    return f"Corrected by the runs of the other nets: {verdict(corrected)}"
 
 
 def table(rows: list[dict[str, Any]]) -> str:

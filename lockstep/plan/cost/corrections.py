@@ -19,6 +19,9 @@ from lockstep.plan.spec import Plan
 # The prior weighs as much as so many runs whose prediction was right.
 _PRIOR_RUNS = 1.0
 
+# The prior of the fixed part, in seconds: runs of long steps alone say nothing about it.
+_FIXED_SECONDS = 3e-3
+
 
 class RunCost(msgspec.Struct, frozen=True, kw_only=True):
     """What was predicted of a run without corrections, and what it took.
@@ -82,11 +85,10 @@ def _learned(family: str, runs: Sequence[RunCost]) -> Correction:
 def _line(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """The line through (predicted, measured) whose relative errors are least; it never falls.
 
-    With x and y divided by the measured time, the normal equations of
-    ``sum (a x + b y - 1)^2 + prior ((a - 1)^2 + (b / scale)^2)``.
+    The normal equations of ``sum (a x + b y - 1)^2 + prior ((a - 1)^2 + b^2)``, where x is the
+    predicted time and y three milliseconds, both divided by the measured time.
     """
-    scale = statistics.median(before for before, _ in pairs)
-    rows = [(before / after, scale / after) for before, after in pairs]
+    rows = [(before / after, _FIXED_SECONDS / after) for before, after in pairs]
     xx = sum(x * x for x, _ in rows) + _PRIOR_RUNS
     xy = sum(x * y for x, y in rows)
     yy = sum(y * y for _, y in rows) + _PRIOR_RUNS
@@ -96,4 +98,4 @@ def _line(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     fixed = (xx * right[1] - xy * right[0]) / determinant
     if fixed < 0 or factor < 0:  # then a factor alone
         factor, fixed = right[0] / xx, 0.0
-    return factor, scale * fixed
+    return factor, _FIXED_SECONDS * fixed
