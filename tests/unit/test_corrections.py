@@ -71,13 +71,13 @@ def test_right_predictions_stay() -> None:
 
 def test_runs_are_remembered_and_a_broken_file_is_written_anew() -> None:
     remember_run(run_of(0.1))
-    assert known_runs()[-1] == run_of(0.1)
+    assert known_runs(with_runs().hosts[0])[-1] == run_of(0.1)
     runs_path().write_text("{")
     with pytest.warns(UserWarning, match="written anew"):
-        assert known_runs() == []
+        assert known_runs(with_runs().hosts[0]) == []
     with pytest.warns(UserWarning, match="written anew"):
         remember_run(run_of(0.2))
-    assert known_runs() == [run_of(0.2)]
+    assert known_runs(with_runs().hosts[0]) == [run_of(0.2)]
 
 
 JOB = """
@@ -133,6 +133,6 @@ def test_automatic_runs_are_remembered(tmp_path: Path) -> None:
     )
     data = (inputs, inputs.sin())
     trainer.fit(data, batch_size=8, epochs=3, record=tmp_path, verbose=0)
-    (run,) = known_runs()
+    (run,) = known_runs(with_runs().hosts[0])
     assert run.family == "one device"
     assert min(*run.seconds, *run.num_bytes) > 0

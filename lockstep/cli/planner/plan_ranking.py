@@ -223,7 +223,7 @@ def _corrected(
 
     first, *others = cluster.hosts
     runs = [_run_cost(Path(run), graph, cluster, batch_size) for run in options.run]
-    first = msgspec.structs.replace(first, corrections=learned(runs or known_runs()))
+    first = msgspec.structs.replace(first, corrections=learned(runs or known_runs(first)))
     return msgspec.structs.replace(cluster, hosts=(first, *others))
 
 

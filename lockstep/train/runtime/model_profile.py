@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lockstep.cluster.devices import processor_name
-from lockstep.cluster.topology import Cluster
+from lockstep.cluster.topology import Cluster, Host
 from lockstep.comm.shared_memory.memory_usage import resident_memory
 from lockstep.disk import cache_folder, replacing
 from lockstep.errors import PlanError
@@ -70,7 +70,7 @@ def this_machine(cluster: Cluster, precision: str, graph: LayerGraph) -> Cluster
     first = msgspec.structs.replace(
         first,
         script_bytes=max(resident_memory() - model, 0),
-        corrections=learned(known_runs()),
+        corrections=learned(known_runs(first)),
     )
     return msgspec.structs.replace(cluster, hosts=(first, *others))
 
@@ -88,9 +88,9 @@ def remember_run(run: RunCost) -> None:
         warnings.warn(f"What the run took cannot be remembered: {error}.", stacklevel=2)
 
 
-def known_runs() -> list[RunCost]:
-    """What runs on this machine took."""
-    return _runs().get(_machine(), [])
+def known_runs(host: Host) -> list[RunCost]:
+    """What runs on this host's cores took; none where there are accelerators."""
+    return [] if host.accelerators else _runs().get(_machine(), [])
 
 
 def runs_path() -> Path:
