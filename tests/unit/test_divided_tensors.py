@@ -46,6 +46,8 @@ class Model(nn.Module):
         self.q, self.k, self.v, self.o = (
             nn.Parameter(torch.rand(WIDTH, HEADS, SIZE)) for _ in range(4)
         )
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, 0.3, batch_first=True)
+        self.across = nn.MultiheadAttention(WIDTH, HEADS, kdim=7, vdim=11, batch_first=True)
         self.embedding = nn.Embedding(11, WIDTH, padding_idx=2)
         self.convolution = nn.Conv1d(5, 7, 3, padding=1)
 
@@ -308,6 +310,34 @@ def slope_in_between(model: Any, x: Tensor) -> Tensor:
     return both if slopes[-1] is None else both * float("nan")  # it is not used
 
 
+def torchs_attention(model: Any, x: Tensor) -> Tensor:
+    hidden = torch.zeros(x.shape[:2], dtype=torch.bool)
+    hidden[:, 3:] = True
+    mask = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    found, _ = model.attention(x, x, x, hidden, attn_mask=mask, need_weights=False)
+    mixed: Tensor = x + F.dropout(found, 0.2, training=model.training)
+    return mixed
+
+
+def torchs_attention_with_weights(model: Any, x: Tensor) -> Tensor:
+    mask = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    found, weights = model.attention(x, x, x, attn_mask=mask)
+    both: Tensor = found + weights.sum(-1, keepdim=True)
+    return both
+
+
+def torchs_attention_across(model: Any, x: Tensor) -> Tensor:
+    found, _ = model.across(x, x[:, :4, :7], x[:, :4, 1:], need_weights=False)
+    both: Tensor = x + found
+    return both
+
+
+def torchs_attention_across_in_one(model: Any, x: Tensor) -> Tensor:
+    found, _ = model.attention(x, x[:, :4], x[:, :4])
+    both: Tensor = x + found
+    return both
+
+
 CASES: dict[Callable[[Any, Tensor], Tensor], set[str]] = {
     by_chunks: set(),
     by_split: set(),
@@ -339,6 +369,10 @@ CASES: dict[Callable[[Any, Tensor], Tensor], set[str]] = {
     by_einsum: set(),
     same_letter_twice: {"einsum"},
     with_layers_left_out: {END},
+    torchs_attention: set(),
+    torchs_attention_with_weights: {"mean"},
+    torchs_attention_across: set(),
+    torchs_attention_across_in_one: {END},
     with_a_hook: {"register_hook", END},
     detached_in_place: {"detach_", END},
     changed_by_its_data: {"__get__", END},

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import lockstep.parallel.tensor.einsum_rules
+import lockstep.parallel.tensor.multihead_rule
 import lockstep.parallel.tensor.rules
 import lockstep.parallel.tensor.shape_rules  # noqa: F401  # they fill the table of rules
 from lockstep.errors import ModelError
@@ -68,7 +69,7 @@ class DividedParameters(Owner):
 
     def _call(self, function: Redirection, *args: Any, **kwargs: Any) -> Any:
         """Call a function that may have a weight of the model among its arguments."""
-        if any(self._is_ours(one) for one in args[:3]):
+        if any(self._is_ours(one) for one in args[:12]):
             return dispatch(self, function.plain, args, kwargs)
         return function.plain(*args, **kwargs)
 
@@ -194,6 +195,7 @@ class _Shard:
 # The functions with a rule for weights. Layers look them up at every call, also in backward.
 _REDIRECTIONS = [
     *(Redirection(name) for name in ("linear", "embedding", "conv1d", "conv2d", "conv3d")),
+    Redirection("multi_head_attention_forward"),
     *(Redirection(name, torch) for name in ("matmul", "mm", "addmm", "einsum")),
     *(Redirection(name, torch.Tensor) for name in ("matmul", "mm", "__matmul__")),
 ]
