@@ -18,6 +18,7 @@ from lockstep.parallel.tensor.divided_tensor import (
     has_divided,
     named,
     register,
+    whole_of,
 )
 from lockstep.parallel.tensor.product_rules import _matmul as multiply_by_weight
 from lockstep.parallel.tensor.transfers import cut_own, gather, spread
@@ -238,9 +239,11 @@ def _attention(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> A
     if not dropout:
         each = zip(*parts, masks, strict=True)
         return lead.like([func(*own, attn_mask=mask, **options) for *own, mask in each])
-    if lead.device.type != "cpu" or dropout >= 1:
+    is_refused = options.get("is_causal") and mask is not None  # by torch
+    if lead.device.type != "cpu" or dropout >= 1 or is_refused:
         return NotImplemented
-    shape = [*lead.shape[:-2], tensors[0].shape[-2], tensors[1].shape[-2]]
+    batch = torch.broadcast_shapes(*(one.shape[:-2] for one in tensors[:2]))
+    shape = [*batch, tensors[0].shape[-2], tensors[1].shape[-2]]
     noise = torch.empty(shape, dtype=lead.dtype).bernoulli_(1 - dropout).div_(1 - dropout)
     noises = cut_own(owner.exchange, noise, lead.division)
     return lead.like([_attend(*own, **options) for own in zip(*parts, masks, noises, strict=True)])
@@ -284,7 +287,9 @@ def _attend(
 def _grad(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
     """Gradients of divided tensors are those of their parts, gathered."""
     outputs, inputs, *rest = args
-    outputs = [one.whole(func) if isinstance(one, DividedTensor) else one for one in outputs]
+    outputs = [whole_of(one, func) for one in outputs]
+    if kwargs.get("grad_outputs") is not None:
+        kwargs["grad_outputs"] = [whole_of(one, func) for one in kwargs["grad_outputs"]]
     columns = [one.parts if isinstance(one, DividedTensor) else [one] for one in inputs]
     found = iter(func(outputs, [one for column in columns for one in column], *rest, **kwargs))
     gradients: list[torch.Tensor | None] = []
