@@ -1,4 +1,4 @@
-"""Memory of each rank in a sharded training, beside FSDP2, DDP and replicas.
+"""Memory of each rank in a sharded training, beside FSDP2, DDP, replicas and divided layers.
 
 8 x Linear(3072), Adam, over gloo. The memory of each process is its proportional set size, above
 that after a small training and before the model is made, in multiples of the parameters' bytes. It
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # for tests.kept_teams
 
 WIDTH, LAYERS, BATCH, STEPS = 3072, 8, 64, 12
 PARAMETER_BYTES = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
-CONTENDERS = ("parameters", "gradients", "slots", "mirrored", "fsdp2", "ddp")
+CONTENDERS = ("parameters", "gradients", "slots", "mirrored", "tensor", "fsdp2", "ddp")
 READY = "ready"
 
 
@@ -46,11 +46,13 @@ def train_lockstep(name: str, ranks: int) -> None:
     import lockstep
     from tests.kept_teams import keep_teams
 
-    strategy: Any = (
-        lockstep.MirroredStrategy(ranks, engine="gloo")
-        if name == "mirrored"
-        else lockstep.FullyShardedStrategy(ranks, level=name)
-    )
+    strategy: Any
+    if name == "mirrored":
+        strategy = lockstep.MirroredStrategy(ranks, engine="gloo")
+    elif name == "tensor":  # on shared memory
+        strategy = lockstep.TensorParallelStrategy(ranks)
+    else:
+        strategy = lockstep.FullyShardedStrategy(ranks, level=name)
     make = partial(
         lockstep.Trainer,
         loss=nn.MSELoss(),
