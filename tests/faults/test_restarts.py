@@ -124,7 +124,7 @@ def trained(
 
 
 @pytest.mark.usefixtures("replays")
-@pytest.mark.parametrize("strategy", core_of(list(STRATEGIES), ["mirrored", "pipeline"]))
+@pytest.mark.parametrize("strategy", core_of(list(STRATEGIES), ["mirrored", "pipeline", "tensor"]))
 def test_helpers_are_killed(strategy: str) -> None:
     seen = Seen(2, 9)
     assert trained(strategy, seen, restarts=2) == trained(strategy, Seen())
