@@ -68,8 +68,8 @@ def profile_graph(
     """
     graph = capture_graph(model, trace, inputs, sizes)
     many, few = samples
-    if few_inputs is not None:
-        costs = measure_layers(model, trace, few_inputs)
+    costs = None if few_inputs is None else _measured_if_possible(model, trace, few_inputs)
+    if costs is not None:
         layers = [
             _with_fixed_part(layer, own, few / many)
             for layer, own in zip(graph.layers, costs, strict=True)
@@ -81,6 +81,14 @@ def profile_graph(
         for layer, count in zip(graph.layers, operations, strict=True)
     ]
     return msgspec.structs.replace(graph, layers=tuple(counted), samples=many)
+
+
+def _measured_if_possible(model: nn.Module, trace: Trace, few: Tree) -> list[LayerCosts] | None:
+    """The costs for a few samples; None if the model needs more, as BatchNorm does of one pixel."""
+    try:
+        return measure_layers(model, trace, few)
+    except Exception:  # a model may raise any; it has run on more samples
+        return None
 
 
 def _with_costs(layer: Layer, **changes: float) -> Layer:

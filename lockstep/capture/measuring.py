@@ -84,7 +84,7 @@ def count_operations(model: nn.Module, trace: Trace, inputs: Tree) -> list[float
     try:
         set_mode(model, training=trace.training)
         with torch.no_grad():
-            counts = _run(layers, _count_operations)
+            counts = _run(layers, _count_operations, backward=False)
     finally:
         state.restore()
     return [_ASSUMED_SPEED * forward for forward, _ in counts]
@@ -102,8 +102,22 @@ def _time(body: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
+class _WholeModel:
+    """For a FlopCounterMode, whose tracker of modules forbids ``autograd.grad`` in forward."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, *error: object) -> None:
+        return
+
+
 def _count_operations(body: Callable[[], Any]) -> float:
-    with FlopCounterMode(display=False) as counter:
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _WholeModel()  # type: ignore[assignment]  # in its place
+    with counter:
         body()
     return float(counter.get_total_flops()) / _ASSUMED_SPEED
 
@@ -131,16 +145,18 @@ def _activation_counter(model: nn.Module) -> _Count:
     return count
 
 
-def _run(layers: Sequence["_LayerRun"], count: _Count) -> list[tuple[float, float]]:
-    """The results of ``count`` for each layer's forward and backward pass."""
+def _run(
+    layers: Sequence["_LayerRun"], count: _Count, *, backward: bool = True
+) -> list[tuple[float, float]]:
+    """The results of ``count`` for each layer's forward and, on demand, backward pass."""
     values: dict[int, Any] = {}
     found = []
     for layer in layers:
         layer.begin(values)
         forward = count(layer.forward)
-        backward = count(layer.backward) if layer.prepare_backward() else 0.0
+        behind = count(layer.backward) if backward and layer.prepare_backward() else 0.0
         values.update(layer.finish())
-        found.append((forward, backward))
+        found.append((forward, behind))
     return found
 
 

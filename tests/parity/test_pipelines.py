@@ -271,3 +271,31 @@ def test_inputs_of_a_stream_may_be_outputs(devices: int) -> None:
     )
     outputs = trainer.predict(inputs)
     assert torch.equal(outputs[0], SAMPLES[:, 1:])
+
+
+class Packed(nn.Module):
+    """Runs over sequences of different lengths; torch fills memory that has no values at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(30, 6)
+        self.rnn = nn.GRU(6, 5, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.embedding(tokens), lengths, batch_first=True, enforce_sorted=False
+        )
+        output: Tensor = self.head(self.rnn(packed)[1][0])
+        return output
+
+
+def test_packed_sequences() -> None:
+    inputs = torch.randint(30, (23, 7)), torch.randint(1, 8, (23,))
+    job = lockstep.Job(
+        Packed(), nn.CrossEntropyLoss(), torch.optim.Adam, (inputs, torch.randint(3, (23,))), 9
+    )
+    report = lockstep.verify(
+        job, lockstep.PipelineStrategy(2, microbatches=3, engine="gloo"), steps=2
+    )
+    assert report.passed, str(report)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import lockstep
 from lockstep import accelerators
 from lockstep.capture import measuring
 from lockstep.capture.graph import capture_graph, value_bytes
@@ -238,3 +239,34 @@ def test_a_device_has_done_its_work_when_a_time_is_taken(monkeypatch: pytest.Mon
     monkeypatch.setattr(time, "perf_counter", timed)
     measuring._time(lambda: events.append("ran"))
     assert events == ["waited", "timed", "ran", "waited", "timed"]
+
+
+class Forces(nn.Module):
+    """Derives its output in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(6, 8), nn.SiLU(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Forces(),
+        # Of a single sample it has one value per channel, too few for statistics.
+        nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6)),
+    ],
+    ids=["derivative in forward", "batch norm"],
+)
+def test_an_automatic_strategy_measures_what_it_can(model: nn.Module) -> None:
+    data = torch.randn(12, 6), torch.randn(12, 6)
+    trainer = lockstep.Trainer(
+        model, loss="mse", optimizer="sgd", strategy=lockstep.AutoStrategy(devices=2)
+    )
+    plan = trainer.plan_for(*data, batch_size=4)
+    assert any("Chosen of" in note for note in plan.notes), plan

@@ -98,7 +98,7 @@ def check_ranks_agree(worker: Worker, control: Control, samples: Any) -> None:
         inputs=inputs, targets=targets, sample_weight=sample_weight, num_samples=num_samples
     )
     state = left_alone(worker.model, *worker.passes.user_losses())
-    with worker.in_trial(), state, uncompiled():
+    with worker.in_trial(), state, uncompiled(), empty_memory_filled():
         own = _fingerprints(worker.model, lambda: worker.passes.losses_alone(batch))
     by_rank = control.gather(own)
     is_exact = is_cpu(worker.plan.devices)
@@ -113,6 +113,17 @@ def check_ranks_agree(worker: Worker, control: Control, samples: Any) -> None:
         first = worker.plan.ranks_of_host(host)[0]
         if (place := first_difference(by_rank[0], by_rank[first], is_like)) is not None:
             raise unlike(first, 0, place, is_exact=False)
+
+
+@contextmanager
+def empty_memory_filled() -> Iterator[None]:
+    """Within the block ``torch.empty`` and its kind have the same values on all ranks: NaN."""
+    mode = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode(max(mode, 1))
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
 
 
 def _fingerprints(

@@ -9,8 +9,8 @@ Not covered: stages on accelerators, for which rank 0 would need the memory of a
 parameters have no values until ranks have their stages.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ from lockstep.train.validation.rank_consistency import (
     LOSS,
     MOST_ELEMENTS,
     Print,
+    empty_memory_filled,
     first_difference,
     is_like,
     is_same,
@@ -236,6 +237,8 @@ def _prints(trial: _StageTrial, tools: StageTools) -> Sequence[Print]:
     return trial.prints
 
 
-def _untouched(tools: StageTools) -> AbstractContextManager[object]:
+@contextmanager
+def _untouched(tools: StageTools) -> Iterator[None]:
     """After the block the model, the loss and the random streams are as before."""
-    return left_alone(tools.model, *tools.loss.user_losses())
+    with left_alone(tools.model, *tools.loss.user_losses()), empty_memory_filled():
+        yield
