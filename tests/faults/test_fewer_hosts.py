@@ -58,7 +58,7 @@ def wait_to_go_on(run: host_faults.Run) -> None:
     [
         (host_faults.SHARES, 2, [1]),
         pytest.param(host_faults.SHARES, 3, [1, 1], marks=pytest.mark.thorough),
-        pytest.param("stages on 2 hosts", 2, [1], marks=pytest.mark.thorough),
+        pytest.param("stages on 2 hosts", 2, [1], marks=pytest.mark.exhaustive),
         pytest.param("Keras on 2 hosts", 2, [1], marks=pytest.mark.thorough),
     ],
     ids=["two-one", "three-two-one", "stages", "keras"],
