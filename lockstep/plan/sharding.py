@@ -16,10 +16,12 @@ class Sharding(Record, frozen=True, kw_only=True):
             gradients and slots.
         units: names of the modules whose parameters are gathered together, unit by unit.
             Parameters in no unit stay on every rank.
+        recompute: names of modules whose activations are computed again in backward.
     """
 
     level: str
     units: tuple[tuple[str, ...], ...] = ()
+    recompute: tuple[str, ...] = ()
 
     def unit_of(self, layer: str) -> str:
         """The first name of the unit that a layer is in; "" for none."""

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import permutations
 
 from lockstep.cluster import tpu
 from lockstep.cluster.devices import discover
@@ -15,6 +16,7 @@ from lockstep.plan.engines import backend_for, check_engine, check_leave, over
 from lockstep.plan.makers.data_parallel import Maker, Mirrored
 from lockstep.plan.makers.many_hosts import MirroredHosts
 from lockstep.plan.makers.sharded import FullySharded, as_units
+from lockstep.plan.sharding import is_in
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import check_shares
 from lockstep.strategies.multi_worker import num_replicas
@@ -40,6 +42,8 @@ class FullyShardedStrategy(Strategy):
         units: names of the modules whose parameters are gathered together; a list of names for
             several modules in one unit. None takes the entries of lists of modules, and the layers
             outside of lists. What is in no unit, or used by several, stays on every device.
+        recompute: activations are not kept from forward to backward, but computed again, with the
+            same random numbers and buffers: True for each module of a unit, or names of modules.
         num_shares: as in ``MirroredStrategy``.
         engine: what moves tensors between devices: ``"gloo"``, which is also the default on cores.
             None on accelerators is their own backend, as in ``MirroredStrategy``.
@@ -58,6 +62,7 @@ class FullyShardedStrategy(Strategy):
         *,
         level: str = "parameters",
         units: Sequence[str | Sequence[str]] | None = None,
+        recompute: bool | Sequence[str] = False,
         num_shares: int | None = None,
         engine: str | None = None,
         timeout_seconds: float = 600.0,
@@ -74,6 +79,7 @@ class FullyShardedStrategy(Strategy):
                 fix=f"Use one of {', '.join(map(repr, _LEVELS))}.",
             )
         _check_units(problems, units)
+        _check_recompute(problems, recompute)
         check_shares(problems, num_shares)
         check_engine(problems, engine)
         check_timeout(problems, timeout_seconds)
@@ -83,6 +89,7 @@ class FullyShardedStrategy(Strategy):
         self.devices = devices
         self.level = level
         self.units = as_units(units)
+        self.recompute = recompute if isinstance(recompute, bool) else tuple(recompute)
         self.num_shares = num_shares
         self.timeout_seconds = timeout_seconds
         names = device_names(self.devices, discover().hosts[0])
@@ -105,7 +112,9 @@ class FullyShardedStrategy(Strategy):
 
     def maker(self, precision: str = "fp32") -> Maker:
         maker = over(self.engine, replace(self._mirrored, precision=precision))
-        return FullySharded(maker=maker, level=self.level, units=self.units)
+        return FullySharded(
+            maker=maker, level=self.level, units=self.units, recompute=self.recompute
+        )
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -130,6 +139,21 @@ def _check_units(problems: Problems, units: object) -> None:
             "A module can be in one unit.",
             received=f"units={units!r}",
             fix="Name each module once.",
+        )
+
+
+def _check_recompute(problems: Problems, recompute: object) -> None:
+    names = [] if isinstance(recompute, bool) else _entries(recompute)
+    is_list = isinstance(recompute, list | tuple) and names
+    is_nested = any(is_in(str(one), str(other)) for one, other in permutations(names, 2))
+    if not isinstance(recompute, bool) and (
+        not is_list or is_nested or not all(isinstance(name, str) for name in names)
+    ):
+        problems.add(
+            "`recompute` must be True, False, or a list of names of modules, none of them within "
+            "another.",
+            received=f"recompute={recompute!r}",
+            fix='Use recompute=["blocks.0", "blocks.1"], for example.',
         )
 
 

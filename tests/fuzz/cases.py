@@ -274,9 +274,12 @@ def _draw_strategy(rng: random.Random) -> tuple[str, dict[str, Any]]:
             return "MirroredStrategy", {"devices": 2, "engine": "gloo"}
         case "shard":
             level = rng.choice(("slots", "gradients", "parameters", "parameters"))
-            return "FullyShardedStrategy", {"devices": rng.choice((2, 3)), "level": level}
+            layout = {"devices": rng.choice((2, 3)), "level": level}
+            if rng.random() < 0.3:
+                layout["recompute"] = True
+            return "FullyShardedStrategy", layout
         case "pipe":
-            layout: dict[str, Any] = {"stages": 2, "microbatches": rng.choice((1, 2, 3, 4))}
+            layout = {"stages": 2, "microbatches": rng.choice((1, 2, 3, 4))}
             layout["schedule"] = rng.choice(("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2"))
             if rng.random() < 0.2:
                 layout["engine"] = "gloo"

@@ -26,6 +26,7 @@ STRATEGIES = {
     "mirrored-2-gloo": lockstep.MirroredStrategy(2, engine="gloo"),
     "mirrored-3-gloo": lockstep.MirroredStrategy(3, engine="gloo"),
     "sharded-3": lockstep.FullyShardedStrategy(3),
+    "sharded-2-recomputed": lockstep.FullyShardedStrategy(2, recompute=True),
     "tensor-2": lockstep.TensorParallelStrategy(2),
     "data-2-tensor-2": lockstep.HybridStrategy(2, tensor=2),
 }

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.errors import ModelError, NonFiniteLossError, OptionError
+from lockstep.parallel.sharding.recomputation import Recomputation
 from tests.thorough import core_of
 
 SHARDED = partial(lockstep.FullyShardedStrategy, 2)
@@ -456,10 +457,54 @@ def test_units_of_the_user() -> None:
     check_equal(trained(Backwards, SHARDED(units=units)), expected)
 
 
+class Drops(Blocks):
+    """Blocks with what a second computation could change: random numbers and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2))
+            for _ in range(3)
+        )
+
+
+@pytest.mark.parametrize("level", core_of(["parameters", "gradients", "slots"], ["parameters"]))
+def test_recomputed_modules_give_the_same_bits(level: str) -> None:
+    expected = trained(Drops, SHARDED(level=level))
+    recomputed = trained(Drops, SHARDED(level=level, recompute=["blocks.0", "blocks.2"]))
+    for name, value in expected.items():
+        assert torch.equal(recomputed[name], value), name
+
+
+def test_recomputed_modules_keep_less() -> None:
+    def kept_bytes(names: list[str]) -> int:
+        model, sizes = Drops(), []
+        saved = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: sizes.append(tensor.nbytes), lambda nothing: INPUTS
+        )
+        with saved, Recomputation(model, names).applied():
+            model(INPUTS)
+        return sum(sizes)
+
+    assert kept_bytes(["blocks.0", "blocks.2"]) < kept_bytes(["blocks.0"]) < kept_bytes([])
+
+
+def test_recomputed_units_train_as_one_device() -> None:
+    expected = trained(Backwards, lockstep.SingleDeviceStrategy())
+    check_equal(trained(Backwards, SHARDED(recompute=True)), expected)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: SHARDED(level="all"), "level='all'"),
+        (lambda: SHARDED(recompute="blocks"), "recompute='blocks'"),
+        (lambda: SHARDED(recompute=["blocks", "blocks.0"]), "none of them within another"),
+        (lambda: trained(mlp, SHARDED(recompute=["head"])), "recompute with head"),
+        (
+            lambda: trained(mlp, SHARDED(recompute=True), compile=True),
+            "compile=True with recompute",
+        ),
         (lambda: SHARDED(units="blocks"), "units='blocks'"),
         (lambda: SHARDED(units=["a", ["a", "b"]]), "Name each module once"),
         (lambda: trained(mlp, SHARDED(units=["head"])), "units with head"),

@@ -33,6 +33,7 @@ from lockstep.parallel.independence.sample_independence import check_sample_inde
 from lockstep.parallel.independence.split_test import is_tried
 from lockstep.parallel.loss.share_losses import JointLoss, LossAdapter, ShareLoss, nothing
 from lockstep.parallel.loss.whole_batch import SharePart
+from lockstep.parallel.sharding.recomputation import Recomputation
 from lockstep.parallel.training_step import TrainingStep
 from lockstep.parallel.workload import Workload
 from lockstep.plan.decision import LocalUpdate
@@ -63,6 +64,8 @@ class ModelPasses(Passes):
         self._interleaver = Interleaver(
             partial(_keep_own, self._buffers), partial(_restore_own, self._buffers), self.device
         )
+        recompute = () if self._plan.sharding is None else self._plan.sharding.recompute
+        self._recomputation = Recomputation(self._model, recompute)
         self._losses: dict[int, ShareLoss] = {}
         self._joint: dict[int, JointLoss] = {}  # they wait for the weights of all shares
         self._apart: dict[int, SharePart] = {}  # they wait for the outputs of all shares
@@ -119,7 +122,8 @@ class ModelPasses(Passes):
         return partial(self._go_forward if is_forward else self._go_backward, shares)
 
     def _go_forward(self, shares: list[int], now: TrainingStep) -> None:
-        self._run_together(now.batch, shares, self._forward)
+        with self._recomputation.applied():
+            self._run_together(now.batch, shares, self._forward)
 
     def _go_backward(self, shares: list[int], now: TrainingStep) -> None:
         if self._joint or self._apart:

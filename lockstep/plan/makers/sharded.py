@@ -32,10 +32,13 @@ class FullySharded(Wrapping):
     Attributes:
         level: see ``Sharding``.
         units: names of modules, unit by unit; None chooses them.
+        recompute: names of modules whose activations are computed again in backward; True for
+            those of all units.
     """
 
     level: str
     units: Units | None
+    recompute: bool | tuple[str, ...] = False
 
     @property
     def divides_state(self) -> bool:
@@ -71,21 +74,34 @@ class FullySharded(Wrapping):
                 f"{first_few(norms)}",
                 fix='Leave `num_shares` and `accumulate` out, or use level="gradients".',
             )
-        return msgspec.structs.replace(plan, sharding=Sharding(level=self.level, units=units))
+        recompute = self._recomputed(graph)
+        sharding = Sharding(level=self.level, units=units, recompute=recompute)
+        return msgspec.structs.replace(plan, sharding=sharding)
+
+    def _recomputed(self, graph: LayerGraph) -> tuple[str, ...]:
+        if isinstance(self.recompute, bool):
+            every = self._units(graph) if self.recompute else ()
+            return tuple(name for unit in every for name in unit)
+        _check_modules("A module to recompute", "recompute", self.recompute, graph)
+        return self.recompute
 
     def _units(self, graph: LayerGraph) -> Units:
         if self.units is None:
             return default_units(graph)
-        names = [layer.name for layer in graph.layers]
         given = [name for unit in self.units for name in unit]
-        unknown = [name for name in given if not any(is_in(layer, name) for layer in names)]
-        if unknown:
-            raise OptionError(
-                "A unit must be a module of the model that has parameters.",
-                received=f"units with {first_few(unknown)}",
-                fix=f"Use names of model.named_modules(), such as {first_few(names)}.",
-            )
+        _check_modules("A unit", "units", given, graph)
         return self.units
+
+
+def _check_modules(what: str, option: str, given: Sequence[str], graph: LayerGraph) -> None:
+    names = [layer.name for layer in graph.layers]
+    unknown = [name for name in given if not any(is_in(layer, name) for layer in names)]
+    if unknown:
+        raise OptionError(
+            f"{what} must be a module of the model that has parameters.",
+            received=f"{option} with {first_few(unknown)}",
+            fix=f"Use names of model.named_modules(), such as {first_few(names)}.",
+        )
 
 
 def default_units(graph: LayerGraph) -> Units:

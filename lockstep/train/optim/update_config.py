@@ -274,8 +274,14 @@ def _compiled(plan: Plan) -> Plan:
     """The Plan with a compiled model.
 
     Raises:
-        OptionError: the Plan is a pipeline.
+        OptionError: the Plan is a pipeline, or recomputes modules.
     """
+    if plan.sharding is not None and plan.sharding.recompute:
+        raise OptionError(
+            "Modules of a compiled model cannot be recomputed one by one.",
+            received="compile=True with recompute",
+            fix="Leave one of them out.",
+        )
     if plan.pipeline is not None:
         raise OptionError(
             "A pipeline's stages run the model's layers one by one, so the model cannot be "
