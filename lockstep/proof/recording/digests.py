@@ -7,31 +7,61 @@ projections, the products with fixed pseudo-random tensors. All are sums over th
 - digests of several ranks' gradients add up to the digest of their sum, their mean or any other
   combination of them;
 - the projections of a - b are those of a minus those of b, and their root mean square estimates
-  ‖a - b‖, mostly within a factor of two.
+  ‖a - b‖, mostly within a factor of two; of a difference in a single column, more roughly.
 
-An element's coefficient is the product of one that belongs to its index in the first dim and one
-that belongs to its index in the others: a matrix product with few columns then does all of it, in
-one pass over the memory. A tensor without a second dim, or with a very long one, is taken as rows
-of ``COLUMNS``. float32 and shorter are multiplied in float32 on the CPU, whose sums err by a few
-units in the last place of the norm, and are summed over rows in float64.
+Memory is read once: a block of a tensor is multiplied by its rows' coefficients, squared and hashed
+while it is in the cache. What is left are a row of the tensor's width, which the columns'
+coefficients make six numbers of, and a few words. Small tensors are concatenated, and digested
+together on the host. Nothing waits for an accelerator until ``Pending.fetch``.
+
+Float32 and shorter are multiplied in float32, whose sums err by a few units in the last place of
+the norm, and blocks are summed in float64.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
-from lockstep.proof.recording.shards import Shard
+from lockstep.proof.recording import coefficients
+from lockstep.proof.recording.coefficients import COLUMNS, NUM_PROJECTIONS, NUM_WORDS
+from lockstep.proof.recording.shards import Shard, is_flat
 
-NUM_PROJECTIONS = 6
 WIDTH = 2 + NUM_PROJECTIONS  # numbers of a digest: the hash, the sum of squares, the projections
-COLUMNS = 4096  # of tensors that are taken as one long row
-_MOST_COLUMNS = 1 << 20
 _SMALL = 4096  # elements; below, calls cost more than arithmetic
 _BLOCK = 1 << 18  # elements that are read once from memory for all parts of a digest
-_WORDS = 64  # the period of the hash's multipliers
+_PERIOD = 8 * NUM_WORDS  # bytes
+_SAME = 1e-4  # of the norm: projections of the same bits, on other processors
+
+Part = tuple[torch.Tensor, Shard]
+
+
+class Pending:
+    """Digests of tensors, which no longer depend on them."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._count = len(parts)
+        small: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor, Shard]]] = {}
+        large: dict[torch.device, list[tuple[int, torch.Tensor, Shard]]] = {}
+        for index, (tensor, shard) in enumerate(parts):
+            local = _plain(tensor)
+            count = local.numel()
+            if count > _SMALL:
+                large.setdefault(local.device, []).append((index, local, shard))
+            elif count:
+                small.setdefault((local.dtype, local.device), []).append((index, local, shard))
+        self._groups: list[_Small | _Large] = [_Small(each) for each in small.values()]
+        self._groups += [_Large(each) for each in large.values()]
+
+    def fetch(self) -> np.ndarray:
+        """The digests, as (tensors, ``WIDTH``) float64."""
+        result = np.zeros((self._count, WIDTH))
+        for group in self._groups:
+            group.finish(result)
+        return result
 
 
 def digest(local: torch.Tensor, shard: Shard) -> np.ndarray:
@@ -41,43 +71,16 @@ def digest(local: torch.Tensor, shard: Shard) -> np.ndarray:
         local: the elements that the rank has.
         shard: which elements of the tensor these are.
     """
-    local = _plain(local)
-    if local.numel() == 0:
-        return np.zeros(WIDTH)
-    if not local.is_cpu:
-        return accelerator_digest(local, shard).cpu().numpy()
-    if not shard.shape and local.is_floating_point():
-        return _number_digest(local.item())
-    if local.numel() <= _SMALL:
-        return _small_digest(local, shard)
-    return _large_digest(local, shard)
+    first: np.ndarray = Pending([(local, shard)]).fetch()[0]
+    return first
 
 
-def accelerator_digest(local: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """The same, as a tensor on the tensor's own device: nothing waits for it."""
-    local = _plain(local)
-    if not shard.shape and local.is_floating_point():
-        coefficients = torch.from_numpy(_small_coefficients(shard)[:, 0]).to(local.device)
-        value = local.double()[None]
-        return torch.cat([value, value * value, coefficients * value])
-    result = torch.zeros(WIDTH, dtype=torch.float64, device=local.device)
-    rows, columns = (each.to(local.device) for each in _coefficients(shard, torch.float64))
-    hashed = torch.zeros((), dtype=torch.int64, device=local.device)
-    start = 0
-    for block in _blocks(local, shard, 64 * _BLOCK):
-        values = _real(block).double()
-        products = columns @ values.T
-        result[2:] += (products * rows[:, start : start + len(block)]).sum(1)
-        result[1] += values.pow(2).sum()
-        hashed = hashed + _hash(block)
-        start += len(block)
-    result[:1] = hashed.view(1).view(torch.float64)
-    return result
-
-
-def bits(digests: np.ndarray) -> np.ndarray:
-    """The hashes of digests, along their last dim."""
-    return digests[..., 0].view(np.int64)
+def are_same(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two digests are of the same bits, in the same places."""
+    if one.tobytes() == other.tobytes():
+        return True
+    hashes = one[:1].view(np.int64), other[:1].view(np.int64)
+    return bool(hashes[0] == hashes[1]) and not distance(one, other) > _SAME * norm(one)
 
 
 def add(digests: Sequence[np.ndarray]) -> np.ndarray:
@@ -96,9 +99,6 @@ def distance(one: np.ndarray, other: np.ndarray) -> float:
         return float(np.sqrt(np.mean((one[2:] - other[2:]) ** 2)))
 
 
-# --- parts of a tensor --------------------------------------------------------------------------
-
-
 def _plain(local: torch.Tensor) -> torch.Tensor:
     """Without gradients, and with complex numbers as pairs in a last dim."""
     local = local.detach()
@@ -107,159 +107,135 @@ def _plain(local: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
 
 
-def _real(block: torch.Tensor) -> torch.Tensor:
-    return block if block.is_floating_point() else block.double()
+# --- small tensors, of one dtype and device -----------------------------------------------------
 
 
-def _matrix(local: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """The part as rows, to which coefficients of rows and columns belong."""
-    if not _is_flat(shard.shape):
-        return local.reshape(local.shape[0], -1)
-    start, stop = shard.flat_range()
-    padded = torch.nn.functional.pad(local.reshape(-1), (start % COLUMNS, -stop % COLUMNS))
-    return padded.view(-1, COLUMNS)
+class _Small:
+    """A copy of all elements."""
+
+    def __init__(self, parts: Sequence[tuple[int, torch.Tensor, Shard]]) -> None:
+        self._indices = [index for index, _, _ in parts]
+        self._shards = [shard for _, _, shard in parts]
+        self._lengths = tuple(local.numel() for _, local, _ in parts)
+        self._copy = torch.cat([local.reshape(-1) for _, local, _ in parts])
+
+    def finish(self, result: np.ndarray) -> None:
+        """Write the digests into their rows."""
+        copy = self._copy.cpu()
+        values = copy.double().numpy()
+        starts = np.cumsum((0, *self._lengths))
+        for index, shard, start, stop in zip(
+            self._indices, self._shards, starts, starts[1:], strict=False
+        ):
+            row, own = result[index], values[start:stop]
+            row[1] = own.dot(own)
+            row[2:] = coefficients.of_elements(shard) @ own
+        words = copy.view(_INTEGERS[copy.element_size()]).numpy()
+        products = words * coefficients.repeated_multipliers(self._lengths)
+        hashes = np.add.reduceat(products, starts[:-1])
+        result[self._indices, 0] = hashes.view(np.float64)
 
 
-def _is_flat(shape: Sequence[int]) -> bool:
-    return len(shape) < 2 or math.prod(shape[1:]) > _MOST_COLUMNS
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _blocks(local: torch.Tensor, shard: Shard, num_elements: int) -> Sequence[torch.Tensor]:
-    """Rows in blocks, each but the last of whole periods of the hash."""
-    matrix = _matrix(local, shard)
-    row_bytes = matrix.shape[1] * matrix.element_size()
-    period = 8 * _WORDS // math.gcd(8 * _WORDS, row_bytes)
-    rows = period * max(1, num_elements // (matrix.shape[1] * period))
-    return list(matrix.split(rows))
+# --- large tensors, of one device ---------------------------------------------------------------
 
 
-def _number_digest(value: float) -> np.ndarray:
-    """Of a tensor with a single number; counts of steps are such."""
-    result = np.empty(WIDTH)
-    result[0] = value
-    result[1] = value * value
-    result[2:] = _small_coefficients(Shard((), ()))[:, 0] * value
-    return result
+class _Large:
+    """Sums over rows, of squares, and of words, block by block."""
+
+    def __init__(self, parts: Sequence[tuple[int, torch.Tensor, Shard]]) -> None:
+        self._indices = [index for index, _, _ in parts]
+        self._shards = [shard for _, _, shard in parts]
+        self._starts: list[int] = []  # each tensor's first block
+        sums: list[torch.Tensor] = []
+        squares: list[torch.Tensor] = []
+        words: list[torch.Tensor] = []
+        for _, local, shard in parts:
+            self._starts.append(len(words))
+            total = []
+            for rows, values, block in _blocks(local, shard):
+                total.append(torch.mv(values.T, rows))
+                flat = values.view(-1)
+                squares.append(torch.dot(flat, flat).view(1))
+                words.append(_words(block))
+            sums.append(_sum(total))
+        self._sums, self._squares = torch.cat(sums), torch.cat(squares)
+        self._words = torch.stack(words)
+
+    def finish(self, result: np.ndarray) -> None:
+        """Write the digests into their rows."""
+        sums, start = self._sums.cpu().double().numpy(), 0
+        for index, shard in zip(self._indices, self._shards, strict=True):
+            columns = coefficients.of_columns(shard)
+            stop = start + columns.shape[1]
+            result[index, 2:] = columns @ sums[start:stop]
+            start = stop
+        squares = self._squares.cpu().double().numpy()
+        result[self._indices, 1] = np.add.reduceat(squares, self._starts)
+        hashes = self._words.cpu().numpy() @ coefficients.multipliers()
+        result[self._indices, 0] = np.add.reduceat(hashes, self._starts).view(np.float64)
 
 
-def _small_digest(local: torch.Tensor, shard: Shard) -> np.ndarray:
-    result = np.empty(WIDTH)
-    flat = local.contiguous().reshape(-1)
-    result[:1] = _hash_of_words(_padded_words(flat)).reshape(1).view(np.float64)
-    values = flat.double().numpy()
-    result[1] = values.dot(values)
-    result[2:] = _small_coefficients(shard) @ values
-    return result
+def _sum(found: list[torch.Tensor]) -> torch.Tensor:
+    return found[0] if len(found) == 1 else torch.stack(found).sum(0, dtype=torch.float64)
 
 
-def _large_digest(local: torch.Tensor, shard: Shard) -> np.ndarray:
-    dtype = torch.float32 if _is_short(local.dtype) else torch.float64
-    rows, columns = _coefficients(shard, dtype)
-    squares, hashed, products = 0.0, 0, []
-    for block in _blocks(local, shard, _BLOCK):
-        values = block if block.dtype == dtype else block.to(dtype)
-        products.append(torch.nn.functional.linear(columns, values))
-        flat = values.reshape(-1)
-        squares += torch.dot(flat, flat).item()
-        hashed += int(_hash(block))
-    result = np.empty(WIDTH)
-    result[:1] = np.array([hashed & (1 << 64) - 1], np.uint64).view(np.float64)
-    result[1] = squares
-    result[2:] = (torch.cat(products, 1).double() * rows).sum(1).numpy()
-    return result
+def _product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Float32 where it is exact enough: not where the user allows shorter products."""
+    is_short = dtype.is_floating_point and dtype.itemsize <= 4
+    return torch.float32 if is_short and _is_float32_exact() else torch.float64
 
 
-def _is_short(dtype: torch.dtype) -> bool:
-    """Whether products in float32 are exact enough: not where the user allows shorter ones."""
-    return dtype.is_floating_point and dtype.itemsize <= 4 and is_float32_exact()
-
-
-def is_float32_exact() -> bool:
-    """Whether products of float32 are computed in float32."""
+def _is_float32_exact() -> bool:
     return torch.get_float32_matmul_precision() == "highest"
 
 
-# --- the hash: words of 8 bytes, times odd numbers, modulo 2**64 --------------------------------
+def _blocks(
+    local: torch.Tensor, shard: Shard
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Blocks of whole rows: the rows' coefficients, the values to multiply, and the bits."""
+    dtype = _product_dtype(local.dtype)
+    rows, first = coefficients.row_tensor(shard, dtype, local.device), 0
+    for matrix in _matrices(local.contiguous(), shard):
+        size = _rows_of_block(matrix.shape[1], matrix.element_size())
+        for start in range(0, len(matrix), size):
+            block = matrix[start : start + size]
+            values = block if block.dtype == dtype else block.to(dtype)
+            yield rows[first + start : first + start + len(block)], values, block
+        first += len(matrix)
 
 
-def _hash(block: torch.Tensor) -> torch.Tensor:
-    flat = block.contiguous().reshape(-1)
+def _matrices(local: torch.Tensor, shard: Shard) -> Iterator[torch.Tensor]:
+    """A part as rows; of one long row, those that it has only some of are filled up with zeros."""
+    if not is_flat(shard.shape):
+        yield local.view(len(local), -1)
+        return
+    flat, (start, stop) = local.view(-1), shard.flat_range()
+    before = start % COLUMNS
+    head = min(-start % COLUMNS, stop - start)
+    num_rows = (stop - start - head) // COLUMNS
+    tail = stop - start - head - num_rows * COLUMNS
+    if head:
+        yield pad(flat[:head], (before, COLUMNS - before - head))[None]
+    if num_rows:
+        yield flat[head : len(flat) - tail].view(num_rows, COLUMNS)
+    if tail:
+        yield pad(flat[-tail:], (0, COLUMNS - tail))[None]
+
+
+@lru_cache(maxsize=1024)
+def _rows_of_block(columns: int, itemsize: int) -> int:
+    """So many that a block has whole periods of the hash's multipliers."""
+    period = _PERIOD // math.gcd(_PERIOD, columns * itemsize)
+    return period * max(1, _BLOCK // (columns * period))
+
+
+def _words(block: torch.Tensor) -> torch.Tensor:
+    """The sums of words of 8 bytes, modulo 2**64, that have the same multiplier."""
+    flat = block.view(-1)
     num_bytes = flat.numel() * flat.element_size()
-    period = 8 * _WORDS
-    if num_bytes % period or flat.storage_offset() * flat.element_size() % 8:
-        flat = torch.nn.functional.pad(flat.view(torch.uint8), (0, -num_bytes % period)).clone()
-    words = flat.view(torch.int64).view(-1, _WORDS).sum(0)
-    return (words * _multipliers_on(words.device)).sum()
-
-
-def _padded_words(flat: torch.Tensor) -> np.ndarray:
-    raw: np.ndarray = flat.view(torch.uint8).numpy()
-    if len(raw) % 8:
-        raw = np.concatenate([raw, np.zeros(-len(raw) % 8, np.uint8)])
-    return np.ascontiguousarray(raw).view(np.int64)
-
-
-def _hash_of_words(words: np.ndarray) -> np.ndarray:
-    return np.asarray(np.dot(words, _repeated_multipliers()[: len(words)]), np.int64)
-
-
-@lru_cache(maxsize=1)
-def _multipliers() -> np.ndarray:
-    return (_random_words(7, _WORDS) | np.uint64(1)).view(np.int64)
-
-
-@lru_cache(maxsize=16)
-def _multipliers_on(device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(_multipliers()).to(device)
-
-
-@lru_cache(maxsize=1)
-def _repeated_multipliers() -> np.ndarray:
-    return np.tile(_multipliers(), 2 * _SMALL // _WORDS)
-
-
-# --- coefficients: the same on every machine and in every version -------------------------------
-
-
-@lru_cache(maxsize=256)
-def _coefficients(shard: Shard, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the rows in float64, and of the columns, both with a row for each projection."""
-    if _is_flat(shard.shape):
-        start, stop = shard.flat_range()
-        rows = _random(1, -(-stop // COLUMNS))[:, start // COLUMNS :]
-        columns = _random(2, COLUMNS)
-    else:
-        (start, stop), *others = shard.ranges
-        rows = _random(1, stop)[:, start:]
-        whole = _random(2, math.prod(shard.shape[1:])).reshape(-1, *shard.shape[1:])
-        columns = whole[(slice(None), *(slice(*each) for each in others))]
-    flat = np.ascontiguousarray(columns.reshape(NUM_PROJECTIONS, -1))
-    return torch.from_numpy(np.ascontiguousarray(rows)), torch.from_numpy(flat).to(dtype)
-
-
-@lru_cache(maxsize=4096)
-def _small_coefficients(shard: Shard) -> np.ndarray:
-    rows, columns = _coefficients(shard, torch.float64)
-    whole = (rows[:, :, None] * columns[:, None, :]).reshape(NUM_PROJECTIONS, -1).numpy()
-    if not _is_flat(shard.shape):
-        return whole
-    start, stop = shard.flat_range()
-    return np.ascontiguousarray(whole[:, start % COLUMNS :][:, : stop - start])
-
-
-def _random(stream: int, number: int) -> np.ndarray:
-    """Numbers of variance one with few digits, which every dtype that is used here has exactly."""
-    words = _random_words(stream, number * NUM_PROJECTIONS)
-    uniform = (words >> np.uint64(44)).astype(np.float64) * 2.0**-19 - 1.0 + 2.0**-20
-    scaled = np.round(uniform * math.sqrt(3) * 2.0**20) * 2.0**-20
-    return np.ascontiguousarray(scaled.reshape(number, NUM_PROJECTIONS).T)
-
-
-def _random_words(stream: int, number: int) -> np.ndarray:
-    """Pseudo-random words: the generator splitmix64, of Steele, Lea and Flood (2014)."""
-    step = np.uint64(0x9E3779B97F4A7C15)
-    with np.errstate(over="ignore"):
-        word = (np.arange(1, number + 1, dtype=np.uint64) + np.uint64(stream << 40)) * step
-        word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return word ^ (word >> np.uint64(31))
+    if num_bytes % _PERIOD or flat.storage_offset() * flat.element_size() % 8:
+        flat = pad(flat.view(torch.uint8), (0, -num_bytes % _PERIOD)).clone()
+    return flat.view(torch.int64).view(-1, NUM_WORDS).sum(0)

@@ -3,13 +3,14 @@
 import os
 import zlib
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from lockstep.proof.recording.digests import WIDTH, accelerator_digest, digest
+from lockstep.proof.recording.digests import WIDTH, Pending
 from lockstep.proof.recording.names import Names
 from lockstep.proof.recording.record_file import Entries, Entry, Group, Module, RecordWriter
 from lockstep.proof.recording.shards import local_part
@@ -51,37 +52,35 @@ class Observation:
         self._table = table
         self._is_full = is_full
         self._numbers: list[int] = []
-        self._rows: list[np.ndarray | torch.Tensor] = []
+        self._pending: list[Pending] = []
         self._tensors: list[torch.Tensor] = []
 
-    def add(self, kind: str, name: str, value: Any) -> None:
-        """Add what a rank has of a tensor, or a number."""
-        tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-        local, shard = local_part(tensor.detach())
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self._numbers.append(self._table.number_of(Entry(kind, name, dtype, shard)))
-        take = digest if local.is_cpu else accelerator_digest
-        self._rows.append(take(local, shard))
+    def add(self, kind: str, values: Iterable[tuple[str, Any]]) -> None:
+        """Add what a rank has of tensors, or numbers, with their names."""
+        parts = []
+        for name, value in values:
+            tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+            part = local_part(tensor)
+            self._numbers.append(
+                self._table.number_of(Entry(kind, name, _name_of(tensor.dtype), part[1]))
+            )
+            parts.append(part)
+        self._pending.append(Pending(parts))
         if self._is_full:
-            self._tensors.append(local.cpu().clone())
+            self._tensors += [local.detach().cpu().clone() for local, _ in parts]
 
     def encode(self) -> dict[str, Any]:
         """The fields of a frame."""
         numbers = np.array(self._numbers, "<u4").tobytes()
-        digests = _fetched(self._rows).astype("<f8").tobytes()
+        rows = [each.fetch() for each in self._pending] or [np.empty((0, WIDTH))]
+        digests = np.concatenate(rows).astype("<f8", copy=False).tobytes()
         tensors = tuple(map(_raw, self._tensors))
         return {"numbers": numbers, "digests": digests, "tensors": tensors}
 
 
-def _fetched(rows: list[np.ndarray | torch.Tensor]) -> np.ndarray:
-    result = np.empty((len(rows), WIDTH))
-    remote = [index for index, row in enumerate(rows) if isinstance(row, torch.Tensor)]
-    if remote:
-        result[remote] = torch.stack([torch.as_tensor(rows[index]) for index in remote]).cpu()
-    for index, row in enumerate(rows):
-        if isinstance(row, np.ndarray):
-            result[index] = row
-    return result
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _raw(tensor: torch.Tensor) -> bytes:

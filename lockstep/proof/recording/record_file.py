@@ -17,7 +17,7 @@ from lockstep.disk import writing
 from lockstep.errors import DataError
 from lockstep.proof.recording.shards import Shard
 
-MAGIC = b"lockstep record 1\n"
+MAGIC = b"lockstep record 2\n"  # with the version of digests
 _FRAME = struct.Struct("<II")  # length and CRC-32 of what follows
 
 GRADIENT, SLOT, PARAMETER, BUFFER = "gradient", "slot", "parameter", "buffer"

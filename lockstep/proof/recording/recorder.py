@@ -10,6 +10,7 @@ nor the optimizer alive.
 import os
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -222,7 +223,7 @@ class Recorder:
         model = self._model()
         if self._is_done or model is None:
             return
-        with _plain_arithmetic():
+        with _plain_arithmetic(model):
             if self._file is None:
                 self._file = self._open(model)
                 self._file.write_start(model, self._first_state)
@@ -235,7 +236,7 @@ class Recorder:
         model = self._model()
         if self._is_done or model is None or self._file is None:
             return
-        with _plain_arithmetic():
+        with _plain_arithmetic(model):
             self._file.finish(model, slots, *self._taken())
         if self._order is not None and self._order.has_seen:
             self._file.writer.write(self._order.remove())
@@ -294,15 +295,13 @@ class _RankRecord:
         """Write the parameters as they are before the first update."""
         seen = self._observe()
         self._canonical = Names(model)
-        for name, parameter in parameters_of(model, self._canonical):
-            seen.add(PARAMETER, name, parameter)
+        seen.add(PARAMETER, parameters_of(model, self._canonical))
         self._write(seen, Step(step=START, random_state=state))
 
     def begin(self, update: Update) -> None:
         """Take the gradients of an update."""
         seen = self._observe()
-        for name, gradient in update.gradients:
-            seen.add(GRADIENT, name, gradient)
+        seen.add(GRADIENT, update.gradients)
         self._begun = update, seen, random_state()
 
     def finish(
@@ -315,13 +314,10 @@ class _RankRecord:
         """Write the step, with what the update has made."""
         assert self._begun is not None
         update, seen, state = self._begun
-        for name, value in slots:
-            seen.add(SLOT, name, value)
-        for name, parameter in parameters_of(model, self._canonical):
-            if parameter.requires_grad:
-                seen.add(PARAMETER, name, parameter)
-        for name, buffer in buffers_of(model, self._canonical):
-            seen.add(BUFFER, name, buffer)
+        parameters = parameters_of(model, self._canonical)
+        seen.add(SLOT, slots)
+        seen.add(PARAMETER, ((name, each) for name, each in parameters if each.requires_grad))
+        seen.add(BUFFER, buffers_of(model, self._canonical))
         self._write_step(update, seen, state, losses, samples, is_complete=True)
 
     def close(self, losses: tuple[Loss, ...], samples: tuple[Samples, ...]) -> None:
@@ -367,6 +363,11 @@ class _RankRecord:
         self.writer.write(Step(**{**fields, **seen.encode()}))
 
 
-def _plain_arithmetic() -> Any:
+@contextmanager
+def _plain_arithmetic(model: nn.Module) -> Iterator[None]:
     """No autocast of what the recorder computes."""
-    return torch.autocast("cpu", enabled=False)
+    devices = {"cpu", *(each.device.type for each in model.parameters())}
+    with ExitStack() as stack:
+        for each in filter(torch.amp.is_autocast_available, devices):
+            stack.enter_context(torch.autocast(each, enabled=False))
+        yield

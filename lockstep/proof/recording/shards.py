@@ -6,10 +6,15 @@ part.
 """
 
 import math
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 import torch
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_FEWEST_COLUMNS, _MOST_COLUMNS = 64, 1 << 20
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True):
@@ -40,6 +45,12 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
         return start * row, stop * row
 
 
+def is_flat(shape: Sequence[int]) -> bool:
+    """Whether digests take a tensor as one long row: without a second dim, or an odd one."""
+    return len(shape) < 2 or not _FEWEST_COLUMNS <= math.prod(shape[1:]) <= _MOST_COLUMNS
+
+
+@lru_cache(maxsize=4096)
 def whole(shape: tuple[int, ...]) -> Shard:
     """All of a tensor."""
     return Shard(tuple(shape), tuple((0, size) for size in shape))
@@ -47,7 +58,7 @@ def whole(shape: tuple[int, ...]) -> Shard:
 
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Shard]:
     """The elements that this rank has, and which of the tensor's these are."""
-    if not is_distributed(tensor):
+    if type(tensor) in _PLAIN or not is_distributed(tensor):
         shape = (*tensor.shape, 2) if tensor.is_complex() else tensor.shape
         return tensor, whole(shape)
     return _part_of_dtensor(tensor)
@@ -78,4 +89,4 @@ def _is_simple(placement: Any, shape: tuple[int, ...]) -> bool:
 
     if type(placement) is not ShardPlacement:
         return bool(placement.is_replicate())
-    return placement.dim == 0 or math.prod(shape[1:]) <= 1 << 20
+    return placement.dim == 0 or not is_flat(shape)

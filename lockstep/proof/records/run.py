@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lockstep.errors import DataError
-from lockstep.proof.recording.digests import WIDTH, add, bits, distance, norm
+from lockstep.proof.recording.digests import WIDTH, add, are_same, distance, norm
 from lockstep.proof.recording.record_file import (
     START,
     Computation,
@@ -81,7 +81,7 @@ class Value:
         for own in self.parts.values():
             first = own[min(own)]
             for other in own.values():
-                if bits(other) != bits(first):
+                if not are_same(other, first):
                     worst = max(worst, distance(other, first), 1e-300)
         return worst
 
@@ -90,8 +90,9 @@ class Value:
         if self.parts.keys() != other.parts.keys() or self.dtype != other.dtype:
             return False
         return all(
-            len({int(bits(row)) for row in (*own.values(), *other.parts[part].values())}) == 1
+            are_same(own[min(own)], row)
             for part, own in self.parts.items()
+            for row in (*own.values(), *other.parts[part].values())
         )
 
 
