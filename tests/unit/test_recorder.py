@@ -428,6 +428,7 @@ def test_parts_of_a_batch_have_the_same_samples(tmp_path: Path) -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with lockstep.record(model, optimizer, tmp_path) as recorder:
+        step(model, optimizer, 0)
         with pytest.raises(OptionError, match=r"parts with \[2, 3\] samples"):
             recorder.batch(torch.zeros(2, 2), torch.zeros(3))
         with pytest.raises(OptionError, match="nothing"):

@@ -83,11 +83,12 @@ def buffers_of(
 
 def torch_optimizer(optimizer: Any) -> Any:
     """The optimizer of torch inside of Accelerate's, Lightning's or another wrapper."""
-    while hasattr(inner := _wrapped_by(optimizer), "step"):
+    while hasattr(inner := wrapped_by(optimizer), "step"):
         optimizer = inner
     return optimizer
 
 
-def _wrapped_by(optimizer: Any) -> Any:
+def wrapped_by(optimizer: Any) -> Any:
+    """What a wrapper around an optimizer steps; None if it is no wrapper."""
     own = getattr(optimizer, "__dict__", {})
     return own.get("optimizer", own.get("_optimizer"))

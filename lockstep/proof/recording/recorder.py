@@ -8,6 +8,7 @@ nor the optimizer alive.
 """
 
 import os
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -109,6 +110,9 @@ def record(
     return Recorder(model, optimizer, folder, steps, is_full=tensors == "full")
 
 
+_recording: set[Path] = set()  # folders of the blocks that have been entered and not left
+
+
 class Recorder:
     """A recording; see ``record``."""
 
@@ -129,6 +133,7 @@ class Recorder:
         self._losses: list[tuple[Any, Any]] = []
         self._samples: list[Samples] = []
         self._is_done = False
+        self._has_begun = False
 
     def __enter__(self) -> Self:
         if self._is_done or self._watch is not None:
@@ -137,8 +142,15 @@ class Recorder:
                 received="a second block",
                 fix="Call lockstep.record again, with another path.",
             )
+        if self._folder.resolve() in _recording:
+            raise OptionError(
+                "Two recordings at the same time need two folders.",
+                received=f"{self._folder}, which another block records into",
+                fix="Leave the other block first, or pass another path.",
+            )
         self._folder.mkdir(parents=True, exist_ok=True)
         self._watch = watch(self, self._optimizer)
+        _recording.add(self._folder.resolve())
         self._optimizer = None
         self._first_state = random_state()
         model = self._model()
@@ -156,6 +168,13 @@ class Recorder:
         if self._watch is not None:
             self._watch.remove()
             self._watch = None
+            _recording.discard(self._folder.resolve())
+        if kind is None and not self._has_begun:
+            warnings.warn(
+                f"Nothing was recorded into {self._folder}: no optimizer has stepped on the "
+                "model's parameters. Pass the model and the optimizer that the loop uses.",
+                stacklevel=2,
+            )
 
     @property
     def is_done(self) -> bool:
@@ -225,7 +244,7 @@ class Recorder:
             return
         with _plain_arithmetic(model):
             if self._file is None:
-                self._file = self._open(model)
+                self._file, self._has_begun = self._open(model), True
                 self._file.write_start(model, self._first_state)
             self._file.begin(update)
 
@@ -302,7 +321,7 @@ class _RankRecord:
         """Take the gradients of an update."""
         seen = self._observe()
         seen.add(GRADIENT, update.gradients)
-        self._begun = update, seen, random_state()
+        self._begun = update._replace(gradients=()), seen, random_state()
 
     def finish(
         self,
