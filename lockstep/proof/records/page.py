@@ -24,6 +24,7 @@ body { background: var(--paper); color: var(--ink); margin: 2rem auto; padding: 
 h1 { font-size: 1.25rem; overflow-wrap: anywhere; } h2 { font-size: 1rem; margin-top: 2rem; }
 .verdict { border-left: 4px solid var(--line); padding-left: 1rem; overflow-wrap: anywhere; }
 .differs { border-color: var(--bad); }
+.legend { display: flex; flex-wrap: wrap; gap: 0 1rem; font-size: 13px; margin: 0.5rem 0; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13px; }
 th, td { border: 1px solid var(--line); padding: 2px 8px; text-align: right; white-space: nowrap; }
@@ -32,8 +33,8 @@ td.wrong { outline: 2px solid var(--bad); outline-offset: -2px; }
 svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
 svg .axis { stroke: var(--line); }
 """
-_COLORS = ("#2f6fde", "#c2410c", "#15803d", "#9333ea", "#b45309", "#0e7490", "#be185d", "#64748b")
-_WIDTH, _HEIGHT, _MARGIN = 640, 220, 50
+_COLORS = ("#2f6fde", "#c2410c", "#15803d", "#9333ea", "#0e9bb0", "#ca8a04", "#be185d", "#64748b")
+_WIDTH, _HEIGHT, _MARGIN = 600, 220, 50
 
 
 def write_page(path: Path, pairing: Pairing, title: str, *verdict: str) -> None:
@@ -101,8 +102,8 @@ def _shade(one: Difference) -> int:
     if one.has_same_bits:
         return 0
     if not math.isfinite(one.units) or one.units <= 0:
-        return 0 if one.agrees else 70
-    return max(0, min(70, round(10 * math.log10(max(one.units, 1.0)))))
+        return 0 if one.agrees else 45
+    return max(0, min(45, round(7 * math.log10(max(one.units, 1.0)))))
 
 
 # --- curves ---------------------------------------------------------------------------------------
@@ -113,17 +114,18 @@ def _curves(pairing: Pairing) -> Iterator[str]:
     series = {kind: points for kind, points in series.items() if points}
     top = max((math.log10(y) for own in series.values() for _, y in own), default=1.0)
     last = max(pairing.num_steps - 1, 1)
-    yield f'<div class="scroll"><svg width="{_WIDTH + 130}" height="{_HEIGHT}" role="img">'
+    colors = dict(zip(series, _COLORS, strict=False))
+    yield '<p class="legend">'
+    for kind, color in colors.items():
+        yield f'<span><span style="color: {color}">&#9632;</span> {kind}</span>'
+    yield f'</p><div class="scroll"><svg width="{_WIDTH}" height="{_HEIGHT}" role="img">'
     yield from _axes(max(top, 1.0), last)
-    for index, (kind, points) in enumerate(series.items()):
-        color = _COLORS[index % len(_COLORS)]
+    for kind, points in series.items():
+        color = colors[kind]
         places = [_place(step, units, max(top, 1.0), last) for step, units in points]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         yield f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>'
         yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in places)
-        height = 20 + 18 * index
-        yield f'<rect x="{_WIDTH + 10}" y="{height - 9}" width="10" height="10" fill="{color}"/>'
-        yield f'<text x="{_WIDTH + 26}" y="{height}">{kind}</text>'
     yield "</svg></div>"
 
 
