@@ -36,13 +36,11 @@ _BLOCK = 1 << 18  # elements that are read once from memory for all parts of a d
 _PERIOD = 8 * NUM_WORDS  # bytes
 _SAME = 1e-4  # of the norm: projections of the same bits, on other processors
 
-Part = tuple[torch.Tensor, Shard]
-
 
 class Pending:
     """Digests of tensors, which no longer depend on them."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[tuple[torch.Tensor, Shard]]) -> None:
         self._count = len(parts)
         small: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor, Shard]]] = {}
         large: dict[torch.device, list[tuple[int, torch.Tensor, Shard]]] = {}
