@@ -28,6 +28,7 @@ from lockstep.parallel.exchange.exchange_layout import mail_specs, units_of
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.pipeline.stage_mail import MailSpec, StageMail
 from lockstep.parallel.pipeline.stage_passes import StagePasses
+from lockstep.parallel.sharding.norm_places import NormPlaces
 from lockstep.parallel.sharding.residency import Residency
 from lockstep.parallel.sharding.sharded_passes import ShardedPasses
 from lockstep.parallel.sharding.unit_memory import UnitMemory
@@ -136,6 +137,7 @@ def residency_of(
         parameters=group.names,
         memory=memory,
         gradients=gradients,
+        norms=NormPlaces(BatchNorms(work.model).num_codes),
         device=device,
         leads=exchange.rank == exchange.ranks_here.start,
         meet=exchange.barrier if work.plan.num_hosts == 1 and device.type == "cpu" else None,

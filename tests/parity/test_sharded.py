@@ -108,6 +108,24 @@ class Skips(Blocks):
         return output
 
 
+class SkipsBetweenNorms(Blocks):
+    """Ranks skip several blocks, and meet in a BatchNorm before and after them."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.norms[0](self.first(x))
+        for number in range(2):
+            mask = x[:, number : number + 1] > 1.2
+            for block in self.blocks[3 * number : 3 * number + 3] if mask.any() else ():
+                found = torch.where(mask, block(found).tanh(), found)
+            found = self.norms[number + 1](found)
+        output: Tensor = self.last(found)
+        return output
+
+
 class Repeats(Blocks):
     """One block several times."""
 
@@ -211,6 +229,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "tied": (Tied, {}),
     "frozen": (Frozen, {}),
     "skipped blocks": (Skips, {}),
+    "skipped blocks between BatchNorms": (SkipsBetweenNorms, SGD),
     "a block three times": (Repeats, {}),
     "BatchNorm": (Norms, SGD),  # biases before it have no gradient but rounding
     "convolutions": (Convolutions, {}),

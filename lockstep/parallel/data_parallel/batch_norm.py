@@ -72,6 +72,11 @@ class BatchNorms:
             for _, layer in self._layers
         )
 
+    @property
+    def num_codes(self) -> int:
+        """How many numbers ``number_of`` has."""
+        return len(self._layers) + 1
+
     def number_of(self, *marks: object) -> int:
         """The number of the layer that is, or owns, one of these; one more for any other."""
         numbers = (self._numbers.get(id(mark)) for mark in marks)
@@ -247,6 +252,7 @@ class LayerStatistics:
         return sent(sum_in_order(rows), row.device)
 
     def _checked(self, row: torch.Tensor, code: int) -> torch.Tensor:
+        # The code, which also tells ``ModelPasses`` where the pass is, comes first in the row.
         rows = self._gather(torch.cat([row.new_full((1,), code), row]))
         other = next((found for found in rows[:, 0].tolist() if found != code), None)
         if other is not None:

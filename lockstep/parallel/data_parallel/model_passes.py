@@ -312,13 +312,7 @@ class ModelPasses(Passes):
 
     @contextmanager
     def on_share(self, run: Run, share: int, part: float = 1.0) -> Iterator[Batch]:
-        """Within the block the caller computes a share, with BatchNorm over the whole batch.
-
-        Args:
-            run: the batch.
-            share: this rank's only share of it.
-            part: see ``GlobalStatistics``.
-        """
+        """Within the block the caller computes this rank's only share, as ``GlobalStatistics``."""
         self._seed_streams(run, share)
         batch = self._read(run, share)
         with self._global_statistics(run, share, is_last=True, part=part):
@@ -376,11 +370,16 @@ class ModelPasses(Passes):
             return nullcontext()
 
         def gather(row: torch.Tensor) -> torch.Tensor:
+            if is_last:
+                self._before_statistics(row)
             self._exchange.offer(share, row, last=is_last)
             self._interleaver.meet()
             return self._exchange.offered(share, len(row), run.num_filled)
 
         return GlobalStatistics(self._norms, gather, part).applied(is_compiled=self._plan.compiled)
+
+    def _before_statistics(self, row: torch.Tensor) -> None:
+        """This rank waits next for all others, at the BatchNorm of this row."""
 
     def _output(self, run: Run, share: int) -> tuple[Batch, Tree]:
         """A share's samples and outputs."""

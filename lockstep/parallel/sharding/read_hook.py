@@ -1,11 +1,13 @@
-"""A hook that runs before every operation that reads tensors."""
+"""Hooks that run before every operation that reads tensors, and before every module's forward."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Views that torch makes of storages without memory, too.
@@ -54,3 +56,13 @@ def _reads_or_views(func: Any) -> bool:
 def _is_view(func: Any) -> bool:
     infos = [one.alias_info for one in func._schema.returns]
     return any(info is not None and not info.is_write for info in infos)
+
+
+@contextmanager
+def entering(enter: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Within the block, ``enter`` is called with every module whose forward pass begins."""
+    hook = register_module_forward_pre_hook(lambda module, inputs: enter(module))
+    try:
+        yield
+    finally:
+        hook.remove()

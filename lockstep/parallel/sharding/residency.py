@@ -11,7 +11,8 @@ waits for a unit that another rank does not use.
 
 Before that order is known, and while the model is tried, ranks gather units by request: whenever a
 rank needs one, all tell each other which they need, and gather these. A rank that needs none any
-more goes on telling so until all are as far. After the first forward pass the order is settled: the
+more goes on telling so until all are as far: at the end of a pass, and at a BatchNorm, where all
+exchange statistics (``norm_places``). After the first forward pass the order is settled: the
 one in which rank 0's model has used the units. A unit that some rank's model uses again after
 others, or outside of its modules, stays: it is gathered before every step.
 
@@ -23,24 +24,24 @@ that is not there.
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lockstep.comm.collectives.sharded_reduce import ShardedReduce
 from lockstep.errors import ModelError
-from lockstep.parallel.sharding.read_hook import ReadHook
+from lockstep.parallel.sharding.norm_places import NormPlaces
+from lockstep.parallel.sharding.read_hook import ReadHook, entering
 from lockstep.parallel.sharding.unit_memory import UnitMemory
+from lockstep.parallel.sharding.units import completed_order
 from lockstep.units import first_few
 
 _log = logging.getLogger("lockstep")
 
 _FORWARD, _BACKWARD = 1, -1
 
-# Asked for by a rank that needs no unit.
-_NONE = -1
+# Asked for by a rank that needs no unit: in this pass, or before it has others' statistics.
+_NONE, _AT_NORM = -1, -2
 
 
 class Residency:
@@ -53,6 +54,7 @@ class Residency:
         parameters: names of the trainable parameters, in order.
         memory: of the units.
         gradients: of the trainable parameters; those of unit n are the bucket n + 1.
+        norms: places of the model's BatchNorm layers.
         device: of this rank.
         leads: this rank has the model of its host's script.
         meet: waits for all ranks, if these can write to the memory of the script's model; else
@@ -72,6 +74,7 @@ class Residency:
         parameters: Sequence[str],
         memory: UnitMemory,
         gradients: ShardedReduce,
+        norms: NormPlaces,
         device: torch.device,
         leads: bool,
         meet: Callable[[], None] | None,
@@ -87,9 +90,11 @@ class Residency:
         self.memory = memory
         self.gathered = frozenset(parameters[number] for number in memory.numbers)
         self._gradients = gradients
+        self._norms = norms
         self._order = list(range(len(names)))
         self._staying: set[int] = set()  # units that every rank has in all passes
-        self._is_ordered = False
+        self._is_ordered = False  # there is an order, but a later step may change it
+        self._is_settled = False  # none does
         self._last = len(names) - 1
         self._at = -1  # the place of the unit that is used, or was last
         self._direction = _FORWARD
@@ -178,7 +183,7 @@ class Residency:
     def forward(self) -> Iterator[None]:
         """Around a forward pass."""
         self._rounds[0] += 1
-        if self._is_tried or not self._is_ordered:
+        if self._is_tried or not self._is_settled:
             self._has_met = not self._is_tried
             with self.by_request():
                 yield
@@ -196,11 +201,26 @@ class Residency:
         """Around passes for which ranks gather the units that each of them needs."""
         self._free_others(())
         self._by_request, self._used = True, []
+        self._norms.begin()
         with self._watching():
             yield
         self._keep_longest()
         self._await_all()
         self._by_request = False
+
+    def before_statistics(self, norm: int, *, is_backward: bool) -> None:
+        """Take part in what other ranks gather before they wait for statistics of a BatchNorm."""
+        if self._by_request:
+            self._norms.note(norm, self._used)
+            present = [*self.memory.present]
+            self._is_moving = True
+            while max(self._gather_requested(_AT_NORM, present)) >= 0:
+                pass
+            self._is_moving = False
+        elif is_backward and self._direction == _BACKWARD:
+            self._move_to(min(self._norms.units_before(norm), self._last))
+        elif not is_backward and self._direction == _FORWARD:
+            self._move_to(self._norms.units_before(norm) - 1)
 
     def meet(self) -> None:
         """The trials of this rank's share are over: wait for the other ranks'."""
@@ -211,7 +231,7 @@ class Residency:
     @contextmanager
     def _watching(self) -> Iterator[None]:
         saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        with ReadHook(self._before_read, self._device), saved, _entering(self._enter):
+        with ReadHook(self._before_read, self._device), saved, entering(self._enter):
             yield
 
     @contextmanager
@@ -221,7 +241,7 @@ class Residency:
         self._start(_BACKWARD)
         with (
             ReadHook(self._before_read, self._device),
-            _entering(self._enter),
+            entering(self._enter),
         ):  # layers may be computed again
             yield
         self._move_to(0)
@@ -243,13 +263,15 @@ class Residency:
 
     def _settle_order(self) -> None:
         """Agree with all ranks on the order of the units, and on those that stay."""
-        if self._is_ordered:
+        if self._is_settled:
             return
         count = len(self._names)
         staying = [int(unit in self._staying) for unit in range(count)]
-        found = self._gradients.all_ranks([*_completed(self._seen, count), *staying])
+        norms = self._gradients.all_ranks(self._norms.row(count))
+        found = self._gradients.all_ranks([*completed_order(self._seen, count), *staying])
         self._staying = {unit for unit in range(count) if any(own[count + unit] for own in found)}
         self._order = [unit for unit in found[0][:count] if unit not in self._staying]
+        self._is_settled = self._norms.settle(norms, found[0][:count], self._staying)
         self._last = len(self._order) - 1
         self._is_ordered = True
         self._gather_staying()
@@ -274,22 +296,22 @@ class Residency:
         """Take part until no rank needs a unit."""
         self._is_moving = True
         self._free_others(())
-        while self._gather_requested(_NONE, ()):
+        while self._gather_requested(_NONE, ()) != {_NONE}:
             pass
         self._is_moving = False
 
-    def _gather_requested(self, wanted: int, kept: Collection[int]) -> bool:
-        """Gather what the ranks need now, and free what this one does not; False if all are done.
+    def _gather_requested(self, wanted: int, kept: Collection[int]) -> set[int]:
+        """Gather what the ranks need now, and free what this one does not; returns the requests.
 
         Args:
             wanted: what this rank needs.
             kept: what it keeps.
         """
-        requests = {unit for (unit,) in self._gradients.all_ranks([wanted])} - {_NONE}
-        for unit in sorted(requests):
+        requests = {unit for (unit,) in self._gradients.all_ranks([wanted])}
+        for unit in sorted(requests - {_NONE, _AT_NORM}):
             self.memory.gather_again(unit)
             self._free_others(kept)
-        return bool(requests)
+        return requests
 
     def _free_others(self, kept: Collection[int]) -> None:
         staying = self._staying if self._is_ordered else ()
@@ -299,7 +321,7 @@ class Residency:
 
     def _note_use(self, unit: int) -> None:
         """The model's forward pass enters a module of a unit, while the order is open."""
-        if not self._is_ordered and unit not in self._used[-1:] and not _is_in_backward():
+        if not self._is_settled and unit not in self._used[-1:] and not _is_in_backward():
             if unit in self._used:
                 self._stay(unit, "is used again after another unit")
             self._used.append(unit)
@@ -307,6 +329,7 @@ class Residency:
     def _keep_longest(self) -> None:
         if len(self._used) > len(self._seen):
             self._seen = self._used
+        self._norms.end(self._used)
         self._used = []
 
     # --- from unit to unit -----------------------------------------------------------------------
@@ -421,25 +444,6 @@ class Residency:
         return tensor
 
 
-@contextmanager
-def _entering(enter: Any) -> Iterator[None]:
-    """Within the block, ``enter`` is called with every module whose forward pass begins."""
-    hook = register_module_forward_pre_hook(lambda module, inputs: enter(module))
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
 def _is_in_backward() -> bool:
     """True in a backward pass: also in that of a trial, within a forward pass."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _completed(used: Sequence[int], count: int) -> list[int]:
-    """The order of all units: those that were not used come after the one before them."""
-    order = list(dict.fromkeys(used))
-    for unit in range(count):
-        if unit not in order:
-            order.insert(order.index(unit - 1) + 1 if unit else 0, unit)
-    return order

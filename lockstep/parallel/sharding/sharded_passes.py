@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from lockstep.data.map_style.sources import Batch
 from lockstep.parallel.batch_run import Run, Take
 from lockstep.parallel.data_parallel.model_passes import ModelPasses
@@ -61,6 +63,10 @@ class ShardedPasses(ModelPasses):
     def _try_on_halves(self, run: Run, batch: Batch) -> None:
         super()._try_on_halves(run, batch)
         self._residency.meet()
+
+    def _before_statistics(self, row: torch.Tensor) -> None:
+        norm, is_backward = divmod(int(row[0]), 2)
+        self._residency.before_statistics(norm, is_backward=bool(is_backward))
 
     def hand_in(self) -> None:
         self._residency.finish()

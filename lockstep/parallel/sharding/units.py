@@ -1,7 +1,7 @@
 """Units: groups of parameters that are gathered together, as a model has them."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -49,3 +49,12 @@ def separate_storages(model: nn.Module, units: Mapping[str, int | None]) -> None
         is_shared = len(users[parameter.untyped_storage()._cdata]) > 1
         if is_shared and units.get(name) is not None:
             parameter.data = parameter.data.clone()
+
+
+def completed_order(used: Sequence[int], count: int) -> list[int]:
+    """The order of all units: those that were not used come after the one before them."""
+    order = list(dict.fromkeys(used))
+    for unit in range(count):
+        if unit not in order:
+            order.insert(order.index(unit - 1) + 1 if unit else 0, unit)
+    return order
