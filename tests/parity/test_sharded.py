@@ -140,6 +140,21 @@ class Repeats(Blocks):
         return output
 
 
+class RepeatsNorms(nn.Module):
+    """All its units run again, and stay on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks, *self.blocks):
+            x = block(x).tanh()
+        return x[:, :5]
+
+
 class Norms(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(
@@ -231,6 +246,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "skipped blocks": (Skips, {}),
     "skipped blocks between BatchNorms": (SkipsBetweenNorms, SGD),
     "a block three times": (Repeats, {}),
+    "BatchNorms several times": (RepeatsNorms, SGD),
     "BatchNorm": (Norms, SGD),  # biases before it have no gradient but rounding
     "convolutions": (Convolutions, {}),
     "LSTM": (Recurrent, {}),

@@ -218,7 +218,8 @@ class Residency:
                 pass
             self._is_moving = False
         elif is_backward and self._direction == _BACKWARD:
-            self._move_to(min(self._norms.units_before(norm), self._last))
+            if (after := self._norms.units_before(norm)) <= self._last:
+                self._move_to(after)
         elif not is_backward and self._direction == _FORWARD:
             self._move_to(self._norms.units_before(norm) - 1)
 
