@@ -64,8 +64,7 @@ class ModelPasses(Passes):
         self._interleaver = Interleaver(
             partial(_keep_own, self._buffers), partial(_restore_own, self._buffers), self.device
         )
-        recompute = () if self._plan.sharding is None else self._plan.sharding.recompute
-        self._recomputation = Recomputation(self._model, recompute)
+        self._recomputation = Recomputation.of(self._model, self._plan.sharding)
         self._losses: dict[int, ShareLoss] = {}
         self._joint: dict[int, JointLoss] = {}  # they wait for the weights of all shares
         self._apart: dict[int, SharePart] = {}  # they wait for the outputs of all shares
@@ -122,6 +121,9 @@ class ModelPasses(Passes):
         return partial(self._go_forward if is_forward else self._go_backward, shares)
 
     def _go_forward(self, shares: list[int], now: TrainingStep) -> None:
+        if self._recomputation is None:
+            self._run_together(now.batch, shares, self._forward)
+            return
         with self._recomputation.applied():
             self._run_together(now.batch, shares, self._forward)
 
@@ -442,8 +444,7 @@ def _together(
         interleaved: consecutive passes of one kind run together.
         forward_first: no share goes backward before the losses of all shares are known.
     """
-    if not interleaved:
-        groups: list[tuple[Action, ...]] = [(action,) for action in program]
-    else:
+    groups: list[tuple[Action, ...]] = [(action,) for action in program]
+    if interleaved:
         groups = [tuple(group) for _, group in groupby(program, type)]
     return sorted(groups, key=lambda group: forward_first and not isinstance(group[0], Forward))

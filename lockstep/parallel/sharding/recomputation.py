@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.parallel.data_parallel.buffers import Buffers
+from lockstep.plan.sharding import Sharding
 
 
 class Recomputation:
@@ -29,6 +30,11 @@ class Recomputation:
         for name in names:
             module = model.get_submodule(name)
             self._modules.append((module, partial(_recomputed, Buffers(module), module.forward)))
+
+    @classmethod
+    def of(cls, model: nn.Module, sharding: Sharding | None) -> "Recomputation | None":
+        """As a Plan divides the model; None if nothing is recomputed."""
+        return cls(model, sharding.recompute) if sharding and sharding.recompute else None
 
     @contextmanager
     def applied(self) -> Iterator[None]:
