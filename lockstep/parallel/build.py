@@ -137,7 +137,7 @@ def residency_of(
         parameters=group.names,
         memory=memory,
         gradients=gradients,
-        norms=NormPlaces(BatchNorms(work.model).num_codes),
+        norms=NormPlaces(BatchNorms(work.model).num_numbers),
         device=device,
         leads=exchange.rank == exchange.ranks_here.start,
         meet=exchange.barrier if work.plan.num_hosts == 1 and device.type == "cpu" else None,

@@ -128,7 +128,7 @@ def _check_alone(problems: Problems, others: Mapping[str, object]) -> None:
     given = [name for name, value in others.items() if value not in (None, False)]
     if given:
         problems.add(
-            "Layers are divided inside on the cores of one host, without stages.",
+            "`tensor` divides layers on the cores of one host, without stages.",
             received=f"tensor with {', '.join(given)}",
             fix="Leave these out, or leave `tensor` out.",
         )
@@ -150,11 +150,13 @@ def _check_of_tensor(
     problems: Problems, num_shares: object, num_tensor_shards: object, whole: Sequence[str]
 ) -> None:
     """Note options that go with ``tensor`` only."""
-    if num_shares is not None or num_tensor_shards is not None or whole:
+    given = {"num_shares": num_shares, "num_tensor_shards": num_tensor_shards, "whole": whole}
+    names = [name for name, value in given.items() if value not in (None, ())]
+    if names:
         problems.add(
-            "`num_shares`, `num_tensor_shards` and `whole` go with `tensor`.",
-            received="one of them without `tensor`",
-            fix="Use tensor=1, for example.",
+            "`num_shares`, `num_tensor_shards` and `whole` need layers that are divided inside.",
+            received=f"{', '.join(names)} without `tensor`",
+            fix="Leave these out, or pass `tensor`.",
         )
 
 

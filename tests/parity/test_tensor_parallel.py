@@ -208,7 +208,7 @@ def test_named_modules_stay_whole() -> None:
         (partial(HYBRID, (2, 1), tensor=2), OptionError, "`data` must be a number"),
         (partial(HYBRID, 2, tensor=0), OptionError, "`degree` must be an integer"),
         (partial(HYBRID, 2, tensor=2, num_shares=1), OptionError, "Every replica needs a share"),
-        (partial(HYBRID, 2, num_tensor_shards=2), OptionError, "go with `tensor`"),
+        (partial(HYBRID, 2, num_tensor_shards=2), OptionError, "num_tensor_shards without"),
     ],
 )
 def test_arguments_are_checked(strategy: Any, kind: type[Exception], what: str) -> None:

@@ -73,8 +73,8 @@ class BatchNorms:
         )
 
     @property
-    def num_codes(self) -> int:
-        """How many numbers ``number_of`` has."""
+    def num_numbers(self) -> int:
+        """How many values ``number_of`` has: the layers, and one for functional batch norms."""
         return len(self._layers) + 1
 
     def number_of(self, *marks: object) -> int:

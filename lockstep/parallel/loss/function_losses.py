@@ -55,7 +55,7 @@ class FunctionAdapter(LossAdapter):
         if by_class is not None and isinstance(output, torch.Tensor):
             return self._by_class(by_class, output, batch)
         if self.uses_whole_batch or not (self.sees_all or self.is_alone or self.is_certain):
-            self._check_memory(output, batch)
+            self._check_repeatable(output, batch)
         if self.sees_all or self.is_alone or self.is_certain:
             return self._read(output, batch)
         try:
@@ -66,13 +66,13 @@ class FunctionAdapter(LossAdapter):
         is_known = share.is_guess or self._adds_up(output, batch)
         return share if is_known else replace(share, is_guess=True)
 
-    def _check_memory(self, output: Tree, batch: Batch) -> None:
+    def _check_repeatable(self, output: Tree, batch: Batch) -> None:
         """Check once for each size that the same share has the same loss after a call as before.
 
         Of a loss with attributes, which are put back.
 
         Raises:
-            LossError: it has another: the loss remembers samples, or counts its calls.
+            LossError: it has another: the loss depends on the calls before.
         """
         if batch.num_samples in self._called or not getattr(self.loss, "__dict__", None):
             return

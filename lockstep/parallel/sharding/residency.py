@@ -12,9 +12,10 @@ waits for a unit that another rank does not use.
 Before that order is known, and while the model is tried, ranks gather units by request: whenever a
 rank needs one, all tell each other which they need, and gather these. A rank that needs none any
 more goes on telling so until all are as far: at the end of a pass, and at a BatchNorm, where all
-exchange statistics (``norm_places``). After the first forward pass the order is settled: the
-one in which rank 0's model has used the units. A unit that some rank's model uses again after
-others, or outside of its modules, stays: it is gathered before every step.
+exchange statistics. After the first forward pass the order is settled: the one in which rank 0's
+model has used the units; with BatchNorm layers, once every unit was used (``norm_places``). A unit
+that some rank's model uses again after others, or outside of its modules, stays: it is gathered
+before every step.
 
 Hooks of modules and of saved tensors gather a unit in time. A hook before every operation finds
 those that read a unit elsewhere: out of the order that is an error, and no operation reads memory
@@ -93,8 +94,7 @@ class Residency:
         self._norms = norms
         self._order = list(range(len(names)))
         self._staying: set[int] = set()  # units that every rank has in all passes
-        self._is_ordered = False  # there is an order, but a later step may change it
-        self._is_settled = False  # none does
+        self._is_ordered = self._is_settled = False  # until it is settled, a step may change it
         self._last = len(names) - 1
         self._at = -1  # the place of the unit that is used, or was last
         self._direction = _FORWARD

@@ -161,7 +161,7 @@ class Copies:
         kept_bytes = sum(stream.kept_bytes for stream in self._streams)
         is_time = self._budget.is_due or kept_bytes > _MAX_KEPT_BYTES
         self._is_local_due = self.is_begun and is_time
-        return self._is_local_due or self.is_whole
+        return self._is_local_due or bool(self._due)
 
     def end_epoch(self, epoch: int) -> None:
         """At the end of an epoch, after callbacks: a copy may be due."""
