@@ -97,9 +97,8 @@ def make_job():
 """
 
 
-def test_runs_of_a_strategy_correct_the_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def leave_record(folder: Path, strategy: lockstep.Strategy) -> None:
+    """Train a net of the job's kind, and keep the run's record."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     inputs = torch.randn(64, 8)
@@ -107,10 +106,16 @@ def test_runs_of_a_strategy_correct_the_command(
         model,
         loss=nn.MSELoss(),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        strategy=lockstep.SingleDeviceStrategy(),
+        strategy=strategy,
     )
+    trainer.fit((inputs, inputs.sin()), batch_size=8, epochs=3, record=folder, verbose=0)
+
+
+def test_runs_of_a_strategy_correct_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, job = tmp_path / "run", tmp_path / "job.py"
-    trainer.fit((inputs, inputs.sin()), batch_size=8, epochs=3, record=run, verbose=0)
+    leave_record(run, lockstep.SingleDeviceStrategy())
     job.write_text(JOB)
     target = ["plan", f"{job}:make_job", "--devices", "1"]
     assert main([*target, "--save-graph", f"{tmp_path}/graph.json"]) == 0
@@ -123,16 +128,7 @@ def test_runs_of_a_strategy_correct_the_command(
 
 
 def test_automatic_runs_are_remembered(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
-    inputs = torch.randn(64, 8)
-    trainer = lockstep.Trainer(
-        model,
-        loss=nn.MSELoss(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        strategy=lockstep.AutoStrategy("memory", devices=1),
-    )
-    data = (inputs, inputs.sin())
-    trainer.fit(data, batch_size=8, epochs=3, record=tmp_path, verbose=0)
+    leave_record(tmp_path, lockstep.AutoStrategy("memory", devices=1))
     (run,) = known_runs(with_runs().hosts[0])
     assert run.family == "one device"
     assert min(*run.seconds, *run.num_bytes) > 0
