@@ -15,6 +15,7 @@ from lockstep.comm.p2p.shm_p2p import MailboxSpec
 from lockstep.comm.shared_memory.status_board import StatusBoard
 from lockstep.comm.transports.memfd_store import MeetingPoint
 from lockstep.comm.transports.process_group import ProcessGroups
+from lockstep.errors import WorkerError
 
 SECONDS = 20.0
 KEY, OTHER, BACK = (MailKey("value", 3, 0, 0), MailKey("value", 5, 0, 0), MailKey("value", 1, 1, 1))
@@ -155,3 +156,28 @@ def test_a_sender_is_no_further_ahead_than_there_are_slots() -> None:
             mail.give_back(KEY, message, 0)
 
     run([send, receive])
+
+
+def test_a_message_to_a_rank_that_is_gone_names_it() -> None:
+    """The backend says that the connection is closed, to whoever begins to send."""
+
+    class Closed:
+        def send(self, tensors: list[Tensor], place: int, tag: int) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+    def look_around(waited_seconds: float) -> None:
+        raise WorkerError("Rank 1 is gone.")
+
+    groups = ProcessGroups(
+        {},
+        rank=0,
+        backend="gloo",
+        meeting=MeetingPoint(address="127.0.0.1", num_ranks=2, timeout_seconds=SECONDS).meeting,
+        look_around=look_around,
+    )
+    groups._groups = {channel_name((0, 1)): Closed()}
+    spec = MailboxSpec(name="test", num_slots=1, num_readers=1, capacity_bytes=0)
+    announcements = SharedMail.__new__(SharedMail)  # the message is announced after it is begun
+    mail = GroupMail({(0, 1): spec}, announcements, groups, 0, torch.device("cpu"))
+    with pytest.raises(WorkerError, match="Rank 1 is gone"):
+        mail.put(KEY, 0, torch.ones(3), [1])

@@ -181,7 +181,8 @@ class _Outgoing(_Channel):
     def _begun(self, packed: _Packed) -> Any:
         if not packed.num_bytes:
             return None
-        return self.groups[channel_name(self.pair)].send([packed.buffer], 1, self.number)
+        with self.groups.naming_lost_rank():
+            return self.groups[channel_name(self.pair)].send([packed.buffer], 1, self.number)
 
 
 @dataclass
@@ -198,7 +199,9 @@ class _Incoming(_Channel):
         buffer = self.groups.buffer(form[0], self.groups.device)
         if form[0]:
             group = self.groups[channel_name(self.pair)]
-            self.groups.finish(group.recv([buffer], 0, self.number))
+            with self.groups.naming_lost_rank():
+                work = group.recv([buffer], 0, self.number)
+            self.groups.finish(work)
         self.announcements.give_back(key, self.number, 0)
         return address, _unpacked(form, buffer, self.device)
 
