@@ -133,7 +133,9 @@ class Exchange:
 
     def _open_rows(self, group: GroupSpec, offset: int) -> SharedGradientBuffer:
         assert self._region is not None
-        here = group.rows_of(self._domain) or group.rows_of(self.ranks_here)
+        # A rank of the group that computes no share has no row.
+        ranks = self._domain if self.rank in group.ranks else self.ranks_here
+        here = group.rows_of(ranks)
         return SharedGradientBuffer(group.gradients, self._region, offset, here, self._device)
 
     def rows_of(self, number: int) -> SharedGradientBuffer:

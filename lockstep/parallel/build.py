@@ -101,7 +101,7 @@ def open_passes(
     if work.plan.pipeline is None:
         options["group"] = endpoint.spec.groups[0]
         if work.plan.tensor is not None:
-            return TensorPasses(work, endpoint=endpoint, **options)
+            return TensorPasses(work, endpoint=endpoint, process=process, **options)
         if residency is not None:
             return ShardedPasses(work, residency=residency, **options)
         return ModelPasses(work, **options)

@@ -277,6 +277,10 @@ class Decision(Record, frozen=True, kw_only=True):
         """Consecutive ranks that divide layers inside, and compute the same shares."""
         return next((axis.size for axis in self.mesh if axis.name == "tensor"), 1)
 
+    def tensor_ranks(self, replica: int) -> range:
+        """The ranks that divide the layers of a replica."""
+        return range(replica * self.tensor_degree, (replica + 1) * self.tensor_degree)
+
     def rank_of(self, share: int) -> int:
         """The first rank without stages that computes a share."""
         return self.replica_of(share) * self.tensor_degree
@@ -375,11 +379,11 @@ def _check_sharding(plan: Decision, problems: Problems) -> None:
 def _check_tensor(plan: Decision, problems: Problems) -> None:
     if plan.tensor is None:
         return
-    if plan.compiled or plan.pipeline or plan.num_hosts > 1 or not plan.engine.shares_memory:
+    if plan.compiled or plan.pipeline or plan.num_hosts > 1:
         problems.add(
-            "Layers are divided among ranks that share memory, without stages or a compiler.",
-            received=f"compiled={plan.compiled}, {plan.num_hosts} hosts, over {plan.engine.name}",
-            fix="Train without `compile`, on the cores of one host.",
+            "Layers are divided among the ranks of one host, without stages or a compiler.",
+            received=f"compiled={plan.compiled}, {plan.num_hosts} hosts",
+            fix="Train without `compile`, on one host.",
         )
     if plan.tensor.num_shards < plan.tensor_degree:
         problems.add(

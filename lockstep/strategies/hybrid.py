@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from lockstep.errors import OptionError, Problems
 from lockstep.options import is_count
+from lockstep.plan.engines import check_leave
 from lockstep.plan.program.compression import Compression, check_carrier, find_compression
 from lockstep.strategies.pipeline import StagedStrategy, check_counts
-from lockstep.strategies.tensor_parallel import TensorParallelStrategy
+from lockstep.strategies.tensor_parallel import TensorParallelStrategy, check_number
 from lockstep.tracebacks import public_methods
 
 
@@ -37,7 +38,7 @@ class HybridStrategy(StagedStrategy):
         whole: with ``tensor``: as in ``TensorParallelStrategy``.
         compression: as in ``MultiWorkerMirroredStrategy``, of gradients between the replicas of a
             stage on several hosts; messages between stages are not compressed.
-        devices: as in ``PipelineStrategy``.
+        devices: as in ``PipelineStrategy``; with ``tensor``, those of a replica come together.
         engine: as in ``PipelineStrategy``.
         timeout_seconds: longest wait for a device; a longer one is an error.
 
@@ -73,8 +74,6 @@ class HybridStrategy(StagedStrategy):
                 "recompute": recompute,
                 "memory_bytes": memory_bytes,
                 "compression": compression,
-                "devices": devices,
-                "engine": engine,
             }
             _check_alone(problems, others)
             check_counts(problems, num_shares=num_shares)
@@ -84,9 +83,11 @@ class HybridStrategy(StagedStrategy):
                 tensor,
                 num_tensor_shards=num_tensor_shards,
                 whole=whole,
+                devices=None if devices is None else devices[: len(devices) // replicas],
+                engine=engine,
                 timeout_seconds=timeout_seconds,
             )
-            self._divide_layers(own, replicas, num_shares)
+            self._divide_layers(own, replicas, num_shares, devices)
             return
         _check_of_tensor(problems, num_shares, num_tensor_shards, whole)
         self._compression = find_compression(problems, compression)
@@ -108,7 +109,11 @@ class HybridStrategy(StagedStrategy):
         )
 
     def _divide_layers(
-        self, own: TensorParallelStrategy, data: int, num_shares: int | None
+        self,
+        own: TensorParallelStrategy,
+        data: int,
+        num_shares: int | None,
+        devices: Sequence[str] | None,
     ) -> None:
         """Replicas of processes that divide layers inside."""
         if num_shares is not None and num_shares < data:
@@ -117,8 +122,12 @@ class HybridStrategy(StagedStrategy):
                 received=f"num_shares={num_shares} with {data} replicas",
                 fix=f"Use num_shares >= {data}, or fewer replicas.",
             )
+        if devices is not None:
+            check_leave(devices, own.engine)
+            check_number(devices, own.degree * data)
+            own.devices = tuple(devices)
         self.reach = "one host"
-        self.engine = None
+        self.engine = own.engine
         self.timeout_seconds = own.timeout_seconds
         self._maker = replace(own.tensor_maker(), replicas=data, num_shares=num_shares)
 
@@ -128,7 +137,7 @@ def _check_alone(problems: Problems, others: Mapping[str, object]) -> None:
     given = [name for name, value in others.items() if value not in (None, False)]
     if given:
         problems.add(
-            "`tensor` divides layers on the cores of one host, without stages.",
+            "`tensor` divides layers within a host, without stages.",
             received=f"tensor with {', '.join(given)}",
             fix="Leave these out, or leave `tensor` out.",
         )

@@ -1,11 +1,12 @@
-"""Tensor parallelism on one host."""
+"""Tensor parallelism within a host."""
 
 from collections.abc import Sequence
 
 from lockstep.cluster.devices import discover
 from lockstep.errors import OptionError, Problems
 from lockstep.options import check_count, check_timeout
-from lockstep.plan.devices import device_names
+from lockstep.plan.devices import check_devices, device_names
+from lockstep.plan.engines import backend_for, check_engine, check_leave, over
 from lockstep.plan.makers.data_parallel import Maker
 from lockstep.plan.makers.tensor import TensorParallel
 from lockstep.strategies.base import Strategy
@@ -17,18 +18,21 @@ class TensorParallelStrategy(Strategy):
     """Layers are divided inside: each process computes its part of every product.
 
     All processes run the model on the same batch. The model stays as it is, and so do its
-    Parameters, of which the processes share one copy. How the layers are divided follows from how
-    the model uses them, and ``print(trainer.plan)`` shows it.
+    Parameters, of which processes on cores share one copy. How the layers are divided follows from
+    how the model uses them, and ``print(trainer.plan)`` shows it.
 
     Args:
-        degree: how many processes, each on a core; None is one per usable core, at most 8.
+        degree: how many processes; None is one per accelerator, or else per usable core, at most 8.
         num_tensor_shards: parts into which each layer is divided; None is one per process. Runs
             with the same number give the same bits with any degree.
         whole: names of modules whose layers are not divided.
+        devices: names of the processes' devices, such as ``["cuda:0", "cuda:1"]``; None is
+            accelerators if there are any, else cores.
+        engine: moves tensors between processes, see ``MirroredStrategy``.
         timeout_seconds: longest wait for a process; a longer one is an error.
 
     Raises:
-        DeviceError: a degree above what this host can hold.
+        DeviceError: a degree above what this host can hold, or devices that it has not.
         OptionError: another invalid argument.
     """
 
@@ -38,6 +42,8 @@ class TensorParallelStrategy(Strategy):
         *,
         num_tensor_shards: int | None = None,
         whole: Sequence[str] = (),
+        devices: Sequence[str] | None = None,
+        engine: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         problems = Problems()
@@ -49,9 +55,18 @@ class TensorParallelStrategy(Strategy):
                 received=f"whole={whole!r}",
                 fix='Use whole=["blocks.0.mlp"], for example.',
             )
+        check_engine(problems, engine)
         check_timeout(problems, timeout_seconds)
         problems.raise_if_any(OptionError)
-        self.degree = len(device_names(degree, discover().cores.hosts[0]))
+        check_devices(devices)
+        if devices is not None:
+            check_leave(devices, engine)
+            check_number(devices, degree)
+        names = device_names(devices or degree, discover().hosts[0])
+        backend_for(engine, names)
+        self.degree = len(names)
+        self.devices = None if devices is None else tuple(devices)
+        self.engine = engine
         self.num_tensor_shards = num_tensor_shards
         self.whole = tuple(whole)
         self.timeout_seconds = timeout_seconds
@@ -63,12 +78,13 @@ class TensorParallelStrategy(Strategy):
             )
 
     def maker(self, precision: str = "fp32") -> Maker:
-        return self.tensor_maker(precision)
+        return over(self.engine, self.tensor_maker(precision))
 
     def tensor_maker(self, precision: str = "fp32") -> TensorParallel:
         """The maker, to be combined with others."""
         return TensorParallel(
             degree=self.degree,
+            devices=self.devices,
             num_shards=self.num_tensor_shards,
             whole=self.whole,
             precision=precision,
@@ -77,3 +93,17 @@ class TensorParallelStrategy(Strategy):
     @property
     def num_replicas_in_sync(self) -> int:
         return 1
+
+
+def check_number(devices: Sequence[str], num_ranks: int | None) -> None:
+    """Check that there is a device for each rank; None is as many as there are.
+
+    Raises:
+        OptionError: there is not.
+    """
+    if num_ranks not in (None, len(devices)):
+        raise OptionError(
+            "Each process needs a device.",
+            received=f"{len(devices)} devices for {num_ranks} processes",
+            fix=f"Name {num_ranks}, or leave `devices` out.",
+        )

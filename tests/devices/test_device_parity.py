@@ -32,6 +32,10 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "sharded-3-on-one": lambda: lockstep.FullyShardedStrategy(
         ranks_on_devices(1) * 3, engine="gloo"
     ),
+    "tensor-2": lambda: lockstep.TensorParallelStrategy(devices=ranks_on_devices(2), engine="gloo"),
+    "data-2-tensor-2": lambda: lockstep.HybridStrategy(
+        2, tensor=2, devices=ranks_on_devices(4), engine="gloo"
+    ),
     "pipeline-2": lambda: lockstep.PipelineStrategy(
         2, microbatches=2, devices=ranks_on_devices(2), engine="gloo"
     ),

@@ -37,6 +37,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "pipeline": lambda: lockstep.PipelineStrategy(2, cuts=["2"], microbatches=2),
     "hybrid": lambda: lockstep.HybridStrategy(data=2, pipe=2, cuts=["2"], microbatches=2),
     "tensor": lambda: lockstep.HybridStrategy(2, tensor=2),
+    "tensor gloo": lambda: lockstep.TensorParallelStrategy(2, engine="gloo"),
     "local": lambda: lockstep.LocalSGDStrategy(3, devices=2, outer=lockstep.Nesterov()),
     "local-pipelines": lambda: lockstep.LocalSGDStrategy(
         3, 4, stages=2, cuts=["2"], microbatches=2

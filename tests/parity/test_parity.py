@@ -29,6 +29,7 @@ STRATEGIES = {
     "sharded-2-recomputed": lockstep.FullyShardedStrategy(2, recompute=True),
     "tensor-2": lockstep.TensorParallelStrategy(2),
     "data-2-tensor-2": lockstep.HybridStrategy(2, tensor=2),
+    "tensor-3-gloo": lockstep.TensorParallelStrategy(3, engine="gloo"),
 }
 
 

@@ -112,8 +112,8 @@ def test_images_in_channels_last_whose_shards_have_one_and_two_channels() -> Non
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 def test_the_same_shards_give_the_same_bits(precision: str) -> None:
     found = [
-        fit(trainer(TENSOR(degree, num_tensor_shards=4), precision=precision))
-        for degree in (1, 2, 4)
+        fit(trainer(TENSOR(degree, num_tensor_shards=4, engine=engine), precision=precision))
+        for degree, engine in [(1, None), (2, None), (4, None), (2, "gloo"), (3, "gloo")]
     ]
     for other in found[1:]:
         assert all(torch.equal(value, other[name]) for name, value in found[0].items())
@@ -128,8 +128,9 @@ class WithoutBatchNorm(Residual):
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=["plain", "accumulate"])
 def test_the_same_shares_and_shards_give_the_same_bits(options: dict[str, Any]) -> None:
     found = []
-    for data, tensor in [(1, 1), (2, 1), (1, 2), (3, 2)]:
-        strategy = HYBRID(data, tensor=tensor, num_shares=3, num_tensor_shards=2)
+    runs = [(1, 1, None), (2, 1, None), (1, 2, None), (3, 2, None), (2, 2, "gloo")]
+    for data, tensor, engine in runs:
+        strategy = HYBRID(data, tensor=tensor, num_shares=3, num_tensor_shards=2, engine=engine)
         torch.manual_seed(0)
         one = trainer(strategy, WithoutBatchNorm(), precision="fp32", **options)
         one.fit((INPUTS[:26], TARGETS[:26]), batch_size=25, verbose=0)  # then a lone sample
@@ -209,6 +210,10 @@ def test_named_modules_stay_whole() -> None:
         (partial(HYBRID, 2, tensor=0), OptionError, "`degree` must be an integer"),
         (partial(HYBRID, 2, tensor=2, num_shares=1), OptionError, "Every replica needs a share"),
         (partial(HYBRID, 2, num_tensor_shards=2), OptionError, "num_tensor_shards without"),
+        (partial(TENSOR, 2, devices=["cpu"]), OptionError, "1 devices for 2 processes"),
+        (partial(HYBRID, 2, tensor=2, devices=["cpu"] * 2), OptionError, "for 2 processes"),
+        (partial(TENSOR, 2, engine="mpi"), OptionError, "`engine` must be"),
+        (partial(TENSOR, 2, engine="nccl"), OptionError, "does not move tensors"),
     ],
 )
 def test_arguments_are_checked(strategy: Any, kind: type[Exception], what: str) -> None:

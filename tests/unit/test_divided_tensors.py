@@ -393,11 +393,18 @@ def gradients(model: nn.Module, divided: DividedParameters | None = None) -> dic
         gradient = parameter.grad
         if divided is not None and divided.is_divided(name):
             divided.keep(name, gradient)
-            place = torch.full_like(parameter, float("nan"))
-            gradient = place if divided.put_gradient(name, place) else None
+            gradient = assembled(divided, name, torch.full_like(parameter, float("nan")))
         if gradient is not None:
             found[name] = gradient
     return found
+
+
+def assembled(divided: DividedParameters, name: str, place: Tensor) -> Tensor | None:
+    taken = divided.take_gradient(name)
+    for shard, parts in (taken or {}).items():
+        for block, part in zip(divided.blocks(name, place, shard), parts, strict=True):
+            block.copy_(part)
+    return None if taken is None else place
 
 
 def divide(model: nn.Module, x: Tensor, num_shards: int) -> TensorSplits:

@@ -89,9 +89,10 @@ class SharedGradientBuffer(GroupGradients):
             for extent in spec.extents
         ]
         self._cuts: dict[tuple[int, Piece], torch.Tensor] = {}
+        with_memory = self._here or range(1)  # whole sums lie in the first
         self._rows = [
             self._memory.row(share)
-            if device is None or share not in self._here
+            if device is None or share not in with_memory
             else row_on_device(spec, device)
             for share in range(spec.num_shares)
         ]

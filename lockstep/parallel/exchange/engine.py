@@ -155,11 +155,16 @@ class Endpoint:
         plan = self.plan
         if not isinstance(plan.engine, ProcessGroup) or self.meeting is None:
             return None
-        members = {
+        members: dict[str, Sequence[int]] = {
             _group_name(number): group.ranks
             for number, group in enumerate(self.spec.groups)
             if len(group.ranks) > 1 and group.gradients.tensors
         }
+        if plan.tensor_degree > 1:
+            members |= {
+                _shards_name(replica): plan.tensor_ranks(replica)
+                for replica in range(plan.num_replicas)
+            }
         names = {} if self.neighbours is None else self.neighbours.names
         here = plan.ranks_of_host(plan.host_of(self.rank))
         return ProcessGroups(
@@ -172,6 +177,13 @@ class Endpoint:
             remote_hosts={other: name for other, name in names.items() if other not in here},
             crossing=None if self.neighbours is None else self.neighbours.crossing,
         )
+
+    def tensor_transport(self, replica: int, groups: ProcessGroups | None) -> Transport | None:
+        """Between the ranks that divide the layers of a replica; None if they share memory."""
+        if groups is None:
+            return None
+        ranks = self.plan.tensor_ranks(replica)
+        return ProcessGroupTransport(ranks, _shards_name(replica), groups)
 
     def mail_channels(
         self, look_around: Callable[[float], None] | None = None
@@ -204,6 +216,10 @@ class Endpoint:
             return {}
         channels = TensorChannels(one.channels, one.names, self.look_around, one.timeout_seconds)
         return dict.fromkeys(held, channels)
+
+
+def _shards_name(replica: int) -> str:
+    return f"shards {replica}"
 
 
 def _group_name(number: int) -> str:

@@ -132,7 +132,7 @@ def _work_bytes(work: Workload, trained: Sequence[TensorSpec]) -> tuple[int, ...
     for other hosts, the times at which rows of sparse parameters changed.
     """
     plan, updater = work.plan, work.updater
-    if plan.tensor_degree > 1:
+    if plan.tensor_degree > 1 and plan.engine.shares_memory:
         return (2 * SLOT_BYTES,) * plan.num_replicas
     if not (plan.is_stale and isinstance(plan.update, ServedUpdate) and updater is not None):
         return ()
@@ -235,7 +235,8 @@ def _num_buckets(
     if plan.engine.shares_memory or len(group.ranks) == 1:
         return 0
     extents = [tensor.extent for tensor in tensors]
-    return num_buckets(extents, are_early=is_early and plan.pipeline is None)
+    is_early = is_early and plan.pipeline is None and plan.tensor is None
+    return num_buckets(extents, are_early=is_early)
 
 
 def _has_rows(spec: TensorSpec) -> bool:

@@ -117,17 +117,23 @@ class DividedParameters(Owner):
             self._of_whole_uses[name] = gradient if before is None else before + gradient
 
     @torch.no_grad()
-    def put_gradient(self, name: str, place: torch.Tensor) -> bool:
-        """Put this rank's parts of a divided parameter's gradient in place; False if it has none.
+    def take_gradient(self, name: str) -> dict[int, list[torch.Tensor]] | None:
+        """This rank's parts of a divided parameter's gradient, by shard; None if it has none.
 
-        The gradients are gone then.
+        The gradients are gone then. A part has a tensor for each block.
         """
         whole, parts = self._of_whole_uses.pop(name, None), self._parts[name]
         if whole is None and not any(part.has_gradient for part in parts):
-            return False
-        for shard, part in zip(self.exchange.own, parts, strict=True):
-            part.put_gradient(place, whole, self._splits[name], shard)
-        return True
+            return None
+        return {
+            shard: part.take_gradient(None if whole is None else self.blocks(name, whole, shard))
+            for shard, part in zip(self.exchange.own, parts, strict=True)
+        }
+
+    def blocks(self, name: str, whole: torch.Tensor, shard: int) -> list[torch.Tensor]:
+        """Views of a shard's blocks of what is divided like a parameter."""
+        split = self._splits[name]
+        return [whole.narrow(split.dim, start, end - start) for start, end in split.cuts[shard]]
 
     @contextmanager
     def gradients_aside(self) -> Iterator[None]:
@@ -171,20 +177,16 @@ class _Shard:
         """Whether it was used."""
         return any(leaf.grad is not None for leaf in self.leaves)
 
-    def put_gradient(
-        self, place: torch.Tensor, whole: torch.Tensor | None, split: Split, shard: int
-    ) -> None:
-        """Put its gradient in its place, with its part of the gradient of other uses."""
-        for leaf, (start, stop) in zip(self.leaves, split.cuts[shard], strict=True):
-            own = place.narrow(split.dim, start, stop - start)
-            rest = None if whole is None else whole.narrow(split.dim, start, stop - start)
-            if leaf.grad is None:
-                own.zero_() if rest is None else own.copy_(rest)
-            elif rest is None:
-                own.copy_(leaf.grad)
-            else:
-                torch.add(leaf.grad, rest, out=own)
+    def take_gradient(self, rest: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        """The gradient of each leaf, with its part of the gradient of other uses."""
+        found = []
+        for number, leaf in enumerate(self.leaves):
+            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            if rest is not None:
+                gradient = rest[number] if leaf.grad is None else gradient + rest[number]
+            found.append(gradient)
         self.clear()
+        return found
 
     def clear(self) -> None:
         """Drop its gradient."""

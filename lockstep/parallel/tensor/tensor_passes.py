@@ -1,15 +1,17 @@
 """Passes of a rank that has its shards of divided layers.
 
 Consecutive ranks, those of a replica, run the same shares. The first gives the loss, the outputs,
-and the gradients of parameters that are whole; each puts its parts of the gradients of divided ones
-in their places.
+and the gradients of parameters that are whole. Each puts its parts of the gradients of divided ones
+in their places, or, where ranks share no memory, sends them to the first.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from lockstep.comm.transports.process_group import ProcessGroups
 from lockstep.data.map_style.sources import Batch
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.batch_run import Run
@@ -18,8 +20,14 @@ from lockstep.parallel.exchange.engine import Endpoint
 from lockstep.parallel.loss.share_losses import LossAdapter
 from lockstep.parallel.tensor.divided_tensor import DividedTensor
 from lockstep.parallel.tensor.parameters import DividedParameters
-from lockstep.parallel.tensor.shard_exchange import SLOT_BYTES, ShardExchange
+from lockstep.parallel.tensor.shard_exchange import (
+    SLOT_BYTES,
+    SentShards,
+    ShardExchange,
+    SlotExchange,
+)
 from lockstep.parallel.workload import Workload
+from lockstep.plan.splits import TensorSplits
 
 _GROUP = 0
 
@@ -30,21 +38,24 @@ class TensorPasses(ModelPasses):
     Args:
         work: common to all ranks.
         endpoint: of this rank.
+        process: its process groups, if the Plan has any.
         options: see ``ModelPasses``.
     """
 
-    def __init__(self, work: Workload, *, endpoint: Endpoint, **options: Any) -> None:
+    def __init__(
+        self,
+        work: Workload,
+        *,
+        endpoint: Endpoint,
+        process: ProcessGroups | None,
+        **options: Any,
+    ) -> None:
         super().__init__(work, **options)
         tensor = work.plan.tensor
         assert tensor is not None
-        replica, place = divmod(self._rank, work.plan.tensor_degree)
+        place = self._rank % work.plan.tensor_degree
         self.leads = place == 0
-        own = tensor.shards_of(place, work.plan.tensor_degree)
-        first = self._rank - place
-        ranks = range(first, first + work.plan.tensor_degree)
-        exchange = ShardExchange(
-            tensor.num_shards, own, _slots(endpoint, replica), partial(self._meet, ranks)
-        )
+        exchange = self._shard_exchange(tensor, endpoint, process)
         parameters = dict(work.model.named_parameters())
         splits = {one.name: one.split for one in tensor.parameters}
         self._layers = DividedParameters(parameters, splits, exchange)
@@ -53,9 +64,21 @@ class TensorPasses(ModelPasses):
             number: name for number, name in enumerate(names) if self._layers.is_divided(name)
         }
 
-    def _meet(self, ranks: range) -> None:
+    def _shard_exchange(
+        self, tensor: TensorSplits, endpoint: Endpoint, process: ProcessGroups | None
+    ) -> ShardExchange:
+        degree = self._plan.tensor_degree
+        replica, place = divmod(self._rank, degree)
+        ranks = self._plan.tensor_ranks(replica)
+        shards = [tensor.shards_of(one, degree) for one in range(degree)]
+        if degree == 1:
+            return ShardExchange(tensor.num_shards, shards[0])
+        transport = endpoint.tensor_transport(replica, process)
+        if transport is not None:
+            return SentShards(tensor.num_shards, place, shards, ranks, transport)
         assert self._exchange.board is not None
-        self._exchange.board.meet_ranks(ranks)
+        meet = partial(self._exchange.board.meet_ranks, ranks)
+        return SlotExchange(tensor.num_shards, shards[place], _slots(endpoint, replica), meet)
 
     @property
     def _forms_gradients(self) -> bool:
@@ -108,20 +131,54 @@ class TensorPasses(ModelPasses):
 
     def _put_parts(self, row: int) -> None:
         """Put this rank's parts of the gradients of a row's shares in their places."""
+        taken = {number: self._layers.take_gradient(name) for number, name in self._parts.items()}
+        found = {number: one for number, one in taken.items() if one is not None}
+        if self.leads or not self._layers.exchange.shards_elsewhere:
+            self._place_parts(row, found)
+        else:
+            self._layers.exchange.bring_to_first(_by_shard(found.values()))
+
+    def _place_parts(self, row: int, found: Mapping[int, dict[int, list[torch.Tensor]]]) -> None:
+        """Put parts in place, and those of other ranks that come here."""
         places = self._exchange.gradients[_GROUP].places(row)
         formed: list[torch.Tensor | None] = [None] * len(self._trainable)
-        for number, name in self._parts.items():
+        blocks: list[tuple[torch.Tensor, torch.Tensor]] = []
+        coming: dict[int, list[torch.Tensor]] = {}
+        for number, own in found.items():
             place = self._trainable[number].detach().clone() if places is None else places[number]
-            if self._layers.put_gradient(name, place):
-                formed[number] = place
+            formed[number] = place
+            of_shard = partial(self._layers.blocks, self._parts[number], place)
+            for shard, parts in own.items():
+                blocks += zip(of_shard(shard), parts, strict=True)
+            for shard in self._layers.exchange.shards_elsewhere:
+                parts = [_blank(block) for block in of_shard(shard)]
+                coming.setdefault(shard, []).extend(parts)
+                blocks += zip(of_shard(shard), parts, strict=True)
+        self._layers.exchange.bring_to_first(coming)
+        for place, block in blocks:
+            place.copy_(block)
         if self.leads and any(one is not None for one in formed):
             self._exchange.write(_GROUP, row, formed)
 
 
-def _slots(endpoint: Endpoint, replica: int) -> torch.Tensor | None:
+def _by_shard(
+    found: Iterable[Mapping[int, Sequence[torch.Tensor]]],
+) -> dict[int, list[torch.Tensor]]:
+    """Parts of gradients, dense, of all parameters."""
+    by_shard: dict[int, list[torch.Tensor]] = {}
+    for own in found:
+        for shard, blocks in own.items():
+            by_shard.setdefault(shard, []).extend(block.contiguous() for block in blocks)
+    return by_shard
+
+
+def _blank(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.new_empty(tensor.shape)
+
+
+def _slots(endpoint: Endpoint, replica: int) -> torch.Tensor:
     """The memory in which the shards of a replica meet."""
-    if endpoint.region is None or endpoint.spec.ranks_per_share == 1:
-        return None
+    assert endpoint.region is not None
     offset = endpoint.spec.mail_offsets[replica]
     shape = (2, SLOT_BYTES)
     slots: torch.Tensor = endpoint.region.tensor(offset, torch.uint8, shape, (SLOT_BYTES, 1))

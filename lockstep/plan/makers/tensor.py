@@ -26,7 +26,8 @@ class TensorParallel(Maker):
     """The ranks of one host divide layers.
 
     Attributes:
-        degree: how many of a replica; None is one per core.
+        degree: how many of a replica; None is one per device.
+        devices: of the ranks, by name; None is accelerators if there are any, else cores.
         replicas: how many there are.
         num_shares: parts of each global batch; None is one per replica.
         num_shards: of each divided dim; None is the degree.
@@ -36,6 +37,7 @@ class TensorParallel(Maker):
     """
 
     degree: int | None = None
+    devices: tuple[str, ...] | None = None
     replicas: int = 1
     num_shares: int | None = None
     num_shards: int | None = None
@@ -63,7 +65,7 @@ class TensorParallel(Maker):
 
     def _devices(self, cluster: Cluster) -> tuple[str, ...]:
         count = None if self.degree is None else self.degree * self.replicas
-        return device_names(count, cluster.cores.hosts[0])
+        return device_names(self.devices or count, cluster.hosts[0])
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
         """Make the Plan.
