@@ -71,6 +71,26 @@ class OptimizerCosts(msgspec.Struct, frozen=True, kw_only=True):
     seconds_per_element: float = 2e-9
 
 
+class Division(msgspec.Struct, frozen=True, kw_only=True):
+    """How the ranks of tensor parallelism can divide a parameter; see ``plan.splits``.
+
+    Attributes:
+        name: of the parameter.
+        dim: that is cut.
+        sizes: of the blocks that it consists of.
+        unit: elements that stay together.
+        by: ``"columns"``, the outputs of its layer, or ``"rows"``, its inputs.
+        gathered_for: the operation that gets the layer's outputs whole; "" if none does.
+    """
+
+    name: str
+    dim: int
+    sizes: tuple[int, ...]
+    unit: int
+    by: str
+    gathered_for: str = ""
+
+
 class Flow(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor, or a few, that one layer makes and later ones use.
 
@@ -125,6 +145,7 @@ class LayerGraph(msgspec.Struct, JsonFile, frozen=True, kw_only=True):
             ``first`` has made, or a buffer that both use is changed: no cut may come between.
         samples: of the microbatch that costs and flows are for; 0 if they were not measured.
         optimizer: the costs of the optimizer that trains it.
+        divisions: of parameters by tensor parallelism, if the model was observed.
         threads_speed: of a rank alone on its host with a thread for each core, relative to the
             single thread for which costs are.
     """
@@ -136,6 +157,7 @@ class LayerGraph(msgspec.Struct, JsonFile, frozen=True, kw_only=True):
     channels_last: bool = False
     samples: int = 0
     optimizer: OptimizerCosts = OptimizerCosts()
+    divisions: tuple[Division, ...] = ()
     threads_speed: float = 1.0
 
     @property

@@ -12,24 +12,27 @@ from lockstep.units import format_bytes, format_time
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --back: #fff; --line: #d5d9de; --one: #2463ae;
-  --two: #b3541e; --three: #3a7d44; --four: #7a4aa0; --five: #8a8f98; }
+  --two: #b3541e; --three: #3a7d44; --four: #7a4aa0; --five: #a8862a; --six: #1f8a8a;
+  --seven: #8a8f98; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e7ea; --back: #15181b; --line: #3a4046;
-  --one: #6aa5ec; --two: #e59560; --three: #7cc389; --four: #bd92e0; --five: #9aa0a8; } }
+  --one: #6aa5ec; --two: #e59560; --three: #7cc389; --four: #bd92e0; --five: #d9bb62;
+  --six: #62c4c4; --seven: #9aa0a8; } }
 body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--back);
   margin: 0 auto; max-width: 1100px; padding: 16px; overflow-wrap: anywhere; }
 h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin-top: 2em; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; min-width: 100%; }
 th, td { text-align: left; padding: 4px 10px 4px 0; border-bottom: 1px solid var(--line); }
-td.number, th.number { text-align: right; white-space: nowrap; }
 .bar { display: flex; height: 22px; border-radius: 3px; overflow: hidden; min-width: 2px; }
-.bar span { display: block; min-width: 0; } .legend span { margin-right: 14px; }
+.bar span { display: block; min-width: 0; }
+.legend span { display: inline-block; margin-right: 14px; }
 .legend i { display: inline-block; width: 10px; height: 10px; margin-right: 5px; }
-svg { width: 100%; height: auto; } svg text { fill: var(--ink); font-size: 11px; }
+svg { width: 100%; height: auto; } .wide svg { min-width: 600px; }
+polyline { vector-effect: non-scaling-stroke; }
 pre { overflow-x: auto; font-size: 12px; }
 """
 
-_COLOURS = ("--one", "--two", "--three", "--four", "--five", "--line", "--ink")
+_COLOURS = ("--one", "--two", "--three", "--four", "--five", "--six", "--seven")
 _WIDTH, _ROW = 1000, 26
 _MOST_EVENTS = 4000
 
@@ -71,7 +74,7 @@ def _step(report: RunReport) -> list[str]:
         f"<p>Predicted {format_time(predicted['seconds'])}{error}</p>",
         _bar(predicted["step"], longest),
         f"<p>Measured {format_time(measured)}</p>",
-        _bar({"step": measured}, longest),
+        _bar({"step": measured}, longest, _COLOURS[-1:]),
         _legend(predicted["step"], format_time),
     ]
 
@@ -95,20 +98,21 @@ def _memory(report: RunReport) -> list[str]:
     ]
 
 
-def _bar(parts: dict[str, float], whole: float) -> str:
+def _bar(parts: dict[str, float], whole: float, colours: Sequence[str] = _COLOURS) -> str:
     spans = (
         f'<span title="{escape(name)}" style="width: {100 * value / whole:.3f}%; '
         f'background: var({colour})"></span>'
-        for (name, value), colour in zip(parts.items(), _COLOURS, strict=False)
+        for (name, value), colour in zip(parts.items(), colours, strict=False)
     )
     return f'<div class="bar">{"".join(spans)}</div>'
 
 
-def _legend(parts: dict[str, float], show: Any) -> str:
+def _legend(parts: dict[str, float], show: Any, *, empty: bool = False) -> str:
+    """The colours of parts with their values; also of those without any if ``empty``."""
     entries = (
         f'<span><i style="background: var({colour})"></i>{escape(name)} {show(value)}</span>'
         for (name, value), colour in zip(parts.items(), _COLOURS, strict=False)
-        if value
+        if value or empty
     )
     return f'<p class="legend">{"".join(entries)}</p>'
 
@@ -166,8 +170,8 @@ def _curves(history: dict[str, list[float]]) -> list[str]:
     lines = ["<h2>History</h2>"] if names else []
     for name in names:
         both = {label: history[label] for label in (name, f"val_{name}") if label in history}
-        last = ", ".join(f"{label} {values[-1]:.4g}" for label, values in both.items())
-        lines += [f"<p>{escape(last)}</p>", _plot(list(both.values()))]
+        last = {label: values[-1] for label, values in both.items()}
+        lines += [_legend(last, "{:.4g}".format, empty=True), _plot(list(both.values()))]
     return lines
 
 
@@ -195,13 +199,18 @@ def _alternatives(ranking: Sequence[dict[str, Any]]) -> list[str]:
     rows = [
         (
             one["name"],
-            format_time(one["seconds"]),
-            format_bytes(sum(one["memory"].values())),
+            _unbroken(format_time(one["seconds"])),
+            _unbroken(format_bytes(sum(one["memory"].values()))),
             one["reason"] or "the best",
         )
         for one in ranking
     ]
     return ["<h2>Plans</h2>", _table(("plan", "step", "memory of a rank", "why not"), rows)]
+
+
+def _unbroken(text: str) -> str:
+    """A number with its unit on one line."""
+    return text.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def _plan(report: RunReport) -> list[str]:

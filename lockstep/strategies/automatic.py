@@ -15,6 +15,9 @@ from lockstep.units import parse_bytes
 class AutoStrategy(Strategy):
     """Chooses how to train: one device, replicas, a pipeline, or replicas of one.
 
+    Replicas may divide parameters, gradients and the optimizer's slots, and ranks may divide layers
+    inside.
+
     At the first call the model's layers are timed on some of its data, which takes seconds and is
     remembered for this model and machine. Of all plans the one that is predicted to cost least is
     chosen, and kept; ``print(trainer.plan)`` says why the next ones lose.

@@ -170,7 +170,8 @@ class StagePasses(Passes):
 
     def _backward(self, run: Run, action: Backward) -> None:
         microbatch_run = self._microbatch_runs.pop((action.stage, action.microbatch))
-        self._go_backward(run, microbatch_run)
+        with self._linears.taken(self._add_product):
+            self._go_backward(run, microbatch_run)
         microbatch_run.end()
 
     def _backward_input(self, run: Run, action: BackwardInput) -> None:
@@ -178,16 +179,22 @@ class StagePasses(Passes):
         with self._linears.taken(lambda *factors: microbatch_run.defer(*factors)):
             self._go_backward(run, microbatch_run)
 
-    @torch.no_grad()
     def _backward_weight(self, run: Run, action: BackwardWeight) -> None:
         microbatch_run = self._microbatch_runs.pop((action.stage, action.microbatch))
-        for number, inputs, output_gradients in microbatch_run.deferred:
-            parameter = self._trainable[number]
-            adds = parameter.grad is not None
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            multiply(parameter.grad, output_gradients, inputs, adds=adds)
+        for factors in microbatch_run.deferred:
+            self._add_product(*factors)
         microbatch_run.end()
+
+    @torch.no_grad()
+    def _add_product(
+        self, number: int, inputs: torch.Tensor, output_gradients: torch.Tensor
+    ) -> None:
+        """Add to a weight's gradient where it lies: autograd would have one of each microbatch."""
+        parameter = self._trainable[number]
+        adds = parameter.grad is not None
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        multiply(parameter.grad, output_gradients, inputs, adds=adds)
 
     def _go_backward(self, run: Run, microbatch_run: MicrobatchRun) -> None:
         with self._linears.applied(), self.call.applied():

@@ -56,11 +56,13 @@ def with_correction(cost: PlanCost, correction: Correction) -> PlanCost:
 
 
 def family_of(plan: Plan) -> str:
-    """``"one device"``, ``"replicas"``, ``"stages"``, ``"sharded"`` or ``"servers"``."""
+    """One of "one device", "replicas", "stages", "sharded", "tensor" and "servers"."""
     if plan.pipeline is not None:
         return "stages"
     if plan.sharding is not None:
         return "sharded"
+    if plan.tensor is not None:
+        return "tensor"
     if plan.num_servers:
         return "servers"
     return "one device" if plan.num_ranks == 1 else "replicas"

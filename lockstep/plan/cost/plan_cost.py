@@ -9,6 +9,7 @@ from lockstep.plan.cost.parts import PlanCost
 from lockstep.plan.cost.profile import Profile, profile_of
 from lockstep.plan.cost.seats import Seats, seats_at
 from lockstep.plan.cost.staged import Layout, simulated, staged_cost
+from lockstep.plan.cost.tensor import tensor_cost
 from lockstep.plan.decision import Pipeline
 from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.plan.sharding import is_in
@@ -26,8 +27,8 @@ def cost_of(plan: Plan, graph: LayerGraph, cluster: Cluster, batch_size: int) ->
 
     Raises:
         PlanError: the graph has no costs; or a Plan whose costs are not known: replicas that
-            train locally, servers that do not wait, several stages on a device, other schedules
-            than 1F1B.
+            train locally, servers that do not wait, several replicas that divide layers, several
+            stages on a device, other schedules than 1F1B.
     """
     _check_known(plan)
     return corrected(_modelled(plan, graph, cluster, batch_size), cluster, family_of(plan))
@@ -44,6 +45,8 @@ def _modelled(plan: Plan, graph: LayerGraph, cluster: Cluster, batch_size: int) 
     if plan.sharding is not None:
         sizes = unit_bytes(graph, plan.sharding.units)
         return sharded_cost(profile, seats, plan.sharding.level, sizes, plan.num_shares, batch_size)
+    if plan.tensor is not None:
+        return tensor_cost(graph, profile, seats, plan.tensor, batch_size)
     layout = Layout((0,), (plan.num_ranks,), plan.num_shares)
     if plan.threads_per_device is None:  # it has those of the process
         profile = profile.threaded
@@ -70,6 +73,7 @@ def _check_known(plan: Plan) -> None:
     reasons = {
         "replicas that train locally": isinstance(plan.update, AveragedUpdate),
         "servers for which workers do not wait": plan.is_stale,
+        "replicas that divide layers": plan.tensor is not None and plan.num_replicas > 1,
         "several stages on a device": len(held) > len({*held}),
         "a schedule other than 1f1b": plan.pipeline is not None
         and plan.pipeline.schedule != "1f1b",

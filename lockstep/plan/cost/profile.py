@@ -134,7 +134,7 @@ def profile_of(graph: LayerGraph) -> Profile:
             fix="Measure the graph again, or give `samples` in its file.",
         )
     units = tuple(units_of(graph))
-    rows = [_costs(graph.layers[first:stop], graph.samples) for first, stop in units]
+    rows = [costs_of_layers(graph.layers[first:stop], graph.samples) for first, stop in units]
     flows = cut_problem(graph, units, 1, None).flows
     return Profile(
         units=units,
@@ -151,7 +151,8 @@ def _sums(values: Iterable[float]) -> list[float]:
     return list(accumulate(values, initial=0.0))
 
 
-def _costs(layers: Sequence[Layer], samples: int) -> Costs:
+def costs_of_layers(layers: Sequence[Layer], samples: int) -> Costs:
+    """The costs of layers that run one after the other, measured on so many samples."""
     measured = [costs_of(layer) for layer in layers]
     parameters = {one.name: one for layer in layers for one in layer.parameters}.values()
     trained = [one for one in parameters if one.trainable]

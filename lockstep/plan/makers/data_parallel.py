@@ -28,6 +28,13 @@ from lockstep.units import first_few
 # Of so many samples: the model's graph with costs, and the devices with what is known of them.
 Measure = Callable[[int], tuple[LayerGraph, Cluster]]
 
+# Makes a maker's Plan; a LockstepError says why it cannot be used.
+Try = Callable[["Maker"], object]
+
+
+def try_none(maker: "Maker") -> None:
+    """Any Plan can be used."""
+
 
 class Maker(ABC):
     """A pure function from (LayerGraph, Cluster, batch size) to a Plan."""
@@ -36,13 +43,16 @@ class Maker(ABC):
         """The number of samples for which it needs each layer's costs; None if it needs none."""
         return None
 
-    def choose(self, measure: Measure, cluster: Cluster, batch_size: int) -> "Maker":
+    def choose(
+        self, measure: Measure, cluster: Cluster, batch_size: int, attempt: Try = try_none
+    ) -> "Maker":
         """The maker that makes its Plans: itself, unless it chooses one by a model's costs.
 
         Args:
             measure: measures the model on so many samples.
             cluster: the devices.
             batch_size: of the global batch.
+            attempt: makes the Plan of one that may be chosen.
         """
         return self
 
@@ -102,8 +112,13 @@ class Wrapping(Maker):
 
     maker: Maker
 
-    def choose(self, measure: Measure, cluster: Cluster, batch_size: int) -> Maker:
-        chosen = self.maker.choose(measure, cluster, batch_size)
+    def choose(
+        self, measure: Measure, cluster: Cluster, batch_size: int, attempt: Try = try_none
+    ) -> Maker:
+        def attempt_inner(maker: Maker) -> None:
+            attempt(replace(self, maker=maker))
+
+        chosen = self.maker.choose(measure, cluster, batch_size, attempt_inner)
         return self if chosen is self.maker else replace(self, maker=chosen)
 
     def sample_size(self, cluster: Cluster, batch_size: int) -> int | None:

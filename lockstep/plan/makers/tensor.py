@@ -14,11 +14,26 @@ from lockstep.plan.decision import Axis, LocalUpdate, SlicedUpdate
 from lockstep.plan.devices import device_names, threads_for
 from lockstep.plan.makers.data_parallel import Maker, placements, ties
 from lockstep.plan.spec import Plan
-from lockstep.plan.splits import TensorSplits
+from lockstep.plan.splits import ParameterSplit, Split, TensorSplits
 from lockstep.units import first_few
 
 # Samples on which uses are observed.
-_SAMPLES = 2
+TENSOR_SAMPLES = 2
+
+
+def splits_of(graph: LayerGraph, num_shards: int) -> TensorSplits:
+    """The divisions of a graph into so many shards, as far as they are possible."""
+    found = (
+        ParameterSplit(
+            name=one.name,
+            split=Split(dim=one.dim, sizes=one.sizes, num_shards=num_shards, unit=one.unit),
+            by=one.by,
+            gathered_for=one.gathered_for,
+        )
+        for one in graph.divisions
+    )
+    possible = tuple(one for one in found if one.split.is_possible)
+    return TensorSplits(num_shards=num_shards, parameters=possible)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +61,7 @@ class TensorParallel(Maker):
     splits: TensorSplits | None = None
 
     def sample_size(self, cluster: Cluster, batch_size: int) -> int | None:
-        return _SAMPLES
+        return TENSOR_SAMPLES
 
     @property
     def whole_modules(self) -> Sequence[str]:

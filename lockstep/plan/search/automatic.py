@@ -7,7 +7,7 @@ import msgspec
 
 from lockstep.cluster.topology import Cluster
 from lockstep.graph.layer_graph import LayerGraph
-from lockstep.plan.makers.data_parallel import Maker, Measure, Wrapping
+from lockstep.plan.makers.data_parallel import Maker, Measure, Try, Wrapping, try_none
 from lockstep.plan.search.candidates import Problem
 from lockstep.plan.search.ranking import Ranked, best_plans
 from lockstep.plan.spec import Plan
@@ -39,9 +39,11 @@ class Automatic(Maker):
     def sample_size(self, cluster: Cluster, batch_size: int) -> int:
         return min(batch_size, _MOST_SAMPLES)
 
-    def choose(self, measure: Measure, cluster: Cluster, batch_size: int) -> Maker:
+    def choose(
+        self, measure: Measure, cluster: Cluster, batch_size: int, attempt: Try = try_none
+    ) -> Maker:
         graph, devices = measure(self.sample_size(cluster, batch_size))
-        rows = self._ranked(graph, devices, batch_size)
+        rows = self._ranked(graph, devices, batch_size, attempt)
         return Chosen(maker=rows[0].candidate.maker, rows=tuple(rows))
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
@@ -53,32 +55,28 @@ class Automatic(Maker):
         chosen = self.choose(lambda size: (graph, cluster), cluster, batch_size)
         return chosen(graph, cluster, batch_size)
 
-    def _ranked(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> list[Ranked]:
+    def _ranked(
+        self, graph: LayerGraph, cluster: Cluster, batch_size: int, attempt: Try
+    ) -> list[Ranked]:
         problem = Problem(
             graph=graph,
             cluster=cluster if self.memory_bytes is None else _limited(cluster, self.memory_bytes),
             batch_size=batch_size,
             num_devices=self.num_devices,
             precision=self.precision,
-            divides_state=False,  # a checkpoint of divided state must be known before the Plan
         )
-        return best_plans(problem, self.objective)
+        return best_plans(problem, self.objective, attempt=attempt)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen(Maker):
+class Chosen(Wrapping):
     """A chosen maker's Plan, with the reasons for the choice in its notes.
 
     Attributes:
-        maker: the chosen one.
         rows: all candidates, the best first.
     """
 
-    maker: Maker
     rows: tuple[Ranked, ...]
-
-    def sample_size(self, cluster: Cluster, batch_size: int) -> int | None:
-        return self.maker.sample_size(cluster, batch_size)
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
         """Make the Plan for global batches of ``batch_size`` samples."""
@@ -88,9 +86,9 @@ class Chosen(Maker):
 
 def ranking_of(maker: Maker) -> tuple[Ranked, ...]:
     """The candidates among which a maker was chosen; none if it was not."""
-    if isinstance(maker, Wrapping):
-        return ranking_of(maker.maker)
-    return maker.rows if isinstance(maker, Chosen) else ()
+    if isinstance(maker, Chosen):
+        return maker.rows
+    return ranking_of(maker.maker) if isinstance(maker, Wrapping) else ()
 
 
 def _limited(cluster: Cluster, memory_bytes: int) -> Cluster:

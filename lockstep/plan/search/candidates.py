@@ -14,10 +14,12 @@ from lockstep.plan.cost.plan_cost import unit_bytes
 from lockstep.plan.cost.profile import Profile, profile_of
 from lockstep.plan.cost.seats import Seats, seats_of
 from lockstep.plan.cost.staged import Layout, simulated
+from lockstep.plan.cost.tensor import tensor_cost
 from lockstep.plan.engines import over
 from lockstep.plan.makers.data_parallel import Maker, Mirrored, SingleDevice
 from lockstep.plan.makers.many_hosts import MirroredHosts
 from lockstep.plan.makers.sharded import FullySharded, default_units
+from lockstep.plan.makers.tensor import TensorParallel, splits_of
 from lockstep.plan.pipeline.pipelines import Pipelined
 from lockstep.plan.search.layouts import best_layouts, share_counts
 from lockstep.plan.spec import Plan
@@ -79,7 +81,6 @@ class Problem:
         batch_size: of the global batch.
         num_devices: at most; None is all.
         precision: of the Plans.
-        divides_state: whether Plans may shard parameters, gradients or slots.
     """
 
     graph: LayerGraph
@@ -87,7 +88,6 @@ class Problem:
     batch_size: int
     num_devices: int | None = None
     precision: str = "fp32"
-    divides_state: bool = True
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
@@ -97,8 +97,9 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     counts = _device_counts(seats, problem.batch_size)
     for count in counts:
         yield _of_layout(problem, profile, Layout((0,), (count,), count))
-    for count in counts[1:] if problem.divides_state else ():
+    for count in counts[1:]:
         yield from _sharded(problem, profile, count)
+        yield from _divided(problem, profile, count)
     seen = {Layout((0,), (count,), count) for count in counts}
     for layout in _layouts(problem, profile, seats):
         if layout not in seen:
@@ -137,6 +138,24 @@ def _sharded(problem: Problem, profile: Profile, count: int) -> Iterator[Candida
             num_devices=count,
             cluster=problem.cluster,
             family="sharded",
+        )
+
+
+def _divided(problem: Problem, profile: Profile, count: int) -> Iterator[Candidate]:
+    """Layers divided inside, if any can be, on the cores of one host."""
+    splits = splits_of(problem.graph, count)
+    if len(problem.cluster.hosts) > 1 or problem.cluster.hosts[0].accelerators:
+        return
+    if splits.parameters:
+        seats = seats_of(problem.cluster, count)
+        cost = tensor_cost(problem.graph, profile, seats, splits, problem.batch_size)
+        yield Candidate(
+            name=f"layers divided, {count} devices",
+            cost=corrected(cost, problem.cluster, "tensor"),
+            maker=TensorParallel(degree=count, precision=problem.precision, splits=splits),
+            num_devices=count,
+            cluster=problem.cluster,
+            family="tensor",
         )
 
 

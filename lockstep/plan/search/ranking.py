@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from lockstep.errors import OptionError, PlanError
+from lockstep.errors import LockstepError, OptionError, PlanError
 from lockstep.plan.cost.parts import StepTime
+from lockstep.plan.makers.data_parallel import Try, try_none
 from lockstep.plan.search.candidates import Candidate, Problem, candidates
 from lockstep.units import format_bytes, format_time
 
@@ -26,7 +27,10 @@ class Ranked:
 
 
 def best_plans(
-    problem: Problem, objective: str = "time", others: Sequence[Candidate] = ()
+    problem: Problem,
+    objective: str = "time",
+    others: Sequence[Candidate] = (),
+    attempt: Try = try_none,
 ) -> list[Ranked]:
     """All candidates, the best first, and those that do not fit into memory last.
 
@@ -34,6 +38,7 @@ def best_plans(
         problem: the model, the devices and the batch.
         objective: ``"time"`` of a step; or ``"memory"``, the peak of the rank that needs most.
         others: candidates beside those of the search.
+        attempt: makes the Plan of the best; if it cannot be used, the next one may be the best.
 
     Raises:
         OptionError: an unknown objective.
@@ -46,13 +51,32 @@ def best_plans(
             fix="Use 'time' or 'memory'.",
         )
     found = sorted([*others, *candidates(problem)], key=lambda one: _key(one, objective))
+    refused = []
+    while found and found[0].cost.fits and (reason := _refusal(found[0], attempt)):
+        refused.append(Ranked(candidate=found.pop(0), reason=reason))
+    if not found:  # never where one device fits
+        raise PlanError(
+            "None of the plans that fit into memory can be used.",
+            received=f"{refused[0].candidate.name}, which {refused[0].reason}",
+            fix="Choose a strategy yourself.",
+        )
     if not found[0].cost.fits:
         raise _nothing_fits(found)
     best = found[0]
-    return [
+    ranked = [
         Ranked(candidate=one, reason="" if one is best else reason_against(one, best, objective))
         for one in found
     ]
+    return [*ranked, *refused]
+
+
+def _refusal(one: Candidate, attempt: Try) -> str:
+    """Why its Plan cannot be used; "" if it can."""
+    try:
+        attempt(one.maker)
+    except LockstepError as error:
+        return f"cannot be used: {error}"
+    return ""
 
 
 def _key(one: Candidate, objective: str) -> tuple[bool, float, float, int]:

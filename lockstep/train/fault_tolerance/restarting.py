@@ -162,6 +162,8 @@ class RestartingDriver(FollowerDriver):
             return  # workers would have to synchronise for it
         if isinstance(plan.update, AveragedUpdate) and not self._copies.is_required:
             return  # replicas would have to synchronise for it
+        if plan.sharding is not None and not self._copies.is_required:
+            return  # it is divided because it is large
         self._copies.is_begun = True
         if plan.pipeline is None or self._copies.is_required:
             # Else the first is taken after a step: this process may lack memory for other stages.

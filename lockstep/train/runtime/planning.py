@@ -35,7 +35,7 @@ from lockstep.data.map_style.sources import Source
 from lockstep.data.order import kept_streams
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 from lockstep.errors import OptionError
-from lockstep.graph.layer_graph import LayerGraph
+from lockstep.graph.layer_graph import Division, LayerGraph
 from lockstep.parallel.data_parallel.batch_norm import note_lone_sample
 from lockstep.parallel.data_parallel.forward import (
     DTYPES,
@@ -51,6 +51,7 @@ from lockstep.parallel.storage.cpu_quirks import breaks_channels_last
 from lockstep.parallel.tensor.observing import has_hooks, observed_splits
 from lockstep.parallel.transfer.serialization import describe
 from lockstep.plan.makers.data_parallel import Maker
+from lockstep.plan.makers.tensor import TENSOR_SAMPLES
 from lockstep.plan.search.automatic import ranking_of
 from lockstep.plan.search.ranking import described
 from lockstep.plan.spec import Plan
@@ -119,6 +120,7 @@ class Planning:
         cluster: Cluster | None = None,
         settle: Callable[[Plan], Plan] = _as_made,
         announce: Callable[[str], None] = _silent,
+        check: Callable[[Plan], object] = _as_made,
     ) -> tuple[Plan, Partitions]:
         """A Plan, and the model's stages in training and in evaluation.
 
@@ -130,21 +132,20 @@ class Planning:
             cluster: the hosts and devices; None is this host.
             settle: makes the Plan the same on all hosts, whose measurements differ.
             announce: called with the name of a step that may take long.
+            check: refuses Plans, if one is to be chosen.
 
         Raises:
             OptionError: a sample is needed and there is none.
         """
         cluster = cluster or discover()
-        maker = self._choose(maker, precision, source, batch_size, cluster, announce)
+        maker = self._choose(maker, precision, source, batch_size, cluster, announce, check)
         size = maker.sample_size(cluster, batch_size)
         if size is None:
             return settle(maker(capture_layers(self._model), cluster, batch_size)), {}
-        num_shards = maker.num_tensor_shards(cluster)
-        with self._inputs(source, size, precision, repeats=num_shards is not None) as inputs:
-            if num_shards is not None:
-                splits = self._splits(inputs, precision, num_shards, maker.whole_modules)
-                graph = capture_layers(self._model)
-                return settle(maker.with_splits(splits)(graph, cluster, batch_size)), {}
+        if maker.num_tensor_shards(cluster) is not None:
+            maker = self._with_splits(maker, precision, source, batch_size, cluster)
+            return settle(maker(capture_layers(self._model), cluster, batch_size)), {}
+        with self._inputs(source, size, precision) as inputs:
             traced, graph = self._capture(inputs, precision, announce)
         plan = settle(maker(graph, cluster, batch_size))
         return plan, {trace.training: partition(plan, trace, sizes) for trace, sizes in traced}
@@ -157,17 +158,39 @@ class Planning:
         batch_size: int,
         cluster: Cluster,
         announce: Callable[[str], None],
+        check: Callable[[Plan], object],
     ) -> Maker:
         """What a maker that chooses has chosen, at first and from then on."""
         if self._chosen is None or self._chosen[0] != maker:
+            measured: list[LayerGraph] = []
 
             def measure(size: int) -> tuple[LayerGraph, Cluster]:
-                graph = self._known_graph(source, size, precision, announce)
+                measured.append(self._known_graph(source, size, precision, announce))
                 announce("Measuring this machine")
-                return graph, this_machine(cluster, precision, graph)
+                return measured[-1], this_machine(cluster, precision, measured[-1])
 
-            self._chosen = maker, maker.choose(measure, cluster, batch_size)
+            def attempt(one: Maker) -> None:
+                one = self._with_splits(one, precision, source, batch_size, cluster)
+                check(one(measured[-1], cluster, batch_size))
+
+            self._chosen = maker, maker.choose(measure, cluster, batch_size, attempt)
         return self._chosen[1]
+
+    def _with_splits(
+        self,
+        maker: Maker,
+        precision: str,
+        source: Source | None,
+        batch_size: int,
+        cluster: Cluster,
+    ) -> Maker:
+        """The maker; one that divides layers, with how they are used."""
+        num_shards, size = maker.num_tensor_shards(cluster), maker.sample_size(cluster, batch_size)
+        if num_shards is None or size is None:
+            return maker
+        with self._inputs(source, size, precision, repeats=True) as inputs:
+            splits = self._splits(inputs, precision, num_shards, maker.whole_modules)
+        return maker.with_splits(splits)
 
     def ranking(self) -> list[dict[str, Any]]:
         """The plans among which one was chosen, with their predicted costs; none without choice."""
@@ -216,7 +239,26 @@ class Planning:
         """
         with self._inputs(source, size, precision) as inputs:
             _, graph = self._capture(inputs, precision, announce, self._profiled)
-        return graph
+        return msgspec.structs.replace(graph, divisions=self._divisions(source, precision))
+
+    def _divisions(self, source: Source | None, precision: str) -> tuple[Division, ...]:
+        """How two ranks could divide the model's layers; none if it cannot be run so."""
+        try:
+            with self._inputs(source, TENSOR_SAMPLES, precision, repeats=True) as inputs:
+                splits = self._splits(inputs, precision, 2, ())
+        except Exception:  # a model may raise any; whole layers have run
+            return ()
+        return tuple(
+            Division(
+                name=one.name,
+                dim=one.split.dim,
+                sizes=one.split.sizes,
+                unit=one.split.unit,
+                by=one.by,
+                gathered_for=one.gathered_for,
+            )
+            for one in splits.parameters
+        )
 
     def _profiled(
         self, traced: _Traced, inputs: Tree, announce: Callable[[str], None]

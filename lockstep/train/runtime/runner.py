@@ -347,6 +347,7 @@ class Runner:
             self.job_context.cluster,
             lambda plan: self.job_context.agreed_plan(plan, maker),
             announce,
+            lambda plan: self.front_end.check_plan(self.update_config.plan(plan)),
         )
         before, self.last_plan = self.last_plan, self.update_config.plan(plan)
         if self.is_chief and self.last_plan != before:
