@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import DeviceError, OptionError
+from lockstep.parallel.tensor.divided_tensor import DividedTensor
 from lockstep.train.trainer import Trainer
 from tests.zoo import case, make_job
 
@@ -166,6 +167,26 @@ def test_evaluate_and_predict(strategy: lockstep.Strategy) -> None:
         torch.testing.assert_close(
             one.predict(inputs, batch_size=20), other.predict(inputs, batch_size=20)
         )
+
+
+@pytest.mark.parametrize("options", [{}, {"metrics": ["accuracy"]}], ids=["plain", "metrics"])
+def test_logits_stay_divided_unless_metrics_need_them(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    gathered = []
+    whole = DividedTensor.whole
+
+    def noted(self: DividedTensor, func: Any = None) -> Tensor:
+        gathered.append(tuple(self.shape))
+        return whole(self, func)
+
+    monkeypatch.setattr(DividedTensor, "whole", noted)
+    one = trainer(TENSOR(1, num_tensor_shards=2), **options)
+    data = INPUTS[:14], TARGETS[:14]
+    one.fit(data, batch_size=14, verbose=0)
+    gathered.clear()
+    one.fit(data, batch_size=14, verbose=0)  # without a trial
+    assert ((14, 5) in gathered) is bool(options)
 
 
 def test_hooks_of_modules_see_whole_shapes() -> None:

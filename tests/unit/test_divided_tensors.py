@@ -338,6 +338,22 @@ def torchs_attention_across_in_one(model: Any, x: Tensor) -> Tensor:
     return both
 
 
+def losses_over_classes(model: Any, x: Tensor) -> Tensor:
+    logits = model.up(x)
+    flat, target = logits.flatten(0, 1), torch.arange(10) % 7 * 2
+    weight = torch.linspace(0.5, 2.0, 14, dtype=x.dtype)
+    loss: Tensor = F.cross_entropy(flat, target)
+    loss = loss + F.cross_entropy(flat * 200, target, reduction="sum", ignore_index=4)
+    loss = loss + F.cross_entropy(flat, target, weight, ignore_index=0)
+    smoothed = F.cross_entropy(flat, target, reduction="none", label_smoothing=0.1)
+    fused = F.cross_entropy(model.both(x).chunk(2, -1)[0].transpose(1, 2), target.view(2, 5))
+    return loss + smoothed @ torch.arange(10.0, dtype=x.dtype) + fused
+
+
+def loss_of_probabilities(model: Any, x: Tensor) -> Tensor:
+    return F.cross_entropy(model.up(x).flatten(0, 1), x.new_full((10, 14), 1 / 14))
+
+
 CASES: dict[Callable[[Any, Tensor], Tensor], set[str]] = {
     by_chunks: set(),
     by_split: set(),
@@ -378,6 +394,8 @@ CASES: dict[Callable[[Any, Tensor], Tensor], set[str]] = {
     changed_by_its_data: {"__get__", END},
     leaf_behind_a_frozen_layer: {"requires_grad_", "sum"},
     slope_in_between: set(),
+    losses_over_classes: set(),
+    loss_of_probabilities: {"cross_entropy"},
 }
 
 
@@ -445,6 +463,12 @@ def test_divided_layers_compute_the_same(
         torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12, msg=name)
     gathered = {one.gathered_for for one in splits.parameters} - {""}
     assert gathered == CASES[body]
+
+
+def test_a_target_that_is_no_class_is_torchs_error(x: Tensor) -> None:
+    model = Model(lambda model, x: F.cross_entropy(model.up(x)[0], torch.full((5,), 14))).double()
+    with pytest.raises(IndexError, match="Target 14 is out of bounds"):
+        divide(model, x, 2)
 
 
 def test_layers_that_training_leaves_out_are_divided(x: Tensor) -> None:

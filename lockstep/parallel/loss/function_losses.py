@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from lockstep.capture.state import left_alone
@@ -47,6 +48,12 @@ class FunctionAdapter(LossAdapter):
     def is_certain(self) -> bool:  # type: ignore[override]
         """True for torch's own losses."""
         return reduction_of(self.loss) is not None
+
+    @property
+    def takes_parts(self) -> bool:  # type: ignore[override]
+        """True for torch's own cross-entropy."""
+        known = ClassLoss.recognise(self.loss)
+        return known is not None and known.function is F.cross_entropy
 
     def __call__(self, output: Tree, batch: Batch) -> ShareLoss:
         if batch.targets is None:

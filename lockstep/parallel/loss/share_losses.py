@@ -208,6 +208,7 @@ class LossAdapter(ABC):
         needs_targets: it compares outputs with targets.
         is_certain: the weight of a share's loss is known for any result.
         is_inside: the model computes it.
+        takes_parts: a rank needs only its part of outputs whose classes are divided.
         uses_whole_batch: it is called once, with the outputs of all shares, because the weight of
             a share's loss is unknown (``parallel.loss.whole_batch``).
         adds: the model adds something to it.
@@ -224,6 +225,7 @@ class LossAdapter(ABC):
     needs_targets = True
     is_certain = True
     is_inside = False
+    takes_parts = False
     uses_whole_batch = False
     adds = False
     gathered_bytes = 0

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import lockstep.parallel.tensor.einsum_rules
+import lockstep.parallel.tensor.loss_rules
 import lockstep.parallel.tensor.multihead_rule
 import lockstep.parallel.tensor.rules
 import lockstep.parallel.tensor.shape_rules  # noqa: F401  # they fill the table of rules

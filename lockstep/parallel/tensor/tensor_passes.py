@@ -80,6 +80,8 @@ class TensorPasses(ModelPasses):
         meet = partial(self._exchange.board.meet_ranks, ranks)
         return SlotExchange(tensor.num_shards, shards[place], _slots(endpoint, replica), meet)
 
+    _keeps_output = False  # the loss takes a divided output
+
     @property
     def _forms_gradients(self) -> bool:
         return False  # factors of a part's gradient are no factors of a row
@@ -89,6 +91,12 @@ class TensorPasses(ModelPasses):
     def begin(self, run: Run) -> None:
         super().begin(run)
         self._layers.clear()
+        self._keeps_output = (
+            run.is_training
+            and not run.is_observed
+            and self._loss is not None
+            and self._loss.takes_parts
+        )
         if not self.leads:
             run.is_observed = False
 
@@ -109,7 +117,8 @@ class TensorPasses(ModelPasses):
             super()._check_added(loss, batch)
 
     def _watched_call(self, batch: Batch) -> Tree:
-        return map_tensors(_whole, super()._watched_call(batch))
+        output = super()._watched_call(batch)
+        return output if self._keeps_output else map_tensors(_whole, output)
 
     def _put_loss(self, share: int) -> None:
         if self.leads:
