@@ -49,6 +49,21 @@ def test_batch_normalization(strategy: str) -> None:
     compare(zoo.normalized, strategy, optimizer="sgd")
 
 
+def test_weights_that_a_policy_casts_are_divided() -> None:
+    import keras
+
+    layers = keras.layers
+    shape, policy = zoo.vectors(SAMPLES).shape[1:], "mixed_bfloat16"
+    dense = layers.Dense(32, "relu", dtype=policy), layers.Dense(5, dtype=policy)
+    model = keras.Sequential([layers.Input(shape), *dense])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    plan = STRATEGIES["tensor 2"]().plan(
+        model, batch_size=BATCH, sample=(zoo.vectors(SAMPLES), zoo.classes(SAMPLES))
+    )
+    assert plan.tensor is not None
+    assert [one.by for one in plan.tensor.parameters] == ["columns", "columns", "rows"]
+
+
 def compare(make: Callable[[], Any], strategy: str, **compiled: Any) -> None:
     """Train plainly, and under a strategy."""
     x, y = zoo.vectors(SAMPLES), zoo.classes(SAMPLES)

@@ -471,6 +471,34 @@ def test_a_target_that_is_no_class_is_torchs_error(x: Tensor) -> None:
         divide(model, x, 2)
 
 
+def cast_weights(model: Any, x: Tensor) -> Tensor:
+    up, down, bias = (
+        one.to(x.dtype) for one in (model.up.weight, model.down.weight, model.up.bias)
+    )
+    with torch.no_grad():
+        fixed = model.gate.weight.to(x.dtype)
+    both: Tensor = F.linear(F.linear(x, up, bias).tanh(), down) + F.linear(x, fixed).sum()
+    changed = model.out.weight.to(x.dtype)
+    return both + F.linear(x, changed.mul_(2.0))
+
+
+def test_weights_that_are_cast_are_divided_like_others(x: Tensor) -> None:
+    model = Model(cast_weights)
+    run(model, x).square().sum().backward()
+    plain = gradients(model)
+    model.zero_grad()
+    splits = divide(model, x, 2)
+    by = {one.name: one.by for one in splits.parameters}
+    assert by == {"up.weight": "columns", "up.bias": "columns", "down.weight": "rows"}
+    divided = on_shards(model, splits)
+    with divided.running():
+        run(model, x).square().sum().backward()
+    found = gradients(model, divided)
+    assert found.keys() == plain.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
+
+
 def test_layers_that_training_leaves_out_are_divided(x: Tensor) -> None:
     splits = divide(Model(with_layers_left_out).double(), x, 2)
     assert {"up.weight", "down.weight"} <= {one.name for one in splits.parameters}

@@ -107,6 +107,10 @@ class Owner(ABC):
     def name_of(self, weight: Any) -> str:
         """The name of a weight; "" if it is none of the model."""
 
+    @abstractmethod
+    def note_cast(self, weight: torch.Tensor, cast: torch.Tensor) -> None:
+        """A weight was cast to another dtype: it is divided like the weight."""
+
     def note_gather(self, divided: "DividedTensor", func: Any) -> None:
         """A function gets a divided tensor whole."""
         return

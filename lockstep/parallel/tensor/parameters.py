@@ -4,6 +4,7 @@ A part is a view of the parameter, and a leaf of autograd. So a parameter may be
 and whole in another: its gradient is the sum of what both give.
 """
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -53,6 +54,8 @@ class DividedParameters(Owner):
             for name, split in splits.items()
         }
         self._of_whole_uses: dict[str, torch.Tensor] = {}
+        # By the id of what a parameter was cast to: it, its version, the parameter's name.
+        self._casts: dict[int, tuple[weakref.ref[torch.Tensor], int, str]] = {}
         self._is_running = False
 
     @contextmanager
@@ -78,7 +81,9 @@ class DividedParameters(Owner):
         """Whether an argument is a divided tensor, a parameter, or a view of one."""
         if isinstance(argument, nn.Parameter | DividedTensor):
             return True
-        return isinstance(argument, torch.Tensor) and id(argument._base) in self._names
+        if not isinstance(argument, torch.Tensor):
+            return False
+        return id(argument._base) in self._names or bool(self.name_of(argument))
 
     def check_pass(self, divided: DividedTensor) -> None:
         if not self._is_running:
@@ -89,7 +94,21 @@ class DividedParameters(Owner):
             )
 
     def name_of(self, weight: Any) -> str:
-        return self._names.get(id(weight), "")
+        name = self._names.get(id(weight), "")
+        if name or id(weight) not in self._casts:
+            return name
+        cast, version, name = self._casts[id(weight)]
+        is_same = cast() is weight and weight._version == version
+        has_gradient = self._parameters[name].requires_grad and torch.is_grad_enabled()
+        is_plain = weight.requires_grad >= has_gradient and not (
+            weight._backward_hooks or weight.retains_grad
+        )
+        return name if is_same and is_plain else ""
+
+    def note_cast(self, weight: torch.Tensor, cast: torch.Tensor) -> None:
+        name = self.name_of(weight)
+        if name and cast is not weight and cast.is_floating_point():
+            self._casts[id(cast)] = weakref.ref(cast), cast._version, name
 
     def is_divided(self, name: str) -> bool:
         """Whether a parameter is divided."""
@@ -106,7 +125,7 @@ class DividedParameters(Owner):
         own = self._splits.get(name)
         if own is None or own.dim != split.dim or not own.is_like(split):
             return cut_own(self.exchange, weight, split)
-        return [part.tensor() for part in self._parts[name]]
+        return [part.tensor().to(weight.dtype) for part in self._parts[name]]
 
     # --- gradients -------------------------------------------------------------------------------
 
@@ -152,6 +171,7 @@ class DividedParameters(Owner):
     def clear(self) -> None:
         """Drop all gradients."""
         self._of_whole_uses.clear()
+        self._casts.clear()
         for parts in self._parts.values():
             for part in parts:
                 part.clear()
@@ -200,7 +220,7 @@ _REDIRECTIONS = [
     *(Redirection(name) for name in ("linear", "embedding", "conv1d", "conv2d", "conv3d")),
     Redirection("multi_head_attention_forward"),
     *(Redirection(name, torch) for name in ("matmul", "mm", "addmm", "einsum")),
-    *(Redirection(name, torch.Tensor) for name in ("matmul", "mm", "__matmul__")),
+    *(Redirection(name, torch.Tensor) for name in ("matmul", "mm", "__matmul__", "to")),
 ]
 
 

@@ -36,6 +36,15 @@ def _same_view(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> A
     return input.like([func(part, *args[1:], **kwargs) for part in input.parts], is_view=True)
 
 
+def _cast(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
+    """``to``: what a weight is cast to is divided like the weight."""
+    if has_divided((args, kwargs)):
+        return _same_view(owner, func, args, kwargs)
+    cast = func(*args, **kwargs)
+    owner.note_cast(args[0], cast)
+    return cast
+
+
 def _type_as(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
     input, other = args
     if not isinstance(input, DividedTensor):
@@ -349,7 +358,8 @@ def _joined(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
 
 
 register(_same_view, named("contiguous float double half bfloat16 detach", torch.Tensor))
-register(_same_view, [torch.Tensor.to, torch.detach])
+register(_same_view, [torch.detach])
+register(_cast, [torch.Tensor.to])
 register(_type_as, [torch.Tensor.type_as])
 register(_expand, [torch.Tensor.expand])
 register(_view, [torch.Tensor.view, torch.Tensor.reshape, torch.reshape])
