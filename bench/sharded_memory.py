@@ -23,7 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # for tests.kept_teams
 
 WIDTH, LAYERS, BATCH, STEPS = 3072, 8, 64, 12
 PARAMETER_BYTES = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
-CONTENDERS = ("parameters", "gradients", "slots", "mirrored", "tensor", "fsdp2", "ddp")
+CONTENDERS = (
+    *("parameters", "gradients", "slots"),
+    *("mirrored", "tensor", "tensor gloo", "fsdp2", "ddp"),
+)
 READY = "ready"
 
 
@@ -51,6 +54,8 @@ def train_lockstep(name: str, ranks: int) -> None:
         strategy = lockstep.MirroredStrategy(ranks, engine="gloo")
     elif name == "tensor":  # on shared memory
         strategy = lockstep.TensorParallelStrategy(ranks)
+    elif name == "tensor gloo":
+        strategy = lockstep.TensorParallelStrategy(ranks, engine="gloo")
     else:
         strategy = lockstep.FullyShardedStrategy(ranks, level=name)
     make = partial(

@@ -97,13 +97,13 @@ class DividedParameters(Owner):
         name = self._names.get(id(weight), "")
         if name or id(weight) not in self._casts:
             return name
-        cast, version, name = self._casts[id(weight)]
-        is_same = cast() is weight and weight._version == version
+        reference, version, name = self._casts[id(weight)]
+        cast = reference()
+        if cast is None or cast is not weight or cast._version != version:
+            return ""
         has_gradient = self._parameters[name].requires_grad and torch.is_grad_enabled()
-        is_plain = weight.requires_grad >= has_gradient and not (
-            weight._backward_hooks or weight.retains_grad
-        )
-        return name if is_same and is_plain else ""
+        is_plain = not (cast._backward_hooks or cast.retains_grad)
+        return name if is_plain and cast.requires_grad >= has_gradient else ""
 
     def note_cast(self, weight: torch.Tensor, cast: torch.Tensor) -> None:
         name = self.name_of(weight)
