@@ -236,6 +236,7 @@ def owned_groups(
     exchange: Exchange,
 ) -> list[OwnedGroup]:
     """The groups that a rank holds, divided among its ranks."""
+    is_shared = plan.sharding is not None and plan.sharding.shares_parameters
     owned = []
     for number, gradients in exchange.gradients.items():
         group = spec.groups[number]
@@ -249,7 +250,8 @@ def owned_groups(
                 members=[parameters[tensor.name] for tensor in group.gradients.tensors],
                 pieces=own,
                 blocks=block_sizes(group.gradients.extents, group.gradients.num_shares, own),
-                is_scattered=len(members_by_domain(group.ranks, plan.domains)) > 1,
+                is_scattered=not is_shared
+                and len(members_by_domain(group.ranks, plan.domains)) > 1,
             )
         )
     return owned

@@ -367,6 +367,12 @@ def _check_sharding(plan: Decision, problems: Problems) -> None:
             received=f"a {type(plan.update).__name__} over {plan.engine.name}",
             fix="Use null.",
         )
+    if plan.sharding.shares_parameters and plan.num_hosts > 1:
+        problems.add(
+            "Ranks of several hosts have no memory for one copy of the parameters.",
+            received=f"shares_parameters with {plan.num_hosts} hosts",
+            fix="Use false.",
+        )
     if plan.sharding.divides_parameters and (plan.compiled or plan.interleaved):
         problems.add(
             "Sharded parameters are gathered unit by unit. A compiled model does not allow that, "

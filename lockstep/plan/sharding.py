@@ -17,11 +17,14 @@ class Sharding(Record, frozen=True, kw_only=True):
         units: names of the modules whose parameters are gathered together, unit by unit.
             Parameters in no unit stay on every rank.
         recompute: names of modules whose activations are computed again in backward.
+        shares_parameters: ranks have one copy of the parameters, in memory that they share; each
+            updates its part.
     """
 
     level: str
     units: tuple[tuple[str, ...], ...] = ()
     recompute: tuple[str, ...] = ()
+    shares_parameters: bool = False
 
     def unit_of(self, layer: str) -> str:
         """The first name of the unit that a layer is in; "" for none."""
@@ -36,5 +39,5 @@ class Sharding(Record, frozen=True, kw_only=True):
 
     @property
     def divides_parameters(self) -> bool:
-        """Whether parameters are divided."""
-        return self.level == "parameters"
+        """Whether a rank has only its part of the parameters, and gathers the others for use."""
+        return self.level == "parameters" and not self.shares_parameters

@@ -100,7 +100,8 @@ def _sharding(plan: Decision) -> str:
         "parameters": "parameters, gradients and slots",
     }
     units = f", in {len(plan.sharding.units)} units" if plan.sharding.units else ""
-    return f"\nSharding: each rank keeps its part of {parts[plan.sharding.level]}{units}"
+    shared = "; all have one copy of the parameters" if plan.sharding.shares_parameters else ""
+    return f"\nSharding: each rank keeps its part of {parts[plan.sharding.level]}{units}{shared}"
 
 
 def _ties(plan: Decision) -> str:

@@ -30,9 +30,8 @@ class FullyShardedStrategy(Strategy):
     """Data parallelism whose devices divide parameters, gradients and the optimizer's slots.
 
     The parameters stay the user's own: they keep their names, shapes and identities. A unit's
-    parameters are gathered before its pass and freed after it. On one host's cores, where
-    ``MirroredStrategy`` has one copy of the parameters for all replicas, this saves gradients only;
-    it is for devices, which share no memory.
+    parameters are gathered before its pass and freed after it. The cores of one host share memory:
+    there all have one copy of the parameters, from which none need be gathered.
 
     Args:
         devices: as in ``MirroredStrategy``; no TPUs. If a launcher has started several hosts, as
@@ -45,8 +44,9 @@ class FullyShardedStrategy(Strategy):
         recompute: activations are not kept from forward to backward, but computed again, with the
             same random numbers and buffers: True for each module of a unit, or names of modules.
         num_shares: as in ``MirroredStrategy``.
-        engine: what moves tensors between devices: ``"gloo"``, which is also the default on cores.
-            None on accelerators is their own backend, as in ``MirroredStrategy``.
+        engine: what moves tensors between devices. None on accelerators is their own backend, as in
+            ``MirroredStrategy``. None on cores is ``"gloo"``, for all but the parameters of one
+            host; with ``engine="gloo"`` each core has memory of its own for these, too.
         timeout_seconds: longest wait for a replica; a longer one is an error.
 
     Raises:
@@ -107,13 +107,18 @@ class FullyShardedStrategy(Strategy):
             self._mirrored = Mirrored(devices=devices, num_shares=num_shares)
         else:
             self._mirrored = MirroredHosts(devices_per_host=devices, num_shares=num_shares)
+        self._shares_parameters = engine is None
         self.engine = engine or ("gloo" if is_cpu(names) else None)
         backend_for(self.engine, names)
 
     def maker(self, precision: str = "fp32") -> Maker:
         maker = over(self.engine, replace(self._mirrored, precision=precision))
         return FullySharded(
-            maker=maker, level=self.level, units=self.units, recompute=self.recompute
+            maker=maker,
+            level=self.level,
+            units=self.units,
+            recompute=self.recompute,
+            shares_parameters=self._shares_parameters,
         )
 
     @property

@@ -32,7 +32,8 @@ Y = (X[:, 0] > 0).long()
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "mirrored": lambda: lockstep.MirroredStrategy(2),
     "gloo": lambda: lockstep.MirroredStrategy(2, engine="gloo"),
-    "sharded": lambda: lockstep.FullyShardedStrategy(2),
+    "sharded": lambda: lockstep.FullyShardedStrategy(2, engine="gloo"),
+    "sharded, one copy": lambda: lockstep.FullyShardedStrategy(2),
     "servers": lambda: lockstep.ParameterServerStrategy(1, 2),  # the last rank serves
     "pipeline": lambda: lockstep.PipelineStrategy(2, cuts=["2"], microbatches=2),
     "hybrid": lambda: lockstep.HybridStrategy(data=2, pipe=2, cuts=["2"], microbatches=2),
@@ -105,7 +106,7 @@ def trained(
     """All that is to be the same."""
     torch.manual_seed(0)
     layers = [nn.Linear(16, 8), nn.Dropout(0.3), nn.Linear(8, 3)]
-    if strategy in ("mirrored", "gloo", "sharded", "servers"):
+    if strategy in ("mirrored", "gloo", "sharded", "sharded, one copy", "servers"):
         layers.insert(1, nn.BatchNorm1d(8))
     trainer = lockstep.Trainer(
         nn.Sequential(*layers),

@@ -20,6 +20,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "mirrored-2": partial(lockstep.MirroredStrategy, 2),
     "mirrored-3": partial(lockstep.MirroredStrategy, 3),
     "sharded-2": partial(lockstep.FullyShardedStrategy, 2),
+    "sharded-2-gloo": partial(lockstep.FullyShardedStrategy, 2, engine="gloo"),
     "sharded-2-gradients": partial(lockstep.FullyShardedStrategy, 2, level="gradients"),
     "mirrored-2-shares-5": partial(lockstep.MirroredStrategy, 2, num_shares=5),
 }

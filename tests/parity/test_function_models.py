@@ -72,10 +72,15 @@ def test_the_same_weights_in_the_model_and_in_the_file(
         assert saved.get(name, value).equal(weights[name]) or name == "head.weight"
 
 
-@pytest.mark.parametrize("level", ["parameters", "gradients"])
-def test_ranks_that_divide_parameters_make_their_parts(level: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("level", "engine"), [("parameters", "gloo"), ("gradients", "gloo"), ("parameters", None)]
+)
+def test_ranks_that_divide_parameters_make_their_parts(
+    level: str, engine: str | None, tmp_path: Path
+) -> None:
     expected = train(lockstep.MirroredStrategy(1, num_shares=2), tmp_path / "expected")
-    weights = train(lockstep.FullyShardedStrategy(2, level=level), tmp_path / "weights")
+    strategy = lockstep.FullyShardedStrategy(2, level=level, engine=engine)
+    weights = train(strategy, tmp_path / "weights")
     assert all(weights[name].equal(value) for name, value in expected.items())
     saved = load_file(tmp_path / "weights")
     assert all(weights[name].equal(value) for name, value in saved.items())
@@ -103,7 +108,7 @@ def test_no_process_has_all_of_a_divided_model_that_a_function_makes(tmp_path: P
     make = partial(
         lockstep.Trainer, wide, loss=nn.MSELoss(), optimizer=partial(torch.optim.SGD, lr=0.1)
     )
-    trainer = make(strategy=lockstep.FullyShardedStrategy(2))
+    trainer = make(strategy=lockstep.FullyShardedStrategy(2, engine="gloo"))
     inputs = torch.randn(16, 512, generator=torch.Generator().manual_seed(1))
     for _ in range(2):
         trainer.fit((inputs, inputs), batch_size=8, verbose=0)

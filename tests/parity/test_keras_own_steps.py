@@ -137,7 +137,12 @@ def test_sums_and_predictions() -> None:
             lambda: lockstep.LocalSGDStrategy(2, devices=2),
             "replicas of LocalSGDStrategy",
         ),
-        (ops.mean, plainly, lambda: lockstep.FullyShardedStrategy(2), "parts of them only"),
+        (
+            ops.mean,
+            plainly,
+            lambda: lockstep.FullyShardedStrategy(2, engine="gloo"),
+            "parts of them only",
+        ),
     ],
 )
 def test_steps_that_cannot_be_divided(

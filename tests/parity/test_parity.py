@@ -25,7 +25,7 @@ STRATEGIES = {
     "servers-2-of-3": lockstep.ParameterServerStrategy(2, 3),
     "mirrored-2-gloo": lockstep.MirroredStrategy(2, engine="gloo"),
     "mirrored-3-gloo": lockstep.MirroredStrategy(3, engine="gloo"),
-    "sharded-3": lockstep.FullyShardedStrategy(3),
+    "sharded-3": lockstep.FullyShardedStrategy(3, engine="gloo"),
     "sharded-2-recomputed": lockstep.FullyShardedStrategy(2, recompute=True),
     "tensor-2": lockstep.TensorParallelStrategy(2),
     "data-2-tensor-2": lockstep.HybridStrategy(2, tensor=2),

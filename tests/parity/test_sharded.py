@@ -4,8 +4,10 @@ The parity table has rows for whole trainings. Here: models that use their param
 ways, what lies beside the weights, what callbacks see, and what is refused.
 """
 
+import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from lockstep.errors import ModelError, NonFiniteLossError, OptionError
 from lockstep.parallel.sharding.recomputation import Recomputation
 from tests.thorough import core_of
 
-SHARDED = partial(lockstep.FullyShardedStrategy, 2)
+SHARDED = partial(lockstep.FullyShardedStrategy, 2, engine="gloo")  # units come and go
 INPUTS = torch.randn(48, 12, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randint(0, 5, (48,), generator=torch.Generator().manual_seed(2))
 ADAM = partial(torch.optim.Adam, lr=1e-2)
@@ -256,6 +258,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "embedding": (Embedded, {}),
     "weight norm": (Parametrised, {}),
 }
+WITH_ONE_COPY = ("skipped blocks", "a block three times")
 OPTIONS: dict[str, dict[str, Any]] = {
     "clipping": {"clip_norm": 0.1},
     "accumulation": {"accumulate": 3},
@@ -268,16 +271,51 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "level"),
+    ("name", "level", "engine"),
     core_of(
-        [(name, level) for name in MODELS for level in ("gradients", "parameters")],
-        lambda name, level: level == "parameters",
+        [
+            (name, level, engine)
+            for name in MODELS
+            for level, engine in (
+                ("gradients", "gloo"),
+                ("parameters", "gloo"),
+                ("parameters", None),
+            )
+        ],
+        lambda name, level, engine: level == "parameters" and (engine or name in WITH_ONE_COPY),
     ),
 )
-def test_models_are_what_one_device_trains(name: str, level: str) -> None:
+def test_models_are_what_one_device_trains(name: str, level: str, engine: str | None) -> None:
     make_model, options = MODELS[name]
     expected = trained(make_model, lockstep.SingleDeviceStrategy(), **options)
-    check_equal(trained(make_model, SHARDED(level=level), **options), expected)
+    check_equal(trained(make_model, SHARDED(level=level, engine=engine), **options), expected)
+
+
+class NotesMemory(Blocks):
+    """Each process writes down in which file's memory the parameters of its model lie."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = self.first.weight.data_ptr()
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            start, _, stop = line.partition(" ")[0].partition("-")
+            if int(start, 16) <= place < int(stop, 16):
+                (self.folder / str(os.getpid())).write_text(" ".join(line.split()[3:5]))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("engine", "copies"), [(None, 1), ("gloo", 2)])
+def test_cores_of_one_host_have_one_copy_of_the_parameters(
+    engine: str | None, copies: int, tmp_path: Path
+) -> None:
+    model = partial(NotesMemory, tmp_path)
+    trained(model, SHARDED(engine=engine))
+    noted = [one.read_text() for one in tmp_path.iterdir()]
+    assert len(noted) >= 2
+    assert len({*noted}) == copies
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -297,11 +335,11 @@ def test_ranks_with_several_shares_meet_in_batch_norm() -> None:
 
 
 @pytest.mark.parametrize("level", ["slots", "gradients", "parameters"])
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_same_shares_give_the_same_bits(level: str, devices: int) -> None:
+@pytest.mark.parametrize(("devices", "engine"), [(1, None), (2, None), (4, "gloo")])
+def test_same_shares_give_the_same_bits(level: str, devices: int, engine: str | None) -> None:
     """Also several shares on a rank, of which each has its gradients."""
     expected = trained(mlp, lockstep.MirroredStrategy(1, num_shares=4), precision="fp32")
-    strategy = lockstep.FullyShardedStrategy(devices, level=level, num_shares=4)
+    strategy = lockstep.FullyShardedStrategy(devices, level=level, num_shares=4, engine=engine)
     found = trained(mlp, strategy, precision="fp32")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 

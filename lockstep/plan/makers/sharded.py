@@ -34,11 +34,13 @@ class FullySharded(Wrapping):
         units: names of modules, unit by unit; None chooses them.
         recompute: names of modules whose activations are computed again in backward; True for
             those of all units.
+        shares_parameters: ranks have one copy of the parameters if all are cores of one host.
     """
 
     level: str
     units: Units | None
     recompute: bool | tuple[str, ...] = False
+    shares_parameters: bool = False
 
     @property
     def divides_state(self) -> bool:
@@ -65,8 +67,14 @@ class FullySharded(Wrapping):
                 received=f"{plan.num_hosts} hosts with {plan.devices[0]}",
                 fix="Use MultiWorkerMirroredStrategy, or one host.",
             )
+        sharding = Sharding(
+            level=self.level,
+            units=units,
+            recompute=self._recomputed(graph),
+            shares_parameters=self._has_one_copy(plan),
+        )
         norms = [layer.name for layer in graph.layers if layer.uses_batch_statistics]
-        if self.level == "parameters" and norms and plan.num_shares > plan.num_ranks:
+        if sharding.divides_parameters and norms and plan.num_shares > plan.num_ranks:
             raise OptionError(
                 "Sharded parameters allow one share per device where layers take statistics over "
                 "the batch: several shares of a device run together, layer by layer.",
@@ -74,9 +82,10 @@ class FullySharded(Wrapping):
                 f"{first_few(norms)}",
                 fix='Leave `num_shares` and `accumulate` out, or use level="gradients".',
             )
-        recompute = self._recomputed(graph)
-        sharding = Sharding(level=self.level, units=units, recompute=recompute)
         return msgspec.structs.replace(plan, sharding=sharding)
+
+    def _has_one_copy(self, plan: Plan) -> bool:
+        return self.shares_parameters and plan.num_hosts == 1 and is_cpu(plan.devices)
 
     def _recomputed(self, graph: LayerGraph) -> tuple[str, ...]:
         if isinstance(self.recompute, bool):

@@ -70,7 +70,9 @@ class Stores:
             leader: this process's rank.
         """
         is_apart = isinstance(assignment.plan.update, AveragedUpdate)
-        shares = assignment.plan.engine.shares_memory and not is_apart
+        sharding = assignment.plan.sharding
+        is_shared = sharding is not None and sharding.shares_parameters
+        shares = (assignment.plan.engine.shares_memory or is_shared) and not is_apart
         if not is_cpu(assignment.plan.devices):
             with noting_shortage(assignment.device):
                 return self._adopt_on_device(assignment, leader)
@@ -82,7 +84,7 @@ class Stores:
             # Ranks that share no memory may update the same piece, each for itself, unless each has
             # its part. A rank writes only to the slots of its pieces, so it has no pages of others.
             slots = self._adopt_slots(assignment, leader)
-            are_shared = shares or assignment.plan.sharding is not None
+            are_shared = shares or sharding is not None
             stores += _mapped(assignment, slots, "shared" if are_shared else "copied on write")
         stores += self._adopt_residuals(assignment)
         stores += options_store(assignment)
