@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Hundreds of interpreters are started: all but the first read what was compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-exhaustive test-tpu check fuzz lint format api-docs bench bench-architectures bench-checkpoints bench-compression bench-hosts bench-input bench-keras-tests bench-overhead bench-pipelines bench-planner bench-small-calls bench-starting gpu soak wheel clean
+.PHONY: demo test test-all test-exhaustive test-tpu test-deepspeed check fuzz lint format api-docs bench bench-architectures bench-checkpoints bench-compression bench-hosts bench-input bench-keras-tests bench-overhead bench-pipelines bench-planner bench-small-calls bench-starting gpu soak wheel clean
 demo: .venv/.installed-demo
 	$(BIN)/lockstep demo
 
@@ -22,6 +22,10 @@ test-exhaustive: .venv/.installed-dev
 # The tests of TPUs on Google's torch_tpu, whose runtime drives XLA's plugin for CPUs; needs a C compiler.
 test-tpu: .venv-tpu/.installed
 	.venv-tpu/bin/python tests/stand_ins/tpu/run.py -m pytest --exhaustive tests/tpu
+
+# The tests of `lockstep.record` with DeepSpeed, on its backend for CPUs.
+test-deepspeed: .venv-deepspeed/.installed
+	.venv-deepspeed/bin/python -m pytest --exhaustive tests/parity/test_recorded_deepspeed.py
 
 # Random trainings against plain loops on one device; prints what became of them, and how to repeat it.
 fuzz: MINUTES = 10
@@ -110,7 +114,7 @@ wheel: | .venv/bin/python
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf dist .venv .venv-bench .venv-tpu bench/results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf dist .venv .venv-bench .venv-tpu .venv-deepspeed bench/results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -131,6 +135,13 @@ clean:
 	$(PYTHON) -m venv .venv-tpu
 	.venv-tpu/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --requirement tests/stand_ins/tpu/requirements.txt --editable .
 	.venv-tpu/bin/python -m pip install --quiet --no-compile --no-deps lammps-jax-pjrt-cpu==0.11.2
+	touch $@
+
+# DeepSpeed names a torch of its own, and compiles nothing that is needed here.
+.venv-deepspeed/.installed: pyproject.toml constraints.txt tests/parity/deepspeed_requirements.txt
+	$(PYTHON) -m venv .venv-deepspeed
+	.venv-deepspeed/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --requirement tests/parity/deepspeed_requirements.txt --editable .
+	DS_BUILD_OPS=0 .venv-deepspeed/bin/python -m pip install --quiet --no-deps --no-build-isolation deepspeed==0.19.8
 	touch $@
 
 # The other libraries stay out of .venv.

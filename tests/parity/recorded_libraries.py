@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,8 @@ TRAININGS: dict[str, Callable[[Path, str], None]] = {
 }
 
 
-def main() -> None:
+def run_trainings(trainings: Mapping[str, Callable[[Path, str], None]]) -> None:
+    """Record those that the command line names."""
     warnings.simplefilter("ignore")  # of the faults and of the libraries
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
@@ -160,13 +161,13 @@ def main() -> None:
         title, _, fault = name.partition(":")
         path = Path(folder) / f"of{size}"
         if size == "1":
-            TRAININGS[title](path / title, "")
+            trainings[title](path / title, "")
         else:
-            TRAININGS[title](path / name, fault)
+            trainings[title](path / name, fault)
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # see ``recorded_loops``
 
 
 if __name__ == "__main__":
-    main()
+    run_trainings(TRAININGS)

@@ -7,7 +7,7 @@ the right step, kind and tensor, and its cause the right name.
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,20 @@ import lockstep
 from tests import warm
 from tests.launchers import ROOT
 from tests.netns import HostProcess
-from tests.parity import recorded_libraries, recorded_loops
+from tests.parity import recorded_keras, recorded_libraries, recorded_loops, recorded_reports
 from tests.thorough import core_of, wanted
 
 PROGRAMS: dict[Path, dict[str, Any]] = {
     ROOT / "tests" / "parity" / "recorded_loops.py": recorded_loops.TRAININGS,
     ROOT / "tests" / "parity" / "recorded_libraries.py": recorded_libraries.TRAININGS,
+    ROOT / "tests" / "parity" / "recorded_reports.py": recorded_reports.TRAININGS,
+    ROOT / "tests" / "parity" / "recorded_keras.py": recorded_keras.TRAININGS,
 }
 
 # Their results are those of each replica, with which no layout agrees: they are faults.
-NEVER_RIGHT = ("ddp, batch norm", "ddp, dropout")
+NEVER_RIGHT = ("ddp, batch norm", "ddp, dropout", "keras, batch norm", "keras, dropout")
 RIGHT = [name for own in PROGRAMS.values() for name in own if name not in NEVER_RIGHT]
+UNNOTED = ("keras, fit",)  # neither samples nor loss
 CORE_RIGHT = ("ddp", "ddp, uneven", "ddp, attention", "ddp, bf16", "fsdp2, adam", "plain, spare")
 
 WEIGHT = "body.0.weight"
@@ -54,6 +57,7 @@ FAULTS = {
     # https://github.com/huggingface/accelerate/issues/3533
     "ddp, accumulation:divided twice": (0, "gradient", WEIGHT, "constant factor"),
     "ddp, accumulation:never summed": (0, "gradient", WEIGHT, "not summed over ranks"),
+    # https://github.com/huggingface/transformers/issues/31412
     "ddp, dropout:drawn alike": (0, "loss", "", "dropout drawn alike"),
     "ddp, dropout:drawn otherwise": (0, "loss", "", "dropout"),
     "ddp, batch norm:of replicas": (0, "loss", "", "batch statistics"),
@@ -86,6 +90,27 @@ FAULTS = {
     "trainer:times ranks": (0, "gradient", "net.0.weight", "constant factor"),
     "trainer:no distributed sampler": (0, "samples", "", "samples repeated"),
     "trainer:clipped": (0, "gradient", "net.0.weight", "clipping"),
+    "keras:not wrapped": (0, "gradient", "net/body/kernel", "not summed over ranks"),
+    "keras:no sampler": (0, "samples", "", "samples repeated"),
+    "keras:batch of each": (0, "samples", "", "batch size"),
+    "keras:sum": (0, "gradient", "net/body/kernel", "constant factor"),
+    "keras:clipped": (0, "gradient", "net/body/kernel", "clipping"),
+    "keras:rate times ranks": (0, "option", "net/body/kernel lr", "learning rate"),
+    "keras, batch norm:of replicas": (0, "loss", "", "batch statistics"),
+    "keras, dropout:drawn alike": (0, "loss", "", "dropout drawn alike"),
+    "keras, fit:each for itself": (0, "gradient", "net/body/kernel", "not summed over ranks"),
+    # no_sync in the wrong passes of a window: https://github.com/modelscope/FunASR/pull/3472
+    "accumulation:summed in the first pass": (0, "gradient", "0.weight", "not summed over ranks"),
+    # An epoch's last window: https://github.com/huggingface/transformers/pull/39659
+    "windows:divided by all": (3, "gradient", "0.weight", "constant factor"),
+    # https://github.com/milesial/Pytorch-UNet/issues/468
+    "scaler:clipped before unscaled": (0, "gradient", "0.weight", "clipping"),
+    # https://github.com/pytorch/pytorch/issues/31771
+    "epochs:no set_epoch": (2, "samples", "", "other samples"),
+    # A model that takes over its average on one rank: https://github.com/lucidrains/ema-pytorch/issues/9
+    "averages:on rank 0": (2, "loss", "", "ranks differ"),
+    # https://github.com/pytorch/pytorch/issues/149205
+    "sharded:optimizer behind a pass": (0, "option", "0.weight", "never moved"),
 }
 CORE_FAULTS = (
     *("ddp:bypassed", "ddp:no sampler", "ddp:left over", "ddp:rank changed", "plain:own seed"),
@@ -110,12 +135,12 @@ def start_both(program: Path, folder: Path, names: Sequence[str]) -> list[HostPr
     return start(program, folder, 2, names) + start(program, folder, 1, references)
 
 
-@pytest.fixture(scope="module")
-def records(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the records of all trainings that tests want."""
-    folder = tmp_path_factory.mktemp("records")
-    for program, trainings in PROGRAMS.items():
-        names = [each for each in wanted(request, "name") if each.partition(":")[0] in trainings]
+def record_all(
+    programs: Mapping[Path, Mapping[str, Any]], wanted_names: Sequence[str], folder: Path
+) -> None:
+    """Record those trainings of programs that are wanted, in two processes and in one."""
+    for program, trainings in programs.items():
+        names = [each for each in wanted_names if each.partition(":")[0] in trainings]
         processes = start_both(program, folder, names) if names else []
         try:
             for each in processes:
@@ -126,6 +151,13 @@ def records(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
                 each.close()
             for store in folder.glob("store*"):
                 store.unlink()
+
+
+@pytest.fixture(scope="module")
+def records(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the records of all trainings that tests want."""
+    folder = tmp_path_factory.mktemp("records")
+    record_all(PROGRAMS, wanted(request, "name"), folder)
     return folder
 
 
@@ -136,9 +168,9 @@ def test_a_right_run_agrees_with_one_process(name: str, records: Path) -> None:
     assert outcome.cause is None
     assert outcome.pairing.num_steps == 4
     assert not outcome.has_same_bits  # sums of two processes round otherwise
-    assert {"samples", "loss", "gradient", "parameter"} <= {
-        each.kind for each in outcome.pairing.differences
-    }
+    noted = {"samples", "loss"} if name not in UNNOTED else set()
+    kinds = {each.kind for each in outcome.pairing.differences}
+    assert {*noted, "gradient", "parameter"} <= kinds
 
 
 @pytest.mark.parametrize("name", core_of(RIGHT, CORE_RIGHT))

@@ -3,6 +3,7 @@
 import code
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,24 +77,100 @@ def test_one_block_at_a_time_writes_into_a_folder(tmp_path: Path) -> None:
 
 def test_a_block_in_which_nothing_was_recorded_warns(tmp_path: Path) -> None:
     model = make_model()
-    optimizer = torch.optim.SGD(make_model().parameters(), lr=0.1)
     with (
-        pytest.warns(UserWarning, match="Nothing was recorded"),
-        lockstep.record(model, optimizer, tmp_path),
+        pytest.warns(UserWarning, match="nothing was recorded"),
+        lockstep.record(model, None, tmp_path),
     ):
-        optimizer.step()
+        torch.optim.SGD(make_model().parameters(), lr=0.1).step()
 
 
-def test_optimizers_of_zero_are_refused(tmp_path: Path) -> None:
-    """As DeepSpeed makes them: around an optimizer whose parameters are flat pieces."""
+def test_an_optimizer_of_other_tensors_is_recorded_and_warns(tmp_path: Path) -> None:
+    model = make_model()
+    with lockstep.record(model, own := torch.optim.SGD(model.parameters()), tmp_path / "one"):
+        step(model, own)
+    model, other = make_model(), torch.optim.SGD(make_model().parameters())
+    with (
+        pytest.warns(UserWarning, match="those of the optimizer are other tensors"),
+        lockstep.record(model, other, tmp_path / "other"),
+    ):
+        step(model, other)
+    outcome = lockstep.compare(tmp_path / "other", tmp_path / "one")
+    assert outcome.cause is not None
+    assert outcome.cause.kind == "never moved"
 
-    class ZeROOptimizer:
-        def __init__(self, optimizer: Any) -> None:
-            self.optimizer = optimizer
 
-        def step(self) -> None:
+class ZeROOptimizer:
+    """As DeepSpeed has it: around an optimizer whose parameters are flat pieces."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+class Partitions(ZeROOptimizer):
+    """As ZeRO's stages 1 and 2, on the first of two ranks: of a group it has the first part."""
+
+    def __init__(self, groups: list[list[Any]], sizes: list[int], lr: float) -> None:
+        self.bit16_groups = groups
+        self.sizes = sizes
+        flat = [self.flat(group, size) for group, size in zip(groups, sizes, strict=True)]
+        for group, size in zip(groups, sizes, strict=True):
+            start = 0
+            for each in group:
+                own = min(each.numel(), size - start)
+                each._hp_mapping = None
+                if own > 0:
+                    addresses = SimpleNamespace(start=start, numel=own)
+                    lp = SimpleNamespace(start=0, numel=own)
+                    each._hp_mapping = SimpleNamespace(
+                        hp_fragment_address=addresses, lp_fragment_address=lp
+                    )
+                start += each.numel()
+        super().__init__(torch.optim.Adam([{"params": [each]} for each in flat], lr=lr))
+
+    def flat(self, tensors: list[Any], size: int) -> Any:
+        return torch.cat([each.detach().flatten() for each in tensors])[:size]
+
+    def step(self) -> None:
+        groups = self.optimizer.param_groups
+        for group, parameters, size in zip(groups, self.bit16_groups, self.sizes, strict=True):
+            partition = group["params"][0]
+            partition.grad = self.flat([each.grad for each in parameters], size)
+            self.optimizer.param_groups = [group]
             self.optimizer.step()
+            partition.grad = None
+        self.optimizer.param_groups = groups
 
+
+def test_partitions_of_zero_are_recorded_as_pieces(tmp_path: Path) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    groups = [[each for each in model.parameters() if each.dim() == dim] for dim in (2, 1)]
+    zero = Partitions(groups, [14, 6], lr=0.1)  # of the matrices 12 and 2 elements
+    with lockstep.record(model, zero, tmp_path, steps=2):
+        for _ in range(3):
+            model.zero_grad()
+            F.cross_entropy(model(X), Y).backward()  # the model keeps its weights
+            zero.step()
+    assert "step" not in vars(zero)
+    run = Run(tmp_path)
+    assert run.num_steps == 2
+    values = run.values(1)
+    for name, each, size in (("0.weight", model[0].weight, 12), ("1.weight", model[1].weight, 2)):
+        expected = each.grad.flatten()[:size].norm().item()
+        assert values["gradient", name].size == pytest.approx(expected, rel=1e-6)
+    assert values["gradient", "0.weight"].is_complete
+    assert not values["gradient", "1.weight"].is_complete  # the rest is on the other rank
+    assert ("slot", "1.weight exp_avg") in values
+    assert ("slot", "1.bias step") in values
+    assert {name for kind, name in values if kind == "parameter"} == {
+        *("0.weight", "0.bias", "1.weight", "1.bias")
+    }
+    assert run.options(0)[0]["0.bias"]["lr"] == 0.1
+
+
+def test_other_optimizers_of_zero_are_refused(tmp_path: Path) -> None:
     class Stage(ZeROOptimizer):
         pass
 

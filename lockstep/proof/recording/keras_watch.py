@@ -18,37 +18,54 @@ def is_of_keras(optimizer: Any) -> bool:
 
 
 class KerasWatch(Watch):
-    """Watches optimizers of Keras, by their method ``apply``, which ``fit`` calls, too."""
+    """Watches optimizers of Keras, by their method ``apply``, which ``fit`` calls, too.
+
+    Gradients are those of ``_backend_update_step``, which ``apply`` calls for an update: summed by
+    a wrapper of ``apply``, accumulated and clipped.
+    """
 
     def __init__(self, observer: Observer, optimizers: Sequence[Any]) -> None:
         self._observer = observer
         self._optimizers = [weakref.ref(each) for each in optimizers]
+        self._has_seen = False
         for number, each in enumerate(optimizers):
-            each.apply = self._wrapped(number, each, each.apply)
+            each._backend_update_step = self._seeing(number, each, each._backend_update_step)
+            each.apply = self._wrapped(each, each.apply)
 
     def remove(self) -> None:
         for reference in self._optimizers:
             if (optimizer := reference()) is not None:
-                del optimizer.apply
+                del optimizer.apply, optimizer._backend_update_step
         self._optimizers.clear()
 
-    def _wrapped(self, number: int, optimizer: Any, apply: Callable[..., Any]) -> Any:
-        def applying(gradients: Any, trainable_variables: Any = None) -> Any:
+    def _wrapped(self, optimizer: Any, apply: Callable[..., Any]) -> Any:
+        def applying(*args: Any, **kwargs: Any) -> Any:
             if self._observer.is_done:
                 self._observer.end_script()
-                return apply(gradients, trainable_variables)
-            gradients = list(gradients)
-            variables = list(trainable_variables or optimizer._trainable_variables)
-            self._see(number, optimizer, gradients, variables)
-            result = apply(gradients, trainable_variables)
-            self._observer.after(_slots(optimizer))
+                return apply(*args, **kwargs)
+            self._observer.start()
+            self._has_seen = False
+            result = apply(*args, **kwargs)
+            if self._has_seen:
+                self._observer.after(_slots(optimizer))
             return result
 
         return applying
 
+    def _seeing(self, number: int, optimizer: Any, update: Callable[..., Any]) -> Any:
+        def updating(gradients: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
+            gradients = list(gradients)
+            self._see(number, optimizer, gradients, variables)
+            return update(gradients, variables, *args, **kwargs)
+
+        return updating
+
     def _see(
         self, number: int, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
     ) -> None:
+        if self._observer.is_done:
+            return
+        self._has_seen = True
         names = self._observer.names_for([each.value for each in variables])
         named = [names.get(id(each.value), each.path) for each in variables]
         found = [
@@ -60,8 +77,8 @@ class KerasWatch(Watch):
 
 
 def _group(optimizer: Any, names: Sequence[str]) -> Group:
-    options = {name: getattr(optimizer, name, None) for name in _OPTIONS}
-    plain = {name: each for name, each in options.items() if isinstance(each, float | int)}
+    options = {name: getattr(optimizer, name) for name in _OPTIONS if hasattr(optimizer, name)}
+    plain = {name: each for name, each in options.items() if isinstance(each, float | int | None)}
     return Group(tuple(names), {"lr": float(optimizer.learning_rate), **plain})
 
 

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.proof.recording.keras_variables import fixed_variables
+
 # What wrappers put into the names of parameters and modules.
 _WRAPPERS = (
     "_forward_module",
@@ -68,17 +70,20 @@ def parameters_of(
     """Parameters with their canonical names; a shared one under its first."""
     keras_names = {id(each.value): each.path for each in getattr(model, "variables", ())}
     canonical = canonical or Names(model)
+    fixed = {id(each.value) for each in fixed_variables(model)}
     for name, parameter in model.named_parameters():
+        if id(parameter) in fixed:
+            continue
         yield keras_names.get(id(parameter), canonical(name)), parameter
 
 
-def buffers_of(
-    model: nn.Module, canonical: Names | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers with their canonical names."""
+def buffers_of(model: Any, canonical: Names | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers with their canonical names; of Keras the variables that do not train."""
     canonical = canonical or Names(model)
     for name, buffer in model.named_buffers():
         yield canonical(name), buffer
+    for variable in fixed_variables(model):
+        yield variable.path, variable.value
 
 
 def torch_optimizer(optimizer: Any) -> Any:

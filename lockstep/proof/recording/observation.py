@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from lockstep.proof.recording.digests import WIDTH, Pending
+from lockstep.proof.recording.keras_variables import layers_of
 from lockstep.proof.recording.names import Names
 from lockstep.proof.recording.record_file import Entries, Entry, Group, Module, RecordWriter
-from lockstep.proof.recording.shards import local_part
+from lockstep.proof.recording.shards import Piece, local_part
 
 _MATTERING = (
     torch.nn.modules.batchnorm._BatchNorm,
@@ -59,10 +60,9 @@ class Observation:
         """Add what a rank has of tensors, or numbers, with their names."""
         parts = []
         for name, value in values:
-            tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-            part = local_part(tensor)
+            part = value if isinstance(value, Piece) else local_part(torch.as_tensor(value))
             self._numbers.append(
-                self._table.number_of(Entry(kind, name, _name_of(tensor.dtype), part[1]))
+                self._table.number_of(Entry(kind, name, _name_of(part[0].dtype), part[1]))
             )
             parts.append(part)
         self._pending.append(Pending(parts))
@@ -93,16 +93,20 @@ def _raw(tensor: torch.Tensor) -> bytes:
 def groups_of(optimizer: Any, names: dict[int, str]) -> tuple[Group, ...]:
     """The groups of an optimizer of torch, with those options that are plain values."""
     return tuple(
-        Group(
-            tuple(names[id(each)] for each in group["params"]),
-            dict(_plain_options((key, value) for key, value in group.items() if key != "params")),
-        )
+        group_of(group, [names[id(each)] for each in group["params"]])
         for group in optimizer.param_groups
     )
 
 
-def _plain_options(options: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    for key, value in options:
+def group_of(group: dict[str, Any], names: Iterable[str]) -> Group:
+    """A group of an optimizer of torch, whose parameters have these names."""
+    return Group(tuple(names), dict(_plain_options(group)))
+
+
+def _plain_options(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in group.items():
+        if key == "params":
+            continue
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             yield key, value.item()
         elif isinstance(value, bool | int | float | str | None):
@@ -118,6 +122,10 @@ def modules_of(model: nn.Module) -> tuple[Module, ...]:
         if isinstance(module, _MATTERING):
             share = getattr(module, "p", getattr(module, "dropout", 0.0))
             found.append(Module(canonical(name), type(module).__name__, float(share or 0.0)))
+    for layer in layers_of(model):
+        kind, share = type(layer).__name__, getattr(layer, "rate", getattr(layer, "dropout", 0.0))
+        if kind.startswith("BatchNorm") or (isinstance(share, float) and share > 0):
+            found.append(Module(layer.path or layer.name, kind, float(share)))
     return tuple(found)
 
 

@@ -6,8 +6,9 @@ import torch
 
 from lockstep.errors import OptionError
 from lockstep.proof.recording.keras_watch import KerasWatch, is_of_keras
-from lockstep.proof.recording.names import torch_optimizer, wrapped_by
+from lockstep.proof.recording.names import torch_optimizer
 from lockstep.proof.recording.watches import Observer, TorchWatch, Watch
+from lockstep.proof.recording.zero_watch import ZeroWatch, has_partitions, zero_of
 
 
 def watch(observer: Observer, optimizer: Any) -> Watch:
@@ -21,11 +22,14 @@ def watch(observer: Observer, optimizer: Any) -> Watch:
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     if given and all(map(is_of_keras, given)):
         return KerasWatch(observer, given)
-    if any(map(_is_of_zero, given)):
+    zeros = [each for each in map(zero_of, given) if each is not None]
+    if zeros and len(zeros) == len(given) and all(map(has_partitions, zeros)):
+        return ZeroWatch(observer, zeros)
+    if zeros:
         raise OptionError(
-            "The optimizer must step on the model's own parameters, or on DTensors.",
-            received="one of DeepSpeed's, which steps on flat pieces (ZeRO, or its bf16)",
-            fix="Record with ZeRO stage 0, in float32 or with torch.autocast.",
+            "Of DeepSpeed's optimizers, those of ZeRO's stages 0, 1 and 2 can be recorded.",
+            received=type(zeros[0]).__name__,
+            fix="Record with another stage: the gradients are the same.",
         )
     optimizers = [torch_optimizer(each) for each in given]
     wrong = [each for each in optimizers if not isinstance(each, torch.optim.Optimizer)]
@@ -37,12 +41,3 @@ def watch(observer: Observer, optimizer: Any) -> Watch:
             "steps on the model's parameters.",
         )
     return TorchWatch(observer, optimizers)
-
-
-def _is_of_zero(optimizer: Any) -> bool:
-    """Whether it, or one that it wraps, is an optimizer of DeepSpeed that makes flat pieces."""
-    while optimizer is not None:
-        if any(each.__name__ == "ZeROOptimizer" for each in type(optimizer).__mro__):
-            return True
-        optimizer = wrapped_by(optimizer)
-    return False

@@ -134,6 +134,7 @@ class Recorder:
         self._samples: list[Samples] = []
         self._is_done = False
         self._has_begun = False
+        self._has_stepped = False  # an optimizer, on a parameter of the model
 
     def __enter__(self) -> Self:
         if self._is_done or self._watch is not None:
@@ -169,12 +170,15 @@ class Recorder:
             self._watch.remove()
             self._watch = None
             _recording.discard(self._folder.resolve())
-        if kind is None and not self._has_begun:
-            warnings.warn(
-                f"Nothing was recorded into {self._folder}: no optimizer has stepped on the "
-                "model's parameters. Pass the model and the optimizer that the loop uses.",
-                stacklevel=2,
+        if kind is None and not self._has_stepped:
+            what = "No optimizer has stepped on the model's parameters" + (
+                ": those of the optimizer are other tensors, as where they were taken before the "
+                "model was wrapped or sharded, or behind a forward pass."
+                if self._has_begun
+                else f": nothing was recorded into {self._folder}."
             )
+            advice = "Pass the model and the optimizer that the loop uses."
+            warnings.warn(f"{what} {advice}", stacklevel=2)
 
     @property
     def is_done(self) -> bool:
@@ -233,7 +237,20 @@ class Recorder:
             model = self._model()
             pairs = () if model is None else parameters_of(model)
             self._names = {id(parameter): name for name, parameter in pairs}
-        return named(parameters, self._names)
+        found = named(parameters, self._names)
+        self._has_stepped |= bool(found)
+        return found
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def start(self) -> None:
+        """See ``Observer``."""
+        model = self._model()
+        if self._is_done or model is None or self._file is not None:
+            return
+        with _plain_arithmetic(model):
+            self._file, self._has_begun = self._open(model), True
+            self._file.write_start(model, self._first_state)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
@@ -242,10 +259,9 @@ class Recorder:
         model = self._model()
         if self._is_done or model is None:
             return
+        self.start()
+        assert self._file is not None
         with _plain_arithmetic(model):
-            if self._file is None:
-                self._file, self._has_begun = self._open(model), True
-                self._file.write_start(model, self._first_state)
             self._file.begin(update)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

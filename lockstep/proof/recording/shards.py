@@ -6,9 +6,9 @@ part.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -39,10 +39,18 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
         return math.prod(stop - start for start, stop in self.ranges)
 
     def flat_range(self) -> tuple[int, int]:
-        """First index and the one behind the last, in the tensor as one row."""
-        row = math.prod(self.shape[1:])
-        start, stop = self.ranges[0] if self.ranges else (0, 1)
-        return start * row, stop * row
+        """First index and the one behind the last, in the tensor as one row, of which it is one."""
+        start = 0
+        for (first, _), size in zip(self.ranges, self.shape, strict=False):
+            start = start * size + first
+        return start, start + self.num_elements
+
+
+class Piece(NamedTuple):
+    """Elements of a tensor, and which these are."""
+
+    local: torch.Tensor
+    shard: Shard
 
 
 def is_flat(shape: Sequence[int]) -> bool:
@@ -54,6 +62,51 @@ def is_flat(shape: Sequence[int]) -> bool:
 def whole(shape: tuple[int, ...]) -> Shard:
     """All of a tensor."""
     return Shard(tuple(shape), tuple((0, size) for size in shape))
+
+
+def pieces_of(shape: tuple[int, ...], flat: torch.Tensor, start: int) -> Iterator[Piece]:
+    """Consecutive elements of a tensor, as pieces that have a range of indices in each dim.
+
+    Args:
+        shape: of the tensor.
+        flat: the elements, in one dim; if there are none, one piece without elements.
+        start: the first one's index, in the order of memory.
+    """
+    if not len(flat):
+        yield Piece(flat, Shard(shape, ((0, 0), *((0, size) for size in shape[1:]))))
+        return
+    first = start
+    for ranges in _boxes(shape, start, start + len(flat)):
+        shard = Shard(shape, ranges)
+        own = flat[first - start :][: shard.num_elements]
+        yield Piece(own.view([stop - begin for begin, stop in ranges]), shard)
+        first += shard.num_elements
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Part of a row, whole rows, and part of another; parts are divided again."""
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # the whole ones
+    before, behind = first - 1, last
+    if first > last:
+        yield from _boxes_of_row(shape, last, start - last * row, stop - last * row)
+        return
+    yield from _boxes_of_row(shape, before, start - before * row, row)
+    if first < last:
+        yield ((first, last), *((0, size) for size in shape[1:]))
+    yield from _boxes_of_row(shape, behind, 0, stop - behind * row)
+
+
+def _boxes_of_row(
+    shape: tuple[int, ...], index: int, start: int, stop: int
+) -> Iterator[tuple[tuple[int, int], ...]]:
+    for ranges in _boxes(shape[1:], start, stop):
+        yield ((index, index + 1), *ranges)
 
 
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Shard]:

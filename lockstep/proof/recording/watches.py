@@ -21,12 +21,12 @@ class Update(NamedTuple):
 
     Attributes:
         optimizer: its number.
-        gradients: with their parameters' names.
+        gradients: with their parameters' names: tensors, or pieces of them.
         groups: of the optimizer.
     """
 
     optimizer: int
-    gradients: Sequence[tuple[str, torch.Tensor]]
+    gradients: Sequence[tuple[str, Any]]
     groups: tuple[Group, ...]
 
 
@@ -42,6 +42,9 @@ class Observer(Protocol):
 
     def names_for(self, parameters: Sequence[torch.Tensor]) -> dict[int, str]:
         """Names of parameters by id; those that the model does not have are left out."""
+
+    def start(self) -> None:
+        """Record what is there before the first update, which ``before`` may come too late for."""
 
     def before(self, update: Update) -> None:
         """Gradients are as the optimizer takes them."""
@@ -67,6 +70,7 @@ class TorchWatch(Watch):
 
     def __init__(self, observer: Observer, optimizers: Sequence[Any] | None) -> None:
         self._observer = observer
+        self._is_given = optimizers is not None
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._stepping = threading.local()  # an optimizer may call another one's step
         self._handles = []
@@ -95,7 +99,7 @@ class TorchWatch(Watch):
             return None  # a step within another's; one that failed is begun again
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         names = self._observer.names_for(parameters)
-        if not any(id(each) in names for each in parameters):
+        if not (names or self._is_given):
             return None
         number = self._numbers.setdefault(optimizer, len(self._numbers))
         self._stepping.number = number

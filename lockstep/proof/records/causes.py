@@ -5,26 +5,27 @@ times a constant; whether the ranks' own gradients add up to it; whether each ra
 scaled by a factor of its own; whether the gradients of the step before are still in it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from lockstep.proof.recording.record_file import BUFFER, GRADIENT, PARAMETER, SLOT, START
-from lockstep.proof.records import sample_causes
+from lockstep.proof.recording.record_file import BUFFER, GRADIENT, PARAMETER, START
+from lockstep.proof.records import sample_causes, update_causes
 from lockstep.proof.records.batches import losses_of
 from lockstep.proof.records.comparison import (
     LOSS,
-    OPTION,
     RANDOM,
     SAMPLES,
     Difference,
     Pairing,
+    module_of,
 )
 from lockstep.proof.records.factors import explain_factor
 from lockstep.proof.records.run import Run, Value
 from lockstep.proof.records.sample_causes import Cause
+from lockstep.proof.records.update_causes import ranks_disagree
 
 _FIT = 16.0  # times the tolerance: estimates of a few numbers, each with its own rounding
 
@@ -42,11 +43,11 @@ def find_cause(pairing: Pairing) -> Cause | None:
         return _among_ranks(pairing, first)
     if first.kind in (LOSS, GRADIENT):
         return _of_gradients(_Gradients(pairing, first.step), first)
-    return _of_update(pairing, first)
+    return update_causes.find(pairing, first)
 
 
 def _initial_weights(pairing: Pairing, first: Difference) -> Cause:
-    if _ranks_disagree(pairing.run, PARAMETER, START):
+    if ranks_disagree(pairing.run, PARAMETER, START):
         return Cause(
             "ranks differ",
             "The ranks began with different weights. Nothing has sent rank 0's to the others: "
@@ -69,7 +70,7 @@ def _among_ranks(pairing: Pairing, first: Difference) -> Cause:
             "the wrapper's forward was not called, no_sync was active in the last backward pass, "
             "or these parameters are outside of the wrapper.",
         )
-    return _of_update(pairing, first)
+    return update_causes.find(pairing, first)
 
 
 # --- gradients ----------------------------------------------------------------------------------
@@ -179,6 +180,7 @@ def _of_gradients(given: _Gradients, first: Difference) -> Cause:
         _scaled_by_rank,
         _scaled,
         _left_from_before,
+        _replicas_differ,
         _dropout,
         _batch_statistics,
         _mean_of_means,
@@ -192,7 +194,7 @@ def _of_gradients(given: _Gradients, first: Difference) -> Cause:
             "Samples and weights agree, the loss does not: look at the forward pass, at what is "
             "set to evaluation, and at the loss's weight.",
         )
-    if _ranks_disagree(given.pairing.run, GRADIENT, given.step):
+    if ranks_disagree(given.pairing.run, GRADIENT, given.step):
         return Cause(
             "ranks differ",
             f"The ranks have different gradients in step {given.step}, and they do not add up to "
@@ -240,7 +242,7 @@ def _lacking_ranks(given: _Gradients, name: str) -> list[int]:
 
 def _not_summed(given: _Gradients) -> Cause | None:
     """Whether each rank has its own gradient, and together they are the reference's."""
-    if not _ranks_disagree(given.pairing.run, GRADIENT, given.step):
+    if not ranks_disagree(given.pairing.run, GRADIENT, given.step):
         return None
     versions = given.by_rank()
     if len(versions) < 2:
@@ -303,6 +305,18 @@ def _left_from_before(given: _Gradients) -> Cause | None:
     )
 
 
+def _replicas_differ(given: _Gradients) -> Cause | None:
+    """Whether something has changed parameters on some ranks since the last update."""
+    run, step = given.pairing.run, given.step
+    if ranks_disagree(run, GRADIENT, step) or not ranks_disagree(run, PARAMETER, step):
+        return None
+    return Cause(
+        "ranks differ",
+        f"The ranks have the same gradients in step {step}, and different parameters behind it: "
+        "something has changed parameters on some ranks only, between this update and the last.",
+    )
+
+
 def _dropout(given: _Gradients) -> Cause | None:
     run = given.pairing.run
     drawing = [each for each in run.first.header.modules if each.share > 0]
@@ -323,7 +337,7 @@ def _batch_statistics(given: _Gradients) -> Cause | None:
     if given.loss_agrees or not norms:
         return None
     wrong = [each for each in given.pairing.of(BUFFER, given.step) if not each.agrees]
-    local = [each for each in wrong if each.name.rpartition(".")[0] in {m.name for m in norms}]
+    local = [each for each in wrong if module_of(each.name) in {m.name for m in norms}]
     if not local:
         return None
     parts = "replica" if run.world_size > 1 else "part of a batch"
@@ -352,75 +366,6 @@ def _mean_of_means(given: _Gradients) -> Cause | None:
     )
 
 
-# --- updates ------------------------------------------------------------------------------------
-
-
-def _of_update(pairing: Pairing, first: Difference) -> Cause:
-    options = [each for each in pairing.of(OPTION, first.step) if not each.agrees]
-    if options:
-        return _of_options(options)
-    if first.kind == BUFFER:
-        return _of_buffer(pairing, first)
-    if first.kind == PARAMETER and _never_moved(pairing, first):
-        return Cause(
-            "never moved",
-            f"{first.name} has a gradient, and is after step {first.step} what it was before: no "
-            "optimizer has it, or what the optimizer steps on is another tensor.",
-        )
-    if _ranks_disagree(pairing.run, first.kind, first.step):
-        return Cause(
-            "ranks differ",
-            f"The ranks have the same gradients, and different {first.kind}s after step "
-            f"{first.step} ({first.name}): something changes them on some ranks only.",
-        )
-    where = "slots" if first.kind == SLOT else "parameters"
-    return Cause(
-        "update",
-        f"Gradients and options agree, the optimizer's {where} do not: look at the optimizer, and "
-        "at what changes parameters outside of it.",
-    )
-
-
-_OPTION_KINDS = {"lr": "learning rate", "weight_decay": "weight decay"}
-
-
-def _of_options(options: Sequence[Difference]) -> Cause:
-    absent = next((each for each in options if " " not in each.name), None)
-    if absent is not None:
-        return Cause("never moved", f"{absent.name}: {absent.remark}.")
-    first = options[0]
-    name, _, key = first.name.rpartition(" ")
-    same = {each.name for each in options if each.name.endswith(f" {key}")}
-    others = "" if len(same) < 2 else f", and {len(same) - 1} more parameters"
-    advice = {
-        "lr": "Look at the schedule: how often it steps, and whether the number of ranks changes "
-        "it.",
-        "weight_decay": "Look at how parameters are put into groups: by names that a wrapper has "
-        "changed, or by shapes that sharding has.",
-    }.get(key, "Look at how the optimizer is made.")
-    return Cause(
-        _OPTION_KINDS.get(key, "options"),
-        f"{key} of {name}{others} is {first.remark} in step {first.step}. {advice}",
-    )
-
-
-def _of_buffer(pairing: Pairing, first: Difference) -> Cause:
-    norms = {m.name for m in pairing.run.first.header.modules if m.kind.startswith("BatchNorm")}
-    if first.name.rpartition(".")[0] in norms:
-        return Cause(
-            "batch statistics",
-            f"{first.name} holds statistics of each replica's part of the batch, not of all of it: "
-            "convert the model with SyncBatchNorm, or do not use these statistics.",
-        )
-    return Cause("buffers", f"All else agrees: look at what sets {first.name}.")
-
-
-def _never_moved(pairing: Pairing, first: Difference) -> bool:
-    key = first.kind, first.name
-    after, before = (pairing.run.values(step).get(key) for step in (first.step, first.step - 1))
-    return after is not None and before is not None and after.has_same_bits(before)
-
-
 # --- values -------------------------------------------------------------------------------------
 
 
@@ -432,16 +377,6 @@ def _contribution(value: Value, rank: int) -> np.ndarray:
     """What a rank's shard adds to the whole; of copies the lowest rank's counts."""
     mine = [own[rank] for own in value.parts.values() if min(own) == rank]
     return np.sum(mine, axis=0) if mine else np.zeros_like(_first(value))
-
-
-def _ranks_disagree(run: Run, kind: str, step: int) -> bool:
-    return any(True for _ in _disagreeing(run, kind, step))
-
-
-def _disagreeing(run: Run, kind: str, step: int) -> Iterator[Value]:
-    for (own_kind, _), value in run.values(step).items():
-        if own_kind == kind and value.disagreement() > 1e-6 * max(value.size, 1e-30):
-            yield value
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -122,7 +122,7 @@ class Pairing:
         return [each for each in self.differences if (each.kind, each.step) == (kind, step)]
 
     def _position(self, one: Difference) -> tuple[int, int]:
-        module = one.name.partition(" ")[0].rpartition(".")[0]
+        module = module_of(one.name.partition(" ")[0])
         order = self.reference.order
         return KINDS.index(one.kind), order.get(module, len(order))
 
@@ -338,6 +338,11 @@ def compare_runs(
             fix="Record the same model twice; wrappers around it may differ.",
         )
     return Pairing(own, other, tolerance)
+
+
+def module_of(name: str) -> str:
+    """The module that a parameter or a buffer belongs to; Keras's names have slashes."""
+    return name.rpartition("/" if "/" in name else ".")[0]
 
 
 # --- parts --------------------------------------------------------------------------------------

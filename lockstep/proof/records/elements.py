@@ -50,6 +50,8 @@ def _whole(run: Run, first: Difference, rank: int | None) -> torch.Tensor | None
     result = torch.zeros(shape, dtype=dtype)
     preferred = sorted(parts, key=lambda part: part[0] == rank)  # the last that is set stays
     for _, shard, values in preferred:
+        if not shard.num_elements:
+            continue
         places = tuple(slice(*each) for each in shard.ranges)
         result[places] = values.reshape(result[places].shape)
     return result

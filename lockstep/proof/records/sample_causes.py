@@ -126,6 +126,15 @@ def _within(run: Run, own: np.ndarray, other: np.ndarray) -> Cause | None:
 
 
 def _elsewhere(pairing: Pairing, step: int, own: np.ndarray) -> Cause:
+    for other in range(step):
+        words = batch_words(pairing.run, other)
+        if words is not None and np.array_equal(own, words):
+            return Cause(
+                "other samples",
+                f"Step {step} has the samples of step {other} again, in the same order: an epoch "
+                "repeats the order of the one before. Call set_epoch on the sampler before each "
+                "epoch.",
+            )
     for other in range(pairing.reference.num_steps):
         words = batch_words(pairing.reference, other)
         if other != step and words is not None and _same(own, words):
