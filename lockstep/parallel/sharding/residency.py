@@ -376,7 +376,7 @@ class Residency:
             self._note_use(unit)
             self._need([unit])
         elif unit is not None:
-            self._use(unit)
+            self._use(unit, is_entered=True)
 
     def _stay(self, unit: int, why: str) -> None:
         """Keep a unit on every rank; after the first step raise an error instead."""
@@ -384,17 +384,13 @@ class Residency:
             raise self._error(f"A unit of sharded parameters {why}.", repr(self._names[unit]))
         self._staying.add(unit)
 
-    def _use(self, unit: int) -> None:
-        """A unit's parameters are used now."""
+    def _use(self, unit: int, *, is_entered: bool = False) -> None:
+        """A unit's parameters are used now, or its module's forward pass begins."""
         if unit in self._staying:
             return
         place = self._order.index(unit)
         if (place - self._at) * self._direction < 0:
-            raise self._error(
-                "The model uses units of sharded parameters in another order than in its first "
-                "step.",
-                f"{self._names[unit]!r} after {self._names[self._order[self._at]]!r}",
-            )
+            raise self._disorder(unit, is_entered=is_entered)
         self._move_to(place)
 
     def _before_read(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -412,6 +408,23 @@ class Residency:
                 name = self._parameters[number]
                 self._stay(unit, f"is used outside of its modules, by its parameter {name!r}")
         self._need(found)
+
+    def _disorder(self, unit: int, *, is_entered: bool) -> ModelError:
+        """A unit is used after one that follows it in this direction."""
+        names = [self._names[self._order[self._at]], self._names[unit]]
+        received = f"{names[1]!r} after {names[0]!r}"
+        if is_entered and self._direction == _BACKWARD:
+            return ModelError(
+                "The backward pass computes several units of sharded parameters again, as "
+                "torch.utils.checkpoint does around all of them.",
+                received=received,
+                fix=f"Make them one unit, units=[{names}]; or have Lockstep compute each again, "
+                "without torch.utils.checkpoint: FullyShardedStrategy(recompute=True).",
+            )
+        return self._error(
+            "The model uses units of sharded parameters in another order than in its first step.",
+            received,
+        )
 
     def _error(self, what: str, received: str) -> ModelError:
         return ModelError(
