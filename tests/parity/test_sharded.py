@@ -505,7 +505,7 @@ def test_another_order_than_in_the_first_step_is_refused(has_order: bool) -> Non
         trained(partial(Later, has_order), SHARDED())
 
 
-class Recomputed(Blocks):
+class RecomputedWhole(Blocks):
     """Computes all of its blocks again in backward."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -515,9 +515,9 @@ class Recomputed(Blocks):
 
 def test_recomputation_of_several_units_is_refused_by_its_name() -> None:
     with pytest.raises(ModelError, match=r"torch\.utils\.checkpoint") as caught:
-        trained(Recomputed, SHARDED())
+        trained(RecomputedWhole, SHARDED())
     assert "recompute=True" in str(caught.value)
-    trained(Recomputed, SHARDED(level="gradients"))
+    trained(RecomputedWhole, SHARDED(level="gradients"))
 
 
 class Penalised(Blocks):
