@@ -3,9 +3,10 @@
 A process for each net measures its layers, and a process for each pair of net and plan trains it
 and measures the median step and the peak memory of all processes. All of that is kept in a folder,
 and pairs that are in it are not measured again: ``--seconds`` ends a run early, and the next goes
-on. A pair beside which other programs were at work is measured again. Predictions are made from the
-folder. ``--report`` writes a table into docs/planner.md between its two marks; ``--search``
-measures the search instead. Run: ``python bench/planner.py``.
+on. A pair beside which other programs were at work is measured again; with ``--memory`` its memory
+counts, which they do not change, and its time does not. Predictions are made from the folder.
+``--report`` writes a table into docs/planner.md between its two marks; ``--search`` measures the
+search instead. Run: ``python bench/planner.py``.
 """
 
 import argparse
@@ -256,7 +257,7 @@ def in_process(*words: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure_all(folder: Path, nets: list[str], until: float) -> bool:
+def measure_all(folder: Path, nets: list[str], until: float, *, memory_only: bool) -> bool:
     """Measure what the folder lacks; whether it has all of it now."""
     folder.mkdir(parents=True, exist_ok=True)
     for net in nets:
@@ -264,7 +265,11 @@ def measure_all(folder: Path, nets: list[str], until: float) -> bool:
             if time.monotonic() > until:
                 return False
             (folder / f"{net}.json").write_text(json.dumps(in_process("--profile", net)))
-    known = {(row["net"], row["name"]) for row in pairs_of(folder)}
+    known = {
+        (row["net"], row["name"])
+        for row in pairs_of(folder)
+        if memory_only or row["seconds"] is not None
+    }
     for net, plan in itertools.product(nets, PLANS):
         while (net, plan) not in known:
             if time.monotonic() > until:
@@ -272,7 +277,9 @@ def measure_all(folder: Path, nets: list[str], until: float) -> bool:
             row = in_process("--pair", net, plan)
             figures = f"{1e3 * row['seconds']:.1f} ms, {row['bytes'] >> 20} MiB"
             print(f"{net}, {plan}: {figures}, others {row['others']:.2f}", flush=True)
-            if row["others"] <= MOST_OTHERS:
+            if row["others"] > MOST_OTHERS and memory_only:
+                row["seconds"] = None
+            if row["seconds"] is None or row["others"] <= MOST_OTHERS:
                 known.add((net, plan))
                 with open(folder / "pairs.jsonl", "a") as file:
                     file.write(json.dumps(row) + "\n")
@@ -280,8 +287,10 @@ def measure_all(folder: Path, nets: list[str], until: float) -> bool:
 
 
 def pairs_of(folder: Path) -> list[dict[str, Any]]:
+    """What was measured last of each pair."""
     path = folder / "pairs.jsonl"
-    return [*map(json.loads, path.read_text().splitlines())] if path.exists() else []
+    rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    return [*{(row["net"], row["name"]): row for row in rows}.values()]
 
 
 def predicted(folder: Path, row: dict[str, Any]) -> PlanCost:
@@ -302,7 +311,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     runs = [
         RunCost(
             family=family_of(msgspec.convert(row["plan"], Plan)),
-            seconds=(cost.step.total, row["seconds"]),
+            seconds=(cost.step.total, row["seconds"] or 0.0),
             num_bytes=(cost.all_bytes, row["bytes"]),
         )
         for row, cost in zip(pairs, costs, strict=True)
@@ -340,13 +349,18 @@ def table(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
+        time = "| |"
+        if row["seconds"] is not None:
+            times = f"{1e3 * row['predicted']:.1f} | {1e3 * row['seconds']:.1f}"
+            time = f"{times} | {100 * error_of_time(row):+.0f} %"
         lines.append(
-            f"| {ALL[row['net']].title} | {row['name']} | {1e3 * row['predicted']:.1f} | "
-            f"{1e3 * row['seconds']:.1f} | {100 * error_of_time(row):+.0f} % | "
+            f"| {ALL[row['net']].title} | {row['name']} | {time} | "
             f"{row['predicted_bytes'] / 2**20:.0f} | {row['bytes'] / 2**20:.0f} | "
             f"{100 * error_of_memory(row):+.0f} % |"
         )
-    return "\n".join([*lines, "", f"As modelled: {verdict(rows)}", "", held_out(rows)]) + "\n"
+    has_times = any(row["seconds"] is not None for row in rows)
+    after = ["", held_out(rows)] if has_times else []
+    return "\n".join([*lines, "", f"As modelled: {verdict(rows)}", *after]) + "\n"
 
 
 def error_of_time(row: dict[str, Any]) -> float:
@@ -358,17 +372,23 @@ def error_of_memory(row: dict[str, Any]) -> float:
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:
-    times = statistics.median(abs(error_of_time(row)) for row in rows)
     sizes = statistics.median(abs(error_of_memory(row)) for row in rows)
     least = min(map(error_of_memory, rows))
+    memory = (
+        f"median error of memory of {len(rows)} pairs: {100 * sizes:.0f} %; it is at most "
+        f"{-100 * least:.0f} % below the truth."
+    )
+    rows = [row for row in rows if row["seconds"] is not None]
+    if not rows:
+        return f"{memory} No time was measured."
+    times = statistics.median(abs(error_of_time(row)) for row in rows)
     lost = []
     for net in dict.fromkeys(row["net"] for row in rows):
         own = [row for row in rows if row["net"] == net]
         pick = min(own, key=lambda row: row["predicted"])
         lost.append(pick["seconds"] / min(row["seconds"] for row in own) - 1)
     return (
-        f"median error of {len(rows)} pairs: {100 * times:.0f} % of the step, {100 * sizes:.0f} % "
-        f"of memory, which is at most {-100 * least:.0f} % below the truth. The plan that is "
+        f"{memory} Of the step, of {len(rows)} pairs: {100 * times:.0f} %. The plan that is "
         f"picked takes {100 * statistics.median(lost):.0f} % longer than the fastest on the "
         f"median net, and {100 * max(lost):.0f} % on the worst."
     )
@@ -421,6 +441,7 @@ def main() -> None:
     parser.add_argument("--nets", default=",".join(ALL), help="separated by commas")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of what is measured")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing afterwards")
+    parser.add_argument("--memory", action="store_true", help="while other programs are at work")
     parser.add_argument("--search", action="store_true", help="how long the search takes")
     parser.add_argument("--report", action="store_true", help="write docs/planner.md")
     options = parser.parse_args()
@@ -433,7 +454,7 @@ def main() -> None:
             print(search_row(layers, hosts))
         return
     nets, until = options.nets.split(","), time.monotonic() + options.seconds
-    if not measure_all(options.results, nets, until):
+    if not measure_all(options.results, nets, until, memory_only=options.memory):
         print("Not all is measured yet: run it again.")
     rows = rows_of(options.results)
     text = table(rows) if rows else "Nothing is measured yet."

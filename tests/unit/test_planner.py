@@ -381,3 +381,55 @@ def test_mistakes_take_one_line(
 def test_a_model_or_a_graph(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan"]) == 2
     assert "give a TARGET or a graph" in capsys.readouterr().err
+
+
+# --- gradients, and what is there before the first step -------------------------------------------
+
+
+def graph_of_matrices(rows_of_a_sample: float = 1.0) -> LayerGraph:
+    """Two products of 512 by 512, whose gradients are 1 MiB each."""
+    layers = []
+    for layer in even_graph(2).layers:
+        assert layer.costs is not None
+        name = f"{layer.name}.weight"
+        weight = ParameterInfo(name=name, shape=(512, 512), dtype="float32", trainable=True)
+        operations = 2 * 512 * 512 * 8 * rows_of_a_sample
+        costs = msgspec.structs.replace(layer.costs, operations=operations)
+        layers.append(msgspec.structs.replace(layer, parameters=(weight,), costs=costs))
+    return msgspec.structs.replace(even_graph(2), layers=tuple(layers))
+
+
+def test_replicas_exchange_the_factors_of_large_weights() -> None:
+    cluster, batch = cores(2), 8
+    few, many = graph_of_matrices(), graph_of_matrices(1000.0)
+    plan = Mirrored(devices=2)(few, cluster, batch)
+    assert all(layer.row_limit >= batch for layer in plan.layers)
+    factors, gradients = (cost_of(plan, graph, cluster, batch) for graph in (few, many))
+    weight = 4 * 512 * 512
+    assert gradients.step.exchange == pytest.approx(2 * weight / 2 / 1e9)
+    assert factors.step.exchange == pytest.approx(2 * batch * 4 * (512 + 512) / 2 / 1e9)
+    # A row for each rank; or each rank's part of one.
+    assert gradients.peak.gradients == 2 * weight
+    assert factors.peak.gradients == weight
+
+
+def test_gradients_that_autograd_makes_are_there_twice() -> None:
+    cluster, batch = cores(2), 8
+    matrices, vectors = graph_of_matrices(1000.0), even_graph(2, parameters=512 * 512)
+    plans = [Mirrored(devices=2)(graph, cluster, batch) for graph in (matrices, vectors)]
+    formed, made = (
+        cost_of(plan, graph, cluster, batch).peak.gradients
+        for plan, graph in zip(plans, (matrices, vectors), strict=True)
+    )
+    assert made == 2 * formed
+
+
+def test_a_script_tries_the_whole_batch_before_stages_divide_the_model() -> None:
+    graph, cluster = even_graph(parameters=10), cores(2)
+
+    def buffers(microbatches: int) -> list[float]:
+        plan = Pipelined(stages=2, microbatches=microbatches, cuts=("blocks.2",))(graph, cluster, 8)
+        return [one.buffers for one in cost_of(plan, graph, cluster, 8).memory]
+
+    whole, parts = buffers(1), buffers(4)
+    assert parts[0] - parts[1] > whole[0] - whole[1] + 8000

@@ -16,7 +16,7 @@ from lockstep.plan.cost.rates import (
     sum_seconds,
     update_seconds,
 )
-from lockstep.plan.cost.seats import Seats
+from lockstep.plan.cost.seats import DIVIDING_BYTES, Seats
 from lockstep.plan.cost.staged import HEAP, Layout, exposed, staged_cost
 
 
@@ -61,14 +61,15 @@ def sharded_cost(
     whole = costs.trainable_bytes
     memory = Memory(
         parameters=costs.parameter_bytes - divided + divided / ranks,
-        gradients=whole if level == "slots" else kept + sum(unit_bytes) / ranks,
+        # Autograd makes gradients beside the rows from which they are sent.
+        gradients=2 * whole if level == "slots" else kept + sum(unit_bytes) / ranks,
         slots=profile.optimizer.slots * whole / ranks,
         activations=HEAP**seat.is_core
         * samples
         * (costs.activation_bytes + profile.gradient_bytes),
         gathered=largest if divided else 0.0,
         buffers=whole / 8 if level == "slots" else largest,
-        base=seat.base_bytes,
+        base=seat.base_bytes + DIVIDING_BYTES * seat.is_core * (level != "slots"),
     )
     sent = (ranks - 1) * (2 * whole - divided + 2 * turns * divided)
     return PlanCost(

@@ -35,7 +35,7 @@ def cost_of(plan: Plan, graph: LayerGraph, cluster: Cluster, batch_size: int) ->
 
 
 def _modelled(plan: Plan, graph: LayerGraph, cluster: Cluster, batch_size: int) -> PlanCost:
-    profile = profile_of(graph)
+    profile = profile_of(graph, batch_size)
     if plan.pipeline is not None:
         layout, order = _layout_of(plan, plan.pipeline, graph, profile)
         return simulated(profile, _seats(plan, cluster, order), layout, batch_size)

@@ -6,13 +6,17 @@ subtraction away from any run of them, are floats: two ways to add up a run diff
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from lockstep.errors import PlanError
-from lockstep.graph.layer_graph import Flow, Layer, LayerGraph, OptimizerCosts
+from lockstep.graph.layer_graph import Flow, Layer, LayerGraph, OptimizerCosts, ParameterInfo
+from lockstep.plan.makers.data_parallel import matrix_of, row_limit
 from lockstep.plan.pipeline.cut_units import costs_of, cut_problem, units_of
+
+# Elements of a matrix whose gradient is formed where it lies (``parallel.data_parallel.passes``).
+SMALLEST_FORMED = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,10 @@ class Costs:
         parameter_bytes: of all parameters.
         trainable_bytes: of those that are trained.
         trainable: their elements.
+        formed_bytes: of those whose gradients are formed where they lie, large matrices; autograd
+            makes all others, from which they are copied.
+        factored_bytes: of those for which replicas exchange inputs and output gradients.
+        factor_bytes: of these inputs and output gradients.
     """
 
     forward_fixed: float = 0.0
@@ -40,6 +48,9 @@ class Costs:
     parameter_bytes: float = 0.0
     trainable_bytes: float = 0.0
     trainable: float = 0.0
+    formed_bytes: float = 0.0
+    factored_bytes: float = 0.0
+    factor_bytes: float = 0.0
 
 
 _FIELDS = tuple(Costs.__dataclass_fields__)
@@ -121,8 +132,12 @@ class Profile:
         return received / self.samples, sent / self.samples
 
 
-def profile_of(graph: LayerGraph) -> Profile:
+def profile_of(graph: LayerGraph, batch_size: int = 0) -> Profile:
     """The costs of a graph's units.
+
+    Args:
+        graph: with costs.
+        batch_size: of the global batch, for what replicas exchange; 0 for gradients alone.
 
     Raises:
         PlanError: the graph has no costs, or not for how many samples they are.
@@ -134,7 +149,11 @@ def profile_of(graph: LayerGraph) -> Profile:
             fix="Measure the graph again, or give `samples` in its file.",
         )
     units = tuple(units_of(graph))
-    rows = [costs_of_layers(graph.layers[first:stop], graph.samples) for first, stop in units]
+    tied = {name for names in graph.tied for name in names}
+    rows = [
+        costs_of_layers(graph.layers[first:stop], graph.samples, tied, batch_size)
+        for first, stop in units
+    ]
     flows = cut_problem(graph, units, 1, None).flows
     return Profile(
         units=units,
@@ -151,11 +170,22 @@ def _sums(values: Iterable[float]) -> list[float]:
     return list(accumulate(values, initial=0.0))
 
 
-def costs_of_layers(layers: Sequence[Layer], samples: int) -> Costs:
-    """The costs of layers that run one after the other, measured on so many samples."""
+def costs_of_layers(
+    layers: Sequence[Layer], samples: int, tied: Set[str] = frozenset(), batch_size: int = 0
+) -> Costs:
+    """The costs of layers that run one after the other, measured on so many samples.
+
+    Args:
+        layers: the layers.
+        samples: that they were measured on.
+        tied: parameters that layers share.
+        batch_size: see ``profile_of``.
+    """
     measured = [costs_of(layer) for layer in layers]
     parameters = {one.name: one for layer in layers for one in layer.parameters}.values()
     trained = [one for one in parameters if one.trainable]
+    found = (_factored(layer, samples, tied, batch_size) for layer in layers)
+    factored = [one for one in found if one is not None]
     forward_fixed = math.fsum(one.forward_fixed_seconds for one in measured)
     backward_fixed = math.fsum(one.backward_fixed_seconds for one in measured)
     forward = math.fsum(one.forward_seconds for one in measured)
@@ -170,4 +200,24 @@ def costs_of_layers(layers: Sequence[Layer], samples: int) -> Costs:
         parameter_bytes=sum(one.num_bytes for one in parameters),
         trainable_bytes=sum(one.num_bytes for one in trained),
         trainable=sum(one.size for one in trained),
+        formed_bytes=sum(one.num_bytes for one in trained if _is_formed(one)),
+        factored_bytes=sum(weight.num_bytes for weight, _ in factored),
+        factor_bytes=sum(
+            rows * sum(weight.shape) * weight.num_bytes / weight.size for weight, rows in factored
+        ),
     )
+
+
+def _factored(
+    layer: Layer, samples: int, tied: Set[str], batch_size: int
+) -> tuple[ParameterInfo, float] | None:
+    """A weight whose factors are less to exchange than its gradient, and its rows for a sample."""
+    weight = matrix_of(layer)
+    if weight is None or not batch_size or layer.costs is None or not layer.costs.operations:
+        return None
+    rows = layer.costs.operations / (2 * weight.size) / samples
+    return (weight, rows) if rows * batch_size <= row_limit(layer, tied, batch_size) else None
+
+
+def _is_formed(one: ParameterInfo) -> bool:
+    return len(one.shape) == 2 and one.size >= SMALLEST_FORMED

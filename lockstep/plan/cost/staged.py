@@ -19,6 +19,7 @@ from lockstep.plan.cost.rates import (
     backward_seconds,
     bytes_moved,
     forward_seconds,
+    gather_seconds,
     send_seconds,
     sum_seconds,
     update_seconds,
@@ -32,7 +33,10 @@ from lockstep.plan.pipeline.stage_graph import StageGraph
 BUCKETS = 8
 
 # Freed blocks of the heap do not fit what comes next: so much of it is resident for what is in use.
-HEAP = 1.1
+HEAP = 1.25
+
+# Gradients of the whole model that a rank has at once when ranks compare theirs.
+PROOF = 2.0
 
 # Passes of more than this are not simulated one by one.
 _MOST_PASSES = 4_000
@@ -148,28 +152,67 @@ def exposed(exchange: Any, backward: Any, seat: Seat) -> Any:
 
 
 def replica_memory(
-    costs: Costs, slots: float, seat: Seat, group: Group, activations: Any, messages: Any
+    costs: Costs,
+    slots: float,
+    seat: Seat,
+    group: Group,
+    activations: Any,
+    messages: Any,
+    whole_bytes: float,
+    tried_bytes: Any = 0.0,
 ) -> Memory:
     """A rank of a stage whose replicas each have all of its parameters.
 
     Ranks of a host's cores have one copy of the parameters together. Autograd makes gradients in
-    memory that the heap keeps beside that of the last step's, or of the row that all ranks see.
-    The script's rank has a copy of all for restarts, if there are others.
+    memory that the heap keeps beside that of the last step's, or of the row that all ranks see; a
+    rank beside others forms those of large matrices there. The script's rank has a copy of all for
+    restarts, if there are others. Each replica forms its part of gradients whose factors they
+    exchange.
+
+    Args:
+        costs: of the stage.
+        slots: of the optimizer.
+        seat: of the rank.
+        group: of the stage's replicas.
+        activations: kept from forward to backward, and gradients of one layer's.
+        messages: buffers.
+        whole_bytes: of the whole model's trained parameters. Before the first step ranks of several
+            compare its gradients, and what the heap then had it keeps.
+        tried_bytes: that the script's rank, of this stage, has for a while before the first step.
     """
     together = group.on_a_host if seat.shares_memory else 1
     if seat.is_core:
         activations = HEAP * activations
-    own = seat.is_core * costs.trainable_bytes
-    copies = seat.has_others * own * (1 + slots) / group.size
+    factored = costs.factored_bytes
+    formed = costs.formed_bytes if seat.has_others else 0.0
+    made = seat.is_core * (costs.trainable_bytes - formed)
+    copies = seat.has_others * seat.is_core * costs.trainable_bytes * (1 + slots)
     scratch = 0.0 if seat.shares_memory or group.size == 1 else costs.trainable_bytes / BUCKETS
+    has_own = group.size == 1 or not seat.shares_memory
+    kept = made + activations + has_own * costs.trainable_bytes
+    before = seat.has_others * seat.is_core * PROOF * whole_bytes
+    of_script = before + _excess(seat.is_core * tried_bytes - before)
+    compared = _excess(of_script - kept - copies) + (group.size - 1) * _excess(before - kept)
     return Memory(
         parameters=costs.parameter_bytes / together,
-        gradients=costs.trainable_bytes + own,
+        gradients=costs.trainable_bytes - factored * (1 - 1 / group.size) + made,
         slots=slots * costs.trainable_bytes / group.size,
         activations=activations,
-        buffers=messages + scratch + copies,
+        buffers=messages + scratch + (copies + compared) / group.size,
         base=seat.base_bytes,
     )
+
+
+def _excess(difference: Any) -> Any:
+    """What is above zero, of a number or an array."""
+    return (difference + abs(difference)) / 2
+
+
+def tried_bytes(profile: Profile, batch_size: int) -> float:
+    """Of a batch's passes through the whole model: the script tries it before stages divide it."""
+    whole = profile.whole
+    passes = batch_size * (whole.activation_bytes + profile.gradient_bytes)
+    return passes + whole.trainable_bytes
 
 
 def stage_cost(
@@ -194,7 +237,13 @@ def stage_cost(
     transfer = send_seconds(received, place.before) + send_seconds(sent, place.after)
     forward = forward_seconds(costs, samples, seat)
     backward = backward_seconds(costs, samples, seat) + layout.recompute * forward
-    exchange = sum_seconds(costs.trainable_bytes, group, shares_memory=seat.shares_memory)
+    is_whole = (start, stop) == (0, profile.num_units)
+    if not (is_whole and replicas > 1 and seat.shares_memory and group.hosts == 1):
+        costs = replace(costs, factored_bytes=0.0, factor_bytes=0.0)
+    summed = costs.trainable_bytes - costs.factored_bytes
+    exchange = sum_seconds(summed, group, shares_memory=seat.shares_memory)
+    factors = batch_size * costs.factor_bytes
+    exchange += gather_seconds(factors, group) if factors else 0.0
     at_once = in_flight(behind, replicas, turns)
     activations = kept_bytes(
         samples * costs.activation_bytes, received, at_once, recompute=layout.recompute
@@ -209,7 +258,16 @@ def stage_cost(
         exchange=float(exposed(exchange, backward, seat)),
         update=update_seconds(costs.trainable / replicas, profile.optimizer, seat),
         turns=turns,
-        memory=replica_memory(costs, slots, seat, group, activations, 2 * (received + sent)),
+        memory=replica_memory(
+            costs,
+            slots,
+            seat,
+            group,
+            activations,
+            2 * (received + sent) + factors / replicas,
+            profile.whole.trainable_bytes,
+            tried_bytes(profile, batch_size) * (start == 0 and not is_whole and layout.shares > 1),
+        ),
         limit=place.limit,
         bytes_sent=moved + 2 * sent * layout.shares,
     )

@@ -67,7 +67,9 @@ def tensor_cost(
         update=float(update_seconds(whole.trainable / ranks, optimizer, seat)),
     )
     activations = batch_size * (costs.activation_bytes + profile.gradient_bytes)
-    memory = replica_memory(whole, optimizer.slots, seat, group, activations, 0.0)
+    memory = replica_memory(
+        whole, optimizer.slots, seat, group, activations, 0.0, whole.trainable_bytes
+    )
     memory = replace(memory, gradients=costs.trainable_bytes + whole.trainable_bytes / ranks)
     moved = sum(width * (ranks * one.summed + one.gathered) for one in parts)
     return PlanCost(

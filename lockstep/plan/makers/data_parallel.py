@@ -344,12 +344,12 @@ def matrix_of(layer: Layer) -> ParameterInfo | None:
 def _with_row_limits(graph: LayerGraph, batch_size: int) -> tuple[LayerPlacement, ...]:
     tied = {name for names in graph.tied for name in names}
     return tuple(
-        msgspec.structs.replace(placement, row_limit=_row_limit(layer, tied, batch_size))
+        msgspec.structs.replace(placement, row_limit=row_limit(layer, tied, batch_size))
         for placement, layer in zip(placements(graph), graph.layers, strict=True)
     )
 
 
-def _row_limit(layer: Layer, tied: set[str], batch_size: int) -> int:
+def row_limit(layer: Layer, tied: set[str], batch_size: int) -> int:
     """Rows of a batch up to which inputs and output gradients are less to move than gradients.
 
     For a weight of shape (outs, ins), n rows are n (ins + outs) numbers, and every replica's

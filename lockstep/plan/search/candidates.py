@@ -92,7 +92,7 @@ class Problem:
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
     """All of them, the single device first; those that do not fit into memory are among them."""
-    profile = profile_of(problem.graph)
+    profile = profile_of(problem.graph, problem.batch_size)
     seats = seats_of(problem.cluster, problem.num_devices)
     counts = _device_counts(seats, problem.batch_size)
     for count in counts:

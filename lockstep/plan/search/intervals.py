@@ -19,7 +19,13 @@ from lockstep.plan.cost.rates import (
     update_seconds,
 )
 from lockstep.plan.cost.seats import Place, Seat, Seats
-from lockstep.plan.cost.staged import exposed, in_flight, kept_bytes, replica_memory
+from lockstep.plan.cost.staged import (
+    exposed,
+    in_flight,
+    kept_bytes,
+    replica_memory,
+    tried_bytes,
+)
 
 Matrix = NDArray[np.float64]
 
@@ -120,8 +126,12 @@ class Intervals:
         )
         activations = activations + stage.samples * self._profile.gradient_bytes
         slots, messages = self._profile.optimizer.slots, 2 * (received + sent)
+        place, whole = stage.place, self._profile.whole.trainable_bytes
+        tried = np.zeros_like(received)
+        if stage.samples < self._batch_size:
+            tried[0, :-1] = tried_bytes(self._profile, self._batch_size)
         memory = replica_memory(
-            self._costs, slots, stage.place.seat, stage.place.group, activations, messages
+            self._costs, slots, place.seat, place.group, activations, messages, whole, tried
         )
         return np.asarray(memory.sum)
 
