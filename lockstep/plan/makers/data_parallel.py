@@ -9,7 +9,7 @@ replicas that step on their own and average what they have come to.
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 
@@ -349,7 +349,7 @@ def _with_row_limits(graph: LayerGraph, batch_size: int) -> tuple[LayerPlacement
     )
 
 
-def row_limit(layer: Layer, tied: set[str], batch_size: int) -> int:
+def row_limit(layer: Layer, tied: Collection[str], batch_size: int) -> int:
     """Rows of a batch up to which inputs and output gradients are less to move than gradients.
 
     For a weight of shape (outs, ins), n rows are n (ins + outs) numbers, and every replica's
