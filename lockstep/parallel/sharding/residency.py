@@ -30,9 +30,9 @@ import torch
 from torch import nn
 
 from lockstep.comm.collectives.sharded_reduce import ShardedReduce
-from lockstep.errors import ModelError
 from lockstep.parallel.sharding.norm_places import NormPlaces
 from lockstep.parallel.sharding.read_hook import ReadHook, entering
+from lockstep.parallel.sharding.unit_errors import disorder, unit_error
 from lockstep.parallel.sharding.unit_memory import UnitMemory
 from lockstep.parallel.sharding.units import completed_order
 from lockstep.units import first_few
@@ -381,7 +381,7 @@ class Residency:
     def _stay(self, unit: int, why: str) -> None:
         """Keep a unit on every rank; after the first step raise an error instead."""
         if self._is_ordered and unit not in self._staying:
-            raise self._error(f"A unit of sharded parameters {why}.", repr(self._names[unit]))
+            raise unit_error(f"A unit of sharded parameters {why}.", repr(self._names[unit]))
         self._staying.add(unit)
 
     def _use(self, unit: int, *, is_entered: bool = False) -> None:
@@ -390,7 +390,8 @@ class Residency:
             return
         place = self._order.index(unit)
         if (place - self._at) * self._direction < 0:
-            raise self._disorder(unit, is_entered=is_entered)
+            names = [self._names[self._order[self._at]], self._names[unit]]
+            raise disorder(names, is_again=is_entered and self._direction == _BACKWARD)
         self._move_to(place)
 
     def _before_read(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -408,31 +409,6 @@ class Residency:
                 name = self._parameters[number]
                 self._stay(unit, f"is used outside of its modules, by its parameter {name!r}")
         self._need(found)
-
-    def _disorder(self, unit: int, *, is_entered: bool) -> ModelError:
-        """A unit is used after one that follows it in this direction."""
-        names = [self._names[self._order[self._at]], self._names[unit]]
-        received = f"{names[1]!r} after {names[0]!r}"
-        if is_entered and self._direction == _BACKWARD:
-            return ModelError(
-                "The backward pass computes several units of sharded parameters again, as "
-                "torch.utils.checkpoint does around all of them.",
-                received=received,
-                fix=f"Make them one unit, units=[{names}]; or have Lockstep compute each again, "
-                "without torch.utils.checkpoint: FullyShardedStrategy(recompute=True).",
-            )
-        return self._error(
-            "The model uses units of sharded parameters in another order than in its first step.",
-            received,
-        )
-
-    def _error(self, what: str, received: str) -> ModelError:
-        return ModelError(
-            what,
-            received=received,
-            fix="Name both as one unit, or leave one out, so that it stays on every rank: "
-            'FullyShardedStrategy(units=[...]); or use level="gradients".',
-        )
 
     # --- what autograd saves ---------------------------------------------------------------------
 
