@@ -136,8 +136,8 @@ PLANS: dict[str, Callable[[], Any]] = {
     "mirrored, 2": lambda: lockstep.MirroredStrategy(2),
     "mirrored, 4": lambda: lockstep.MirroredStrategy(4),
     "2 stages": lambda: lockstep.PipelineStrategy(2),
-    "sharded slots, 2": lambda: lockstep.FullyShardedStrategy(2, level="slots"),
-    "sharded parameters, 2": lambda: lockstep.FullyShardedStrategy(2),
+    "sharded slots, 2": lambda: lockstep.FullyShardedStrategy(2, level="slots", engine="gloo"),
+    "sharded parameters, 2": lambda: lockstep.FullyShardedStrategy(2, engine="gloo"),
 }
 
 
