@@ -3,7 +3,8 @@
 8 x Linear(3072), Adam, over gloo. The memory of each process is its proportional set size, above
 that after a small training and before the model is made, in multiples of the parameters' bytes. It
 is looked at every 10 ms: the peak is of the whole training, the steady value the least of its
-second half. Run: ``python bench/sharded_memory.py --ranks 2``.
+second half. Run: ``python bench/sharded_memory.py --ranks 2``; with ``--offload DIRECTORY`` sharded
+ranks have their slots in a file there.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def wait_for_watch() -> None:
     sys.stdin.readline()
 
 
-def train_lockstep(name: str, ranks: int) -> None:
+def train_lockstep(name: str, ranks: int, offload: str | None) -> None:
     """Train under one of Lockstep's strategies; this process is rank 0."""
     import lockstep
     from tests.kept_teams import keep_teams
@@ -57,7 +58,7 @@ def train_lockstep(name: str, ranks: int) -> None:
     elif name == "tensor gloo":
         strategy = lockstep.TensorParallelStrategy(ranks, engine="gloo")
     else:
-        strategy = lockstep.FullyShardedStrategy(ranks, level=name)
+        strategy = lockstep.FullyShardedStrategy(ranks, level=name, offload=offload)
     make = partial(
         lockstep.Trainer,
         loss=nn.MSELoss(),
@@ -133,11 +134,12 @@ def memory_of(process: int) -> int:
     return int(next(found, 0)) * 1024
 
 
-def measure(name: str, ranks: int) -> str:
+def measure(name: str, ranks: int, offload: str | None) -> str:
     """A line about a contender."""
     launcher = [] if name not in ("fsdp2", "ddp") else ["-m", "torch.distributed.run"]
     launcher += ["--standalone", f"--nproc-per-node={ranks}"] if launcher else []
     command = [sys.executable, *launcher, __file__, "--as", name, "--ranks", str(ranks)]
+    command += [] if offload is None else ["--offload", offload]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     mark = f"WATCHED={time.time_ns()}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **dict([mark.split("=")])}
@@ -176,16 +178,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--offload", help="a directory")
     parser.add_argument("--as", dest="own", choices=CONTENDERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.own in ("fsdp2", "ddp"):
         train_torch(options.own)
     elif options.own:
-        train_lockstep(options.own, options.ranks)
+        train_lockstep(options.own, options.ranks, options.offload)
     else:
         print(f"parameters: {PARAMETER_BYTES / 1e6:,.0f} MB; {options.ranks} ranks")
         for name in options.contenders:
-            print(measure(name, options.ranks), flush=True)
+            print(measure(name, options.ranks, options.offload), flush=True)
 
 
 if __name__ == "__main__":

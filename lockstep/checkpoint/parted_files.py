@@ -16,6 +16,7 @@ import torch
 from lockstep.checkpoint.manifest import FileEntry, Span
 from lockstep.checkpoint.trees import Tensors
 from lockstep.checkpoint.weights import header_of
+from lockstep.comm.shared_memory.file_region import write_behind
 from lockstep.disk import writing
 from lockstep.errors import CheckpointError
 
@@ -127,6 +128,7 @@ def _write_part(descriptor: int, file: PartedFile, part: TensorPart) -> Iterator
         data = piece.cpu().view(torch.uint8).numpy().data
         _write_at(descriptor, data, first)
         digest = hashlib.sha256(data).hexdigest() if file.is_hashed else ""
+        write_behind([piece])
         yield WrittenSpan(path=file.path, start=first, stop=first + len(data), sha256=digest)
         first += len(data)
 

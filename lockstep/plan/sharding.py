@@ -19,12 +19,14 @@ class Sharding(Record, frozen=True, kw_only=True):
         recompute: names of modules whose activations are computed again in backward.
         shares_parameters: ranks have one copy of the parameters, in memory that they share; each
             updates its part.
+        offload: the directory of a file in which each rank has its slots; None for memory.
     """
 
     level: str
     units: tuple[tuple[str, ...], ...] = ()
     recompute: tuple[str, ...] = ()
     shares_parameters: bool = False
+    offload: str | None = None
 
     def unit_of(self, layer: str) -> str:
         """The first name of the unit that a layer is in; "" for none."""

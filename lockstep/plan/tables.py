@@ -101,7 +101,11 @@ def _sharding(plan: Decision) -> str:
     }
     units = f", in {len(plan.sharding.units)} units" if plan.sharding.units else ""
     shared = "; all have one copy of the parameters" if plan.sharding.shares_parameters else ""
-    return f"\nSharding: each rank keeps its part of {parts[plan.sharding.level]}{units}{shared}"
+    place = f"; slots in a file in {plan.sharding.offload}" if plan.sharding.offload else ""
+    if plan.num_ranks == 1:
+        return f"\nSharding: on one device{place}"
+    divided = f"{parts[plan.sharding.level]}{units}"
+    return f"\nSharding: each rank keeps its part of {divided}{shared}{place}"
 
 
 def _ties(plan: Decision) -> str:

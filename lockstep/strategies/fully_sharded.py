@@ -43,6 +43,10 @@ class FullyShardedStrategy(Strategy):
             outside of lists. What is in no unit, or used by several, stays on every device.
         recompute: activations are not kept from forward to backward, but computed again, with the
             same random numbers and buffers: True for each module of a unit, or names of modules.
+        offload: a directory: the optimizer's slots lie in a file there, without a name, and are
+            read before a step's update of each part and written behind it. On cores, for torch's
+            optimizers that treat each element separately, on one device as well. None keeps them
+            in memory.
         num_shares: as in ``MirroredStrategy``.
         engine: what moves tensors between devices. None on accelerators is their own backend, as in
             ``MirroredStrategy``. None on cores is ``"gloo"``, for all but the parameters of one
@@ -63,6 +67,7 @@ class FullyShardedStrategy(Strategy):
         level: str = "parameters",
         units: Sequence[str | Sequence[str]] | None = None,
         recompute: bool | Sequence[str] = False,
+        offload: str | os.PathLike[str] | None = None,
         num_shares: int | None = None,
         engine: str | None = None,
         timeout_seconds: float = 600.0,
@@ -80,6 +85,7 @@ class FullyShardedStrategy(Strategy):
             )
         _check_units(problems, units)
         _check_recompute(problems, recompute)
+        _check_offload(problems, offload)
         check_shares(problems, num_shares)
         check_engine(problems, engine)
         check_timeout(problems, timeout_seconds)
@@ -90,6 +96,7 @@ class FullyShardedStrategy(Strategy):
         self.level = level
         self.units = as_units(units)
         self.recompute = recompute if isinstance(recompute, bool) else tuple(recompute)
+        self.offload = None if offload is None else os.path.abspath(offload)
         self.num_shares = num_shares
         self.timeout_seconds = timeout_seconds
         names = device_names(self.devices, discover().hosts[0])
@@ -99,6 +106,12 @@ class FullyShardedStrategy(Strategy):
                 "function for.",
                 received=f"devices {', '.join(names)}",
                 fix="Use TPUStrategy.",
+            )
+        if offload is not None and not is_cpu(names):
+            raise OptionError(
+                "`offload` is for cores: slots on accelerators are in their memory.",
+                received=f"offload={os.fspath(offload)!r} with {names[0]}",
+                fix="Leave `offload` out.",
             )
         self._mirrored: Mirrored | MirroredHosts
         if isinstance(devices, Sequence):
@@ -119,6 +132,7 @@ class FullyShardedStrategy(Strategy):
             units=self.units,
             recompute=self.recompute,
             shares_parameters=self._shares_parameters,
+            offload=self.offload,
         )
 
     @property
@@ -159,6 +173,17 @@ def _check_recompute(problems: Problems, recompute: object) -> None:
             "another.",
             received=f"recompute={recompute!r}",
             fix='Use recompute=["blocks.0", "blocks.1"], for example.',
+        )
+
+
+def _check_offload(problems: Problems, offload: object) -> None:
+    if offload is not None and not (
+        isinstance(offload, str | os.PathLike) and os.path.isdir(offload)
+    ):
+        problems.add(
+            "`offload` must be an existing directory, for a file with the optimizer's slots.",
+            received=f"offload={offload!r}",
+            fix="Make the directory on a disk with room for the slots, or leave `offload` out.",
         )
 
 

@@ -1,6 +1,7 @@
 """Random trainings: what is trained, on what, how, and where. A case is a function of its seed."""
 
 import random
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -277,6 +278,8 @@ def _draw_strategy(rng: random.Random) -> tuple[str, dict[str, Any]]:
             layout = {"devices": rng.choice((2, 3)), "level": level}
             if rng.random() < 0.3:
                 layout["recompute"] = True
+            if rng.random() < 0.2:
+                layout["offload"] = tempfile.gettempdir()
             return "FullyShardedStrategy", layout
         case "pipe":
             layout = {"stages": 2, "microbatches": rng.choice((1, 2, 3, 4))}

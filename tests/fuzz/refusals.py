@@ -10,6 +10,7 @@ REASONS = {
     "units of shares that run together": r"Sharded parameters are gathered unit by unit",
     "a view and a change in place": r"changes the output of a divided layer in place",
     "models without divisible layers": r"No layer of this model can be divided",
+    "slots in a file": r"`offload` has the optimizer step one part of the slots after the other",
     "hooks on parameters": r"Gradient hooks on parameters would see",
 }
 

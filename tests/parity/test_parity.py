@@ -5,6 +5,8 @@ gradient, parameter, buffer and optimizer slot by name, to the measure of docs/e
 A new strategy or model kind adds its row here.
 """
 
+import tempfile
+
 import pytest
 
 import lockstep
@@ -27,6 +29,7 @@ STRATEGIES = {
     "mirrored-3-gloo": lockstep.MirroredStrategy(3, engine="gloo"),
     "sharded-3": lockstep.FullyShardedStrategy(3, engine="gloo"),
     "sharded-2-recomputed": lockstep.FullyShardedStrategy(2, recompute=True),
+    "sharded-2-offloaded": lockstep.FullyShardedStrategy(2, offload=tempfile.gettempdir()),
     "tensor-2": lockstep.TensorParallelStrategy(2),
     "data-2-tensor-2": lockstep.HybridStrategy(2, tensor=2),
     "tensor-3-gloo": lockstep.TensorParallelStrategy(3, engine="gloo"),

@@ -43,7 +43,7 @@ class SharedRegion:
 
     def __init__(self, descriptor: int, num_bytes: int, *, private: bool = False) -> None:
         self.num_bytes = num_bytes
-        self.memory = _Memory(descriptor, max(num_bytes, 1), private=private)
+        self.memory = MappedMemory(descriptor, max(num_bytes, 1), private=private)
 
     @property
     def descriptor(self) -> int:
@@ -150,8 +150,13 @@ def _free_pages(start: int, stop: int) -> None:
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     num_bytes = stop // mmap.PAGESIZE * mmap.PAGESIZE - first
     advice = getattr(mmap, "MADV_REMOVE", None)  # Linux has it
-    if num_bytes > 0 and advice is not None and _madvise(first, num_bytes, advice):
+    if num_bytes > 0 and advice is not None and not advise(first, num_bytes, advice):
         raise OSError(ctypes.get_errno(), "pages of a region cannot be freed")
+
+
+def advise(address: int, num_bytes: int, advice: int) -> bool:
+    """Tell the kernel how whole pages are used (madvise); returns False if it refuses."""
+    return not _madvise(address, num_bytes, advice)
 
 
 class _RegionView(SharedRegion):
@@ -204,10 +209,26 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-class _Memory(mmap.mmap):
-    """A mapping that has its descriptor with it, as long as tensors or anybody keeps it."""
+class MappedMemory(mmap.mmap):
+    """A mapping that has its descriptor with it, as long as tensors or anybody keeps it.
+
+    Attributes:
+        descriptor: of the file; -1 once it is closed.
+        is_file: the file is on a disk.
+    """
 
     descriptor: int = -1
+    is_file: bool = False
+
+    @classmethod
+    def of_files(cls) -> "list[MappedMemory]":
+        """Those of files on a disk."""
+        return [memory for memory in _shared if memory.is_file]
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
     def __new__(cls, descriptor: int, num_bytes: int, *, private: bool) -> Self:
         flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
@@ -225,7 +246,7 @@ class _Memory(mmap.mmap):
 
     def become_private(self) -> None:
         """Map the same pages once more in the same place, copied when written to."""
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self))
+        address = self.address
         protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
         if _mmap(address, len(self), protection, flags, self.descriptor, 0) != address:
             raise OSError(ctypes.get_errno(), "a fork cannot have shared memory for itself")
@@ -248,11 +269,12 @@ _mmap.argtypes = (
 )
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_shared: "weakref.WeakSet[_Memory]" = weakref.WeakSet()
+_shared: "weakref.WeakSet[MappedMemory]" = weakref.WeakSet()
 
 
 def _become_private_in_fork() -> None:
     for memory in list(_shared):
+        memory.is_file = False
         if memory.descriptor >= 0:
             memory.become_private()
     _shared.clear()

@@ -12,7 +12,7 @@ from lockstep.cluster.devices import discover
 from lockstep.data.map_style.sources import ArraySource, Source
 from lockstep.data.order import stream_seed
 from lockstep.data.trees import Tree, concatenate
-from lockstep.errors import ModelError
+from lockstep.errors import ModelError, OptionError
 from lockstep.frontends.keras.custom_steps.custom_step import (
     CustomSteps,
     check_plan,
@@ -366,6 +366,12 @@ class KerasTrainer(FrontEnd):
         return ("lockstep.frontends.keras.preloading",)
 
     def check_plan(self, plan: Plan) -> None:
+        if plan.sharding is not None and plan.sharding.offload is not None:
+            raise OptionError(
+                "Keras's optimizers step on all their slots at once, which are in memory.",
+                received=f"FullyShardedStrategy(offload={plan.sharding.offload!r})",
+                fix="Leave `offload` out, or train a torch module with lockstep.Trainer.",
+            )
         if self._custom is not None:
             check_plan(plan)
 

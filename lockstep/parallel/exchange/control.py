@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lockstep.comm.shared_memory.file_region import FileRegion
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.launch.workers.helper import HelperContext
 from lockstep.launch.workers.team import Team
@@ -134,9 +135,12 @@ class FollowerControl(Control):
             self._context.receive()  # the leader has filled it
 
 
-def open_region(descriptor: int, *, private: bool = False) -> SharedRegion:
-    """Map the region of a descriptor; see ``SharedRegion``."""
-    return SharedRegion(descriptor, os.fstat(descriptor).st_size, private=private)
+def open_region(descriptor: int, *, private: bool = False, is_file: bool = False) -> SharedRegion:
+    """Map the region of a descriptor; see ``SharedRegion`` and ``FileRegion``."""
+    num_bytes = os.fstat(descriptor).st_size
+    if is_file:
+        return FileRegion(descriptor, num_bytes)
+    return SharedRegion(descriptor, num_bytes, private=private)
 
 
 def unpacked(

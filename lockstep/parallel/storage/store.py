@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.collectives.gradients import TensorSpec
+from lockstep.comm.shared_memory.file_region import FileRegion
 from lockstep.comm.shared_memory.shared_region import SharedRegion, dense_stride
 from lockstep.errors import ModelError
 from lockstep.parallel.storage.allocator import give_back_freed_memory, temporary_memory
@@ -57,14 +58,19 @@ class TensorStore:
         ]
 
     @classmethod
-    def create(cls, specs: Sequence[TensorSpec], *, is_reserved: bool = True) -> Self:
+    def create(
+        cls, specs: Sequence[TensorSpec], *, is_reserved: bool = True, directory: str | None = None
+    ) -> Self:
         """A new store, all zeros.
 
         Args:
             specs: of its tensors.
             is_reserved: reserve the memory now; else its first user must reserve it.
+            directory: of the file in which it lies; None for memory.
         """
         _, num_bytes = flat_offsets([spec.extent for spec in specs])
+        if directory is not None:
+            return cls(specs, FileRegion.create_in(directory, num_bytes))
         return cls(specs, SharedRegion.create(num_bytes, [] if is_reserved else [(0, num_bytes)]))
 
     def copy(self) -> "TensorStore":

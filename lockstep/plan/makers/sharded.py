@@ -35,12 +35,14 @@ class FullySharded(Wrapping):
         recompute: names of modules whose activations are computed again in backward; True for
             those of all units.
         shares_parameters: ranks have one copy of the parameters if all are cores of one host.
+        offload: see ``Sharding``.
     """
 
     level: str
     units: Units | None
     recompute: bool | tuple[str, ...] = False
     shares_parameters: bool = False
+    offload: str | None = None
 
     @property
     def divides_state(self) -> bool:
@@ -59,7 +61,8 @@ class FullySharded(Wrapping):
         layers = tuple(msgspec.structs.replace(layer, row_limit=0) for layer in plan.layers)
         plan = msgspec.structs.replace(plan, strategy="fully sharded", layers=layers)
         if plan.num_ranks == 1:
-            return plan
+            alone = Sharding(level="slots", offload=self.offload) if self.offload else None
+            return msgspec.structs.replace(plan, sharding=alone)
         if plan.num_hosts > 1 and not is_cpu(plan.devices):
             raise OptionError(
                 "FullyShardedStrategy trains on the cores of several hosts, or on the accelerators "
@@ -72,6 +75,7 @@ class FullySharded(Wrapping):
             units=units,
             recompute=self._recomputed(graph),
             shares_parameters=self._has_one_copy(plan),
+            offload=self.offload,
         )
         norms = [layer.name for layer in graph.layers if layer.uses_batch_statistics]
         if sharding.divides_parameters and norms and plan.num_shares > plan.num_ranks:

@@ -26,6 +26,7 @@ from lockstep.checkpoint.trees import Path, Tensors, Tree, pointer
 from lockstep.checkpoint.weights import mapped_tensors
 from lockstep.cluster.nameless_files import nameless_file
 from lockstep.comm.collectives.gradients import cut_piece
+from lockstep.comm.shared_memory.file_region import unnamed_file
 from lockstep.parallel.worker import Worker
 from lockstep.plan.spec import Plan
 from lockstep.train.checkpointing.training_state import TrainingState, copied
@@ -69,10 +70,14 @@ class MemoryTarget:
 
     Args:
         tensors: of these forms.
+        directory: of the file; None for one in memory.
     """
 
-    def __init__(self, tensors: Tensors) -> None:
-        self._descriptor = nameless_file("lockstep: copy")
+    def __init__(self, tensors: Tensors, directory: str | None = None) -> None:
+        if directory is None:
+            self._descriptor = nameless_file("lockstep: copy")
+        else:
+            self._descriptor = unnamed_file(directory)
         path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         self.files = [lay_out(path, tensors, {}, is_hashed=False)]
         os.pwrite(self._descriptor, self.files[0].header, 0)
@@ -175,7 +180,9 @@ def write_whole(files: Sequence[PartedFile], tensors: Tensors) -> list[WrittenSp
 
 def divides_copies(plan: Plan) -> bool:
     """True if ranks write copies of a training together."""
-    return plan.sharding is not None and plan.num_hosts == 1 and plan.num_ranks > 1
+    if plan.sharding is None or plan.num_hosts > 1:
+        return False
+    return plan.num_ranks > 1 or plan.sharding.offload is not None
 
 
 def _parts(worker: Worker, request: WriteRequest) -> Iterator[TensorPart]:

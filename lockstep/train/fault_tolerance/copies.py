@@ -206,7 +206,8 @@ class Copies:
                 raise
             return  # the error of a fault will say what is lost
         before, plan = self._memory.reusable, self._state.runner.plan
-        if not due and not self._has_memory_for(now, before):
+        is_on_disk = divides_copies(plan) and plan.sharding is not None and plan.sharding.offload
+        if not (due or is_on_disk or self._has_memory_for(now, before)):
             return
         is_remote = bool(due) and self._writer is not None and not self._writer.writes_together
         if divides_copies(plan) and not is_remote:
@@ -238,7 +239,8 @@ class Copies:
         """Begin a copy: all ranks write it before the next step; until then the newest stays."""
         plan, writer = self._state.runner.plan, self._writer if due else None
         copy = FitState(state=state, plan=plan, resume=resume)
-        make_target: Callable[[Tensors], Target] = MemoryTarget
+        directory = None if plan.sharding is None else plan.sharding.offload
+        make_target: Callable[[Tensors], Target] = partial(MemoryTarget, directory=directory)
         if writer is not None:
             make_target = partial(writer.parted, replace(copy, record=writer.record_under(plan)))
 

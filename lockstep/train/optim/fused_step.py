@@ -6,14 +6,18 @@ host need not wait (``parallel.data_parallel.late_check``). Results differ from 
 by rounding. A user who names a form, with ``fused=False`` or ``foreach=True``, keeps it.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import optim
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lockstep import accelerators
+from lockstep.train.optim.optimizer_kinds import LAZY
 
 _ADAMS = frozenset({optim.Adam, optim.AdamW})
 # Not SGD: its kernel gains little, and refuses parameters that are first used in a later step.
@@ -202,3 +206,34 @@ def _bring_count(parameter: torch.Tensor, slots: dict[str, Any]) -> None:
     """Bring the count of steps to where the kernel reads it: an accelerator's memory."""
     if not parameter.is_cpu and slots["step"].is_cpu:
         slots["step"] = slots["step"].to(parameter.device, torch.float32)
+
+
+def step_plainly(optimizer: optim.Optimizer) -> None:
+    """Step one of torch's own optimizers without hooks, without torch's wrappers.
+
+    The wrappers run hooks, and import torch.compile at the first step, which takes a second.
+    """
+    step = _plain_step(type(optimizer))  # type: ignore[arg-type]  # a class is hashable
+    checks = torch.sparse.check_sparse_tensor_invariants
+    with (
+        torch.set_grad_enabled(optimizer.defaults.get("differentiable", False)),
+        # The present setting, but explicit: torch warns at sparse tensors if none was chosen.
+        checks(checks.is_enabled()) if type(optimizer) in LAZY else nullcontext(),  # type: ignore[no-untyped-call]
+    ):
+        step(optimizer)
+
+
+@functools.cache
+def _plain_step(kind: Any) -> Any:
+    return inspect.unwrap(kind.step)
+
+
+def has_plain_step(optimizer: optim.Optimizer) -> bool:
+    """True if the wrappers of its ``step`` are torch's and run no hooks."""
+    outermost: Any = type(optimizer).step
+    return (
+        outermost.__globals__["__name__"].startswith("torch.")
+        and "step" not in vars(optimizer)
+        and not _global_optimizer_pre_hooks
+        and not _global_optimizer_post_hooks
+    )

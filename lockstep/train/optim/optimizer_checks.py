@@ -111,6 +111,22 @@ def check_divisible(model: nn.Module, optimizer: object, plan: Plan, *, is_known
         )
 
 
+def check_offload(updater: Any, optimizer: object, plan: Plan) -> None:
+    """Check that the optimizer can step on slots that are in memory one part after the other.
+
+    Raises:
+        OptionError: it is none of torch's own that treat each element separately.
+    """
+    is_offloaded = plan.sharding is not None and plan.sharding.offload is not None
+    if is_offloaded and not updater.is_elementwise:
+        raise OptionError(
+            "`offload` has the optimizer step one part of the slots after the other, which is "
+            "exact only for optimizers of torch that treat each element separately.",
+            received=type(optimizer).__name__,
+            fix="Use one of torch.optim, such as AdamW, without hooks; or leave `offload` out.",
+        )
+
+
 def check_hooks(model: nn.Module) -> None:
     """Check that no parameter has gradient hooks, which would see the gradients of shares.
 

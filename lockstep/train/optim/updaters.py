@@ -10,17 +10,14 @@ norm of all gradients, wrap another optimizer, or count its steps. So rank 0 alo
 user's own object on the user's own Parameters, which is always exact.
 """
 
-import functools
-import inspect
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn, optim
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lockstep.comm.collectives.gradients import TensorSpec, cut_piece
 from lockstep.data.trees import map_tensors
@@ -38,11 +35,14 @@ from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.optim.fused_step import (
     fastest_form,
     has_guard,
+    has_plain_step,
     step_in_fastest_form,
+    step_plainly,
     step_unless_refused,
 )
 from lockstep.train.optim.optimizer_kinds import ELEMENTWISE, LAZY, PARAMETERWISE
 from lockstep.train.optim.optimizer_state import optimizer_parts, option_values, set_optimizer
+from lockstep.train.optim.slot_windows import SlotWindows
 from lockstep.train.optim.stored_pieces import StoredPieces
 from lockstep.train.runtime.shared_options import SharedOptions, options_spec
 
@@ -73,6 +73,8 @@ class TorchUpdater(Updater):
         self._pieces: list[BoundPiece] = []
         self._store: dict[str, dict[str, torch.Tensor]] = {}  # by parameter and slot
         self._stored_pieces = StoredPieces()
+        self._windows: SlotWindows | None = None  # if slots are not all in memory
+        self._is_alone = False  # it has all pieces
         self._unstored: list[BoundPiece] = []  # pieces whose slots are not all in the store
         self._trained: set[str] = set()  # since it was bound, on any rank
 
@@ -91,15 +93,18 @@ class TorchUpdater(Updater):
         return self.optimizer if is_stepped and has_guard(self.optimizer) else None
 
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
-        self._pieces = list(pieces)
         self._stored_pieces = StoredPieces()
+        self._windows = SlotWindows.of(pieces, self._store, may_cut=not self.takes_sparse)
+        self._pieces = list(pieces) if self._windows is None else self._windows.pieces
         self._trained = {name for name, one in self.parameters.items() if one.requires_grad}
         # A rank without pieces takes part with a clone, too.
         same = bool(pieces) and all(piece.tensor is self.parameters[piece.name] for piece in pieces)
-        self._active = self.optimizer if same or not self.is_known else self._clone()
+        self._is_alone = same
+        is_whole = same and self._windows is None
+        self._active = self.optimizer if is_whole or not self.is_known else self._clone()
         self._unstored = []
         if self._active is not self.optimizer:
-            self._unstored = [bound for bound in pieces if self._has_unstored_slots(bound)]
+            self._unstored = [bound for bound in self._pieces if self._has_unstored_slots(bound)]
 
     def slot_keys(self) -> list[SlotKey]:
         if not self.is_elementwise:
@@ -146,7 +151,7 @@ class TorchUpdater(Updater):
             state[dummy] = {"step": torch.tensor(0.0), "sum": torch.zeros(3)}
         contents = {"state": state, "param_groups": groups}
         clone = self._rebuild(contents)
-        _step_plainly(clone)
+        step_plainly(clone)
         return {name: value for name, value in clone.state[dummy].items() if value is not None}
 
     def _rebuild(self, contents: dict[str, Any]) -> optim.Optimizer:
@@ -200,22 +205,32 @@ class TorchUpdater(Updater):
         if self._active is not self.optimizer:
             if self._shared_options is not None:
                 self._shared_options.read_into(self._active.param_groups)
+            elif self._is_alone:
+                self.set_options(self.options())
             memory = temporary_memory() if self._unstored else nullcontext()
             with memory:
-                step_in_fastest_form(self._active, partial(_step_plainly, self._active))
-                self._store_new_slots()
+                for pieces in self._turns():
+                    step_in_fastest_form(self._active, partial(step_plainly, self._active))
+                    self._store_new_slots(pieces)
+            if self._unstored:
+                self._unstored = [one for one in self._unstored if self._has_unstored_slots(one)]
             vars(self.optimizer)["_opt_called"] = True  # torch's schedulers check it
         elif self._pieces:
             self._step_itself()
 
-    def _store_new_slots(self) -> None:
+    def _turns(self) -> Iterable[Sequence[BoundPiece]]:
+        """The pieces that are stepped together, one after the other."""
+        if self._windows is None:
+            return [self._unstored]
+        return self._windows.turns(self._active, self._places_of)
+
+    def _store_new_slots(self, pieces: Sequence[BoundPiece]) -> None:
         """Move slots to the store that the optimizer has made at a piece's first step."""
-        for bound in self._unstored:
+        for bound in pieces if self._unstored else ():
             slots = self._active.state.get(bound.tensor, {})
             for slot, place in self._places_of(bound).items():
                 if isinstance(slots.get(slot), torch.Tensor) and not _is_placed(slots[slot], place):
                     slots[slot] = place.copy_(slots[slot])
-        self._unstored = [bound for bound in self._unstored if self._has_unstored_slots(bound)]
 
     def _has_unstored_slots(self, bound: BoundPiece) -> bool:
         """True if a slot of the piece that belongs in the store is missing or lies elsewhere."""
@@ -238,8 +253,8 @@ class TorchUpdater(Updater):
         whole = [(self.parameters[bound.name], bound.tensor) for bound in self._pieces]
         for parameter, tensor in whole:
             parameter.grad = tensor.grad
-        if self.is_known and _has_plain_step(self.optimizer):
-            step_in_fastest_form(self.optimizer, partial(_step_plainly, self.optimizer))
+        if self.is_known and has_plain_step(self.optimizer):
+            step_in_fastest_form(self.optimizer, partial(step_plainly, self.optimizer))
         else:
             with fastest_form(self.optimizer):
                 step_unless_refused(self.optimizer, self.optimizer.step)
@@ -376,37 +391,6 @@ def _flattened_slot(value: Any, bound: BoundPiece, parameter: torch.Tensor) -> A
 def _is_placed(value: Any, place: torch.Tensor) -> bool:
     """True if a slot lies in its place in the store."""
     return isinstance(value, torch.Tensor) and value.data_ptr() == place.data_ptr()
-
-
-def _step_plainly(optimizer: optim.Optimizer) -> None:
-    """Step one of torch's own optimizers without hooks, without torch's wrappers.
-
-    The wrappers run hooks, and import torch.compile at the first step, which takes a second.
-    """
-    step = _plain_step(type(optimizer))  # type: ignore[arg-type]  # a class is hashable
-    checks = torch.sparse.check_sparse_tensor_invariants
-    with (
-        torch.set_grad_enabled(optimizer.defaults.get("differentiable", False)),
-        # The present setting, but explicit: torch warns at sparse tensors if none was chosen.
-        checks(checks.is_enabled()) if type(optimizer) in LAZY else nullcontext(),  # type: ignore[no-untyped-call]
-    ):
-        step(optimizer)
-
-
-@functools.cache
-def _plain_step(kind: Any) -> Any:
-    return inspect.unwrap(kind.step)
-
-
-def _has_plain_step(optimizer: optim.Optimizer) -> bool:
-    """True if the wrappers of its ``step`` are torch's and run no hooks."""
-    outermost: Any = type(optimizer).step
-    return (
-        outermost.__globals__["__name__"].startswith("torch.")
-        and "step" not in vars(optimizer)
-        and not _global_optimizer_pre_hooks
-        and not _global_optimizer_post_hooks
-    )
 
 
 def _is_known(optimizer: optim.Optimizer) -> bool:

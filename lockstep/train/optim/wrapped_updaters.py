@@ -31,6 +31,7 @@ import torch
 from torch import nn, optim
 
 from lockstep.comm.collectives.gradients import TensorSpec
+from lockstep.comm.shared_memory.file_region import is_in_file, write_behind
 from lockstep.errors import OptionError
 from lockstep.options import is_number
 from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey
@@ -71,6 +72,7 @@ class WrappedUpdater(CombinedUpdater):
         self.dtype = dtype
         self._companions: list[Companion] = []
         self._stored_pieces = StoredPieces()
+        self._is_in_file = False  # what is kept
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -88,6 +90,7 @@ class WrappedUpdater(CombinedUpdater):
             Companion(bound, self._stored_pieces.of(self._kept_of(bound.name), bound))
             for bound in pieces
         ]
+        self._is_in_file = any(is_in_file(one.kept) for one in self._companions)
         super().bind(pieces)
 
     def _kept_of(self, name: str) -> torch.Tensor:
@@ -134,6 +137,11 @@ class WrappedUpdater(CombinedUpdater):
 
     def load_state(self, state: TrainingState) -> None:
         self.inner.load_state(state)
+
+    def _write_behind(self) -> None:
+        """After a step: keep no memory for what is in a file."""
+        if self._is_in_file:
+            write_behind(one.kept.detach() for one in self._companions)
 
     def _keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace the kept tensors by some with these values."""
@@ -214,6 +222,7 @@ class MasterUpdater(WrappedUpdater):
             torch._foreach_copy_([one.bound.tensor for one in used], [one.kept for one in used])
         for one in used:
             one.kept.grad = None
+        self._write_behind()
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "masters": dict(self.kept)}
@@ -354,6 +363,7 @@ class AveragingUpdater(WrappedUpdater):
         if new:
             torch._foreach_copy_(*_kept_and_weights(new))
         self.count_steps(1)
+        self._write_behind()
 
     def count_steps(self, number: int) -> None:
         self._averages.num_updates += number

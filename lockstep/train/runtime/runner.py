@@ -43,7 +43,7 @@ from lockstep.train.fit.tasks import Task
 from lockstep.train.input.data_adapter import DEFAULT_BATCH_SIZE, DataPipeline
 from lockstep.train.input.stream_broadcast import sample_of
 from lockstep.train.optim.error_feedback import ErrorFeedback
-from lockstep.train.optim.optimizer_checks import check_divisible
+from lockstep.train.optim.optimizer_checks import check_divisible, check_offload
 from lockstep.train.optim.update_config import AnyUpdater, UpdateConfig
 from lockstep.train.runtime.assignment import Assignment, is_made_in_parts
 from lockstep.train.runtime.call_cache import CallCache
@@ -377,6 +377,7 @@ class Runner:
         self.front_end.place(device)
         if updater is not None:
             check_divisible(self.model, self.front_end.optimizer, plan, is_known=updater.is_known)
+            check_offload(updater, self.front_end.optimizer, plan)
             check_local_sgd(plan, updater, self.update_config.averages, self.precision)
             check_parameter_server(plan, self.model, updater, self.precision)
         groups = parameter_groups(plan, self.model, list(partitions.values()))

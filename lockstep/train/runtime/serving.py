@@ -270,7 +270,11 @@ def open_store(
             for spec in specs
         ]
     is_first = rank == ranks[0]
-    region = open_region(descriptor, private=not is_first and access == "copied on write")
+    region = open_region(
+        descriptor,
+        private=not is_first and access == "copied on write",
+        is_file=access == "in a file",
+    )
     if is_first and access != "made in part":
         region.reserve(0, region.num_bytes)
     store = TensorStore(specs, region)

@@ -67,7 +67,13 @@ from lockstep.train.runtime.helper_watchdog import (
 )
 from lockstep.train.runtime.running_call import RunningCall
 from lockstep.train.runtime.serving import TaskRequest, serve, serve_again
-from lockstep.train.runtime.stores import Mapped, Stores, has_options, options_store
+from lockstep.train.runtime.stores import (
+    Mapped,
+    Stores,
+    has_options,
+    offload_of,
+    options_store,
+)
 
 # What every helper needs; the template imports it before it forks any helper.
 PRELOAD: tuple[str, ...] = ("lockstep.train.runtime.serving",)
@@ -182,6 +188,8 @@ class Session:
         spec = exchange_spec(assignment)
         if assignment.updater is not None:
             options_store(assignment)
+        if offload_of(assignment) is not None:
+            self.stores.adopt_slots(assignment, 0)
         is_alone = isinstance(assignment.plan.update, LocalUpdate)
         region = None if is_alone else spec.create()
         worker = make_worker(assignment, spec, region, rank=0, look_around=lambda waited: None)

@@ -8,6 +8,7 @@ from typing import Literal
 from torch import nn
 
 from lockstep.comm.collectives.gradients import TensorSpec
+from lockstep.comm.shared_memory.file_region import write_behind
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.storage.allocator import give_back_freed_memory
 from lockstep.parallel.storage.device_memory import noting_shortage
@@ -19,10 +20,17 @@ from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.train.runtime.assignment import Assignment, divides_parameters
 
 # How ranks other than the store's first, which has the store itself, access it: they map it, too;
-# or copy it; or map it and get their own pages when they write; or copy it to their device.
+# and keep no pages that they do not use; or copy it; or map it and get their own pages when they
+# write; or copy it to their device.
 # The parts that a rank keeps are copied when it knows them, or it makes them.
 Access = Literal[
-    "shared", "copied", "copied in part", "made in part", "copied on write", "on its device"
+    "shared",
+    "in a file",
+    "copied",
+    "copied in part",
+    "made in part",
+    "copied on write",
+    "on its device",
 ]
 
 
@@ -54,6 +62,7 @@ class Stores:
     def __init__(self) -> None:
         self._parameters: list[ParameterStore] = []
         self._slots: list[TensorStore] = []
+        self._directory: str | None = None  # of slots
         self._residuals: TensorStore | None = None
         self._slots_owner: Callable[[], object] = lambda: None
 
@@ -83,9 +92,11 @@ class Stores:
         if assignment.updater is not None and not is_apart:
             # Ranks that share no memory may update the same piece, each for itself, unless each has
             # its part. A rank writes only to the slots of its pieces, so it has no pages of others.
-            slots = self._adopt_slots(assignment, leader)
             are_shared = shares or sharding is not None
-            stores += _mapped(assignment, slots, "shared" if are_shared else "copied on write")
+            own_access: Access = "shared" if are_shared else "copied on write"
+            if offload_of(assignment) is not None:
+                own_access = "in a file"
+            stores += _mapped(assignment, self.adopt_slots(assignment, leader), own_access)
         stores += self._adopt_residuals(assignment)
         stores += options_store(assignment)
         if is_apart and assignment.plan.pipeline is not None:
@@ -109,7 +120,7 @@ class Stores:
         is_apart = isinstance(assignment.plan.update, AveragedUpdate)
         if assignment.plan.sharding is not None and assignment.updater is not None:
             # Each rank has its pieces on its device, and writes them here when others read them.
-            mapped += _mapped(assignment, self._adopt_slots(assignment, leader), "shared")
+            mapped += _mapped(assignment, self.adopt_slots(assignment, leader), "shared")
         elif assignment.updater is not None and not is_apart:  # else each rank has its own
             slots: list[TensorStore] = [
                 DeviceStore.zeros(specs, assignment.device) if here else TensorStore.create(specs)
@@ -150,21 +161,29 @@ class Stores:
         self.release_pages()
         return self._parameters
 
-    def _adopt_slots(self, assignment: Assignment, leader: int) -> list[TensorStore]:
-        updater = assignment.updater
+    def adopt_slots(self, assignment: Assignment, leader: int) -> list[TensorStore]:
+        """Place the slots of each group in a store."""
+        updater, directory = assignment.updater, offload_of(assignment)
         assert updater is not None
         specs = _slots(assignment)[1]
         if not (
             [store.specs for store in self._slots] == specs
             and all(store.region.is_shared for store in self._slots)
             and self._slots_owner() is updater.owner
+            and self._directory == directory
         ):
             self._slots = [
-                TensorStore.create(own, is_reserved=_is_reserved(assignment, group, leader))
+                TensorStore.create(
+                    own,
+                    is_reserved=_is_reserved(assignment, group, leader),
+                    directory=directory,
+                )
                 for own, group in zip(specs, assignment.groups, strict=True)
             ]
             self._slots_owner = weakref.ref(updater.owner)
+            self._directory = directory
         _store_slots(assignment, self._slots)
+        write_behind(view for store in self._slots for view in store.views)
         for slots, group in zip(self._slots, assignment.groups, strict=True):
             slots.is_elsewhere = leader not in group.ranks
         self.release_pages()
@@ -222,6 +241,12 @@ def _is_reserved(assignment: Assignment, group: ParameterGroup, leader: int) -> 
     if assignment.blank and divides_parameters(assignment):
         return False
     return not assignment.blank or leader in group.ranks
+
+
+def offload_of(assignment: Assignment) -> str | None:
+    """The directory of the file for slots; None if they are in memory."""
+    sharding = assignment.plan.sharding
+    return None if sharding is None or assignment.updater is None else sharding.offload
 
 
 def has_options(assignment: Assignment) -> bool:

@@ -1,0 +1,196 @@
+"""Regions that lie in a file of a directory: memory that is there only while it is used.
+
+A process reads the pages of some tensors ahead, uses them, and writes them to the disk afterwards,
+so that of a large file a few pages are in memory at any time: neither the process nor the kernel's
+cache keeps the others. The file has no name, so it is gone with the last process that has it.
+"""
+
+import ctypes
+import mmap
+import os
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.comm.shared_memory.shared_region import MappedMemory, SharedRegion, advise
+from lockstep.errors import DeviceError
+from lockstep.units import format_bytes
+
+# Windows that are read ahead, and that may be on their way to the disk.
+_MOST_AHEAD, _MOST_BEHIND = 3, 4
+
+# The kernel reads no more ahead for one call.
+_READ_BYTES = 1 << 17
+
+# man 2 madvise, man 2 sync_file_range
+_MADV_POPULATE_WRITE = 23
+_START_WRITING, _WRITE_AND_WAIT = 2, 7
+
+
+class FileRegion(SharedRegion):
+    """A region in a file; its descriptor stays open as long as its tensors."""
+
+    @classmethod
+    def create_in(cls, directory: str, num_bytes: int) -> "FileRegion":
+        """Make a region of ``num_bytes`` zeros, for which the disk has room.
+
+        Raises:
+            DeviceError: the directory does not exist, or its disk has not that much room.
+        """
+        descriptor = -1
+        try:
+            descriptor = unnamed_file(directory)
+            if num_bytes and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, num_bytes)
+            os.ftruncate(descriptor, max(num_bytes, 1))
+        except OSError as error:
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise DeviceError(
+                f"The file for the optimizer's slots needs {format_bytes(num_bytes)} of disk.",
+                received=f"{directory!r}: {error.strerror}{_free(directory)}",
+                fix="Use an existing directory, on a disk with as much room: offload=PATH.",
+            ) from error
+        return cls(descriptor, num_bytes)
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        super().__init__(descriptor, num_bytes)
+        self.memory.is_file = True
+
+    def reserve(self, offset_bytes: int, num_bytes: int) -> None:
+        """The disk has room for it."""
+
+    def close(self) -> None:
+        """Pages are written by the descriptor."""
+
+
+def unnamed_file(directory: str) -> int:
+    """The descriptor of a new file in a directory, which is gone with the last descriptor of it."""
+    if hasattr(os, "O_TMPFILE"):
+        with suppress(OSError):  # not all file systems have files without a name
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    descriptor, path = tempfile.mkstemp(dir=directory, prefix="lockstep-")
+    os.unlink(path)
+    return descriptor
+
+
+def _free(directory: str) -> str:
+    try:
+        found = os.statvfs(directory)
+    except OSError:
+        return ""
+    return f", {format_bytes(found.f_bavail * found.f_frsize)} free"
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Bytes of a mapping, whole pages."""
+
+    memory: MappedMemory
+    start: int
+    stop: int
+
+    def advise(self, advice: int) -> bool:
+        """Returns False if the kernel does not know the advice."""
+        return advise(self.memory.address + self.start, self.stop - self.start, advice)
+
+    def write(self, flags: int) -> None:
+        if _sync_file_range is not None:
+            _sync_file_range(self.memory.descriptor, self.start, self.stop - self.start, flags)
+
+    def tell(self, advice: int, start: int, num_bytes: int) -> None:
+        if hasattr(os, "posix_fadvise") and self.memory.descriptor >= 0:
+            os.posix_fadvise(self.memory.descriptor, start, num_bytes, advice)
+
+
+_sync_file_range: Any = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+
+
+def is_in_file(tensor: torch.Tensor) -> bool:
+    """True if a tensor lies in a region of a file."""
+    return _span_of(tensor) is not None
+
+
+def _span_of(tensor: torch.Tensor) -> _Span | None:
+    """The pages of a dense tensor in a file; None for another tensor."""
+    start = tensor.data_ptr()
+    for memory in MappedMemory.of_files() if tensor.device.type == "cpu" else ():
+        if memory.address <= start < memory.address + len(memory):
+            first = (start - memory.address) // mmap.PAGESIZE * mmap.PAGESIZE
+            last = start - memory.address + tensor.nbytes
+            return _Span(memory, first, -(-last // mmap.PAGESIZE) * mmap.PAGESIZE)
+    return None
+
+
+def write_behind(tensors: Iterable[torch.Tensor]) -> None:
+    """Write tensors in files to the disk, and keep no memory for them; ignore others."""
+    spans = [span for span in map(_span_of, tensors) if span is not None]
+    _begin_writing(spans)
+    _finish_writing(spans)
+
+
+def in_turn(windows: Sequence[Sequence[torch.Tensor]]) -> Iterator[int]:
+    """Numbers of windows, one after the other, while the window's tensors are in memory.
+
+    Those that come next are read meanwhile, and those before are written.
+
+    Args:
+        windows: each the tensors that are used together; those in no file are ignored.
+    """
+    spans = [[one for one in map(_span_of, own) if one is not None] for own in windows]
+    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
+        coming: deque[Future[None]] = deque()
+        going: deque[Future[None]] = deque()
+        for number in range(len(spans)):
+            while number + len(coming) < min(len(spans), number + _MOST_AHEAD):
+                coming.append(reader.submit(_read, spans, number + len(coming)))
+            coming.popleft().result()
+            yield number
+            going.append(writer.submit(_write, spans, number))
+            if len(going) > _MOST_BEHIND:
+                going.popleft().result()
+        for one in going:
+            one.result()
+    _finish_writing(spans[-1] if spans else ())
+
+
+def _read(windows: Sequence[Sequence[_Span]], number: int) -> None:
+    """Read a window, and have the disk begin with the next."""
+    for window in windows[number : number + 2]:
+        for span in window:
+            for start in range(span.start, span.stop, _READ_BYTES):
+                span.tell(_WILL_NEED, start, min(_READ_BYTES, span.stop - start))
+    for span in windows[number]:
+        span.advise(_MADV_POPULATE_WRITE)
+
+
+def _write(windows: Sequence[Sequence[_Span]], number: int) -> None:
+    """Begin to write a window, and finish the one before."""
+    _begin_writing(windows[number])
+    if number:
+        _finish_writing(windows[number - 1])
+
+
+def _begin_writing(spans: Iterable[_Span]) -> None:
+    for span in spans:
+        if hasattr(mmap, "MADV_DONTNEED"):
+            span.advise(mmap.MADV_DONTNEED)
+        span.write(_START_WRITING)
+
+
+def _finish_writing(spans: Iterable[_Span]) -> None:
+    for span in spans:
+        span.write(_WRITE_AND_WAIT)
+        span.tell(_DO_NOT_NEED, span.start, span.stop - span.start)
+
+
+_WILL_NEED: int = getattr(os, "POSIX_FADV_WILLNEED", 0)
+_DO_NOT_NEED: int = getattr(os, "POSIX_FADV_DONTNEED", 0)

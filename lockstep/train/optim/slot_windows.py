@@ -1,0 +1,141 @@
+"""Windows of pieces, stepped one after the other: their slots are in memory in their turn only.
+
+A window has a bounded number of elements, so pieces are cut, and small ones are stepped together.
+An optimizer that treats each element separately computes the same: cuts are at multiples of the
+number of elements that a processor takes at once.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import optim
+
+from lockstep.comm.collectives.gradients import cut_piece
+from lockstep.comm.shared_memory.file_region import in_turn, is_in_file
+from lockstep.comm.shared_memory.shared_region import is_dense
+from lockstep.parallel.update import BoundPiece
+from lockstep.plan.layout import Piece
+
+_MOST_ELEMENTS = 1 << 19
+
+Store = Mapping[str, Mapping[str, torch.Tensor]]
+
+
+class SlotWindows:
+    """One rank's pieces, in windows.
+
+    Args:
+        pieces: the rank's.
+        may_cut: pieces may be cut; else a window has at least one.
+
+    Attributes:
+        pieces: what is stepped: the same elements, cut.
+    """
+
+    def __init__(self, pieces: Sequence[BoundPiece], *, may_cut: bool) -> None:
+        self._cuts = [
+            (bound, _cut(bound) if may_cut and is_dense(bound.tensor) else [bound])
+            for bound in pieces
+        ]
+        self.pieces = [cut for _, cuts in self._cuts for cut in cuts]
+        self._windows: list[list[BoundPiece]] = []
+        filled = _MOST_ELEMENTS
+        for cut in self.pieces:
+            filled += cut.tensor.numel()
+            if filled > _MOST_ELEMENTS:
+                self._windows.append([])
+                filled = cut.tensor.numel()
+            self._windows[-1].append(cut)
+
+    @classmethod
+    def of(
+        cls, pieces: Sequence[BoundPiece], store: Store, *, may_cut: bool
+    ) -> "SlotWindows | None":
+        """None if all slots are in memory."""
+        slots = (slot for bound in pieces for slot in store.get(bound.name, {}).values())
+        return cls(pieces, may_cut=may_cut) if any(map(is_in_file, slots)) else None
+
+    def turns(
+        self,
+        optimizer: optim.Optimizer,
+        places_of: Callable[[BoundPiece], Mapping[str, torch.Tensor]],
+    ) -> Iterator[list[BoundPiece]]:
+        """For each window: have the optimizer step its pieces only, with its slots in memory.
+
+        Args:
+            optimizer: its parameters are the pieces' tensors.
+            places_of: where a piece's slots are.
+        """
+        self._give_gradients()
+        windows = [own for own in self._windows if any(one.tensor.grad is not None for one in own)]
+        places = [[place for one in own for place in places_of(one).values()] for own in windows]
+        try:
+            with _stepping_in_part(optimizer, windows) as choose:
+                for number in in_turn(places):
+                    choose(number)
+                    yield windows[number]
+        finally:
+            for _, cuts in self._cuts:
+                for cut in cuts:
+                    cut.tensor.grad = None
+
+    def _give_gradients(self) -> None:
+        """Give the cuts their parts of the pieces' gradients."""
+        for bound, cuts in self._cuts:
+            gradient = bound.tensor.grad
+            if cuts[0] is bound:
+                continue
+            if gradient is not None and gradient.stride() != bound.tensor.stride():
+                gradient = torch.empty_like(bound.tensor).copy_(gradient)
+            for cut in cuts:
+                cut.tensor.grad = None if gradient is None else _part(gradient, bound, cut)
+
+
+def _cut(bound: BoundPiece) -> list[BoundPiece]:
+    piece, tensor = bound.piece, bound.tensor
+    if tensor.numel() <= _MOST_ELEMENTS:
+        return [bound]
+    found = []
+    for start in range(piece.start, piece.stop, _MOST_ELEMENTS):
+        stop = min(start + _MOST_ELEMENTS, piece.stop)
+        own = Piece(parameter=piece.parameter, start=start, stop=stop)
+        cut = BoundPiece(name=bound.name, piece=own, tensor=tensor)
+        part = _part(tensor.detach(), bound, cut).requires_grad_()
+        found.append(BoundPiece(name=bound.name, piece=own, tensor=part))
+    return found
+
+
+def _part(tensor: torch.Tensor, bound: BoundPiece, cut: BoundPiece) -> torch.Tensor:
+    """A cut's elements of a tensor of the whole piece."""
+    first = bound.piece.start
+    own = Piece(parameter=0, start=cut.piece.start - first, stop=cut.piece.stop - first)
+    return cut_piece(tensor, own)
+
+
+@contextmanager
+def _stepping_in_part(
+    optimizer: optim.Optimizer, windows: Sequence[Sequence[BoundPiece]]
+) -> Iterator[Callable[[int], None]]:
+    """Within the block, a function chooses the window whose pieces the optimizer has."""
+    groups = optimizer.param_groups
+    members = [group["params"] for group in groups]
+    group_of = {id(one): number for number, own in enumerate(members) for one in own}
+
+    def choose(number: int) -> None:
+        own: dict[int, list[torch.Tensor]] = {}
+        for bound in windows[number]:
+            own.setdefault(group_of[id(bound.tensor)], []).append(bound.tensor)
+        chosen: list[dict[str, Any]] = []
+        for index in sorted(own):
+            groups[index]["params"] = own[index]
+            chosen.append(groups[index])
+        optimizer.param_groups = chosen
+
+    try:
+        yield choose
+    finally:
+        optimizer.param_groups = groups
+        for group, own in zip(groups, members, strict=True):
+            group["params"] = own
