@@ -26,7 +26,12 @@ PART = 4
 
 
 def capture_graph(
-    model: nn.Module, trace: Trace, inputs: Tree, sizes: Mapping[int, int]
+    model: nn.Module,
+    trace: Trace,
+    inputs: Tree,
+    sizes: Mapping[int, int],
+    *,
+    repeats: int | None = 3,
 ) -> LayerGraph:
     """The graph of a traced model.
 
@@ -35,9 +40,10 @@ def capture_graph(
         trace: of the model, in training.
         inputs: a microbatch; costs and sizes are for its number of samples.
         sizes: see ``value_bytes``.
+        repeats: see ``measure_layers``.
     """
     parameters = dict(model.named_parameters())
-    costs = measure_layers(model, trace, inputs)
+    costs = measure_layers(model, trace, inputs, repeats=repeats)
     return LayerGraph(
         layers=tuple(
             _layer(model, parameters, *pair) for pair in zip(trace.layers, costs, strict=True)
@@ -66,7 +72,7 @@ def profile_graph(
         sizes: see ``capture.graph.value_bytes``.
         samples: of ``inputs``, and of ``few_inputs``.
     """
-    graph = capture_graph(model, trace, inputs, sizes)
+    graph = capture_graph(model, trace, inputs, sizes, repeats=None)
     many, few = samples
     costs = None if few_inputs is None else _measured_if_possible(model, trace, few_inputs)
     if costs is not None:
@@ -86,7 +92,7 @@ def profile_graph(
 def _measured_if_possible(model: nn.Module, trace: Trace, few: Tree) -> list[LayerCosts] | None:
     """The costs for a few samples; None if the model needs more, as BatchNorm does of one pixel."""
     try:
-        return measure_layers(model, trace, few)
+        return measure_layers(model, trace, few, repeats=None)
     except Exception:  # a model may raise any; it has run on more samples
         return None
 

@@ -4,6 +4,7 @@ Layers run one by one, forward and at once backward, each detached from those be
 meta device nothing can be timed: there, floating point operations are counted.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,12 +31,15 @@ _ASSUMED_SPEED = 5e10
 # Runs are not repeated once the counted ones have taken so long: long times vary little.
 _ENOUGH_SECONDS = 1.0
 
+# Others are repeated so often, and until the median is above the lower quartile by at most this.
+_LEAST_RUNS, _MOST_RUNS, _SPREAD = 3, 40, 0.05
+
 # Measures a call.
 _Count = Callable[[Callable[[], Any]], float]
 
 
 def measure_layers(
-    model: nn.Module, trace: Trace, inputs: Tree, *, repeats: int = 3
+    model: nn.Module, trace: Trace, inputs: Tree, *, repeats: int | None = 3
 ) -> list[LayerCosts]:
     """Run every layer forward and backward; the model and random streams are left as found.
 
@@ -43,8 +47,8 @@ def measure_layers(
         model: the model; on the meta device times are estimated.
         trace: of the model; without backward passes if it is for evaluation.
         inputs: a microbatch.
-        repeats: runs after the first, which does not count; medians of these are returned. If
-            they take long, one is enough.
+        repeats: runs after the first, which does not count; medians of these are returned. None is
+            until their times vary little. If they take long, one is enough.
 
     Returns:
         The costs of each layer. Bytes that two layers keep from forward to backward count for the
@@ -59,7 +63,7 @@ def measure_layers(
         with torch.set_grad_enabled(trace.training):
             kept = _run(layers, _activation_counter(model))  # and everything is warm
             began, runs = time.perf_counter(), [_run(layers, count)]
-            while len(runs) < repeats and not is_meta:
+            while not is_meta and _needs_more(runs, repeats):
                 if time.perf_counter() - began > _ENOUGH_SECONDS:
                     break
                 runs.append(_run(layers, count))
@@ -75,6 +79,15 @@ def measure_layers(
         )
         for layer in range(len(trace.layers))
     ]
+
+
+def _needs_more(runs: Sequence[Sequence[tuple[float, float]]], repeats: int | None) -> bool:
+    if repeats is not None:
+        return len(runs) < repeats
+    if not _LEAST_RUNS <= len(runs) < _MOST_RUNS:
+        return len(runs) < _LEAST_RUNS
+    totals = sorted(math.fsum(map(math.fsum, run)) for run in runs)
+    return totals[len(totals) // 2] > (1 + _SPREAD) * totals[len(totals) // 4]
 
 
 def count_operations(model: nn.Module, trace: Trace, inputs: Tree) -> list[float]:

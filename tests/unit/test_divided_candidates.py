@@ -15,6 +15,9 @@ from lockstep.plan.cost.plan_cost import cost_of
 from lockstep.plan.cost.profile import profile_of
 from lockstep.plan.cost.seats import seats_of
 from lockstep.plan.cost.tensor import parts_of, tensor_cost
+from lockstep.plan.engines import over
+from lockstep.plan.makers.data_parallel import Mirrored
+from lockstep.plan.makers.sharded import FullySharded
 from lockstep.plan.makers.tensor import TensorParallel, splits_of
 from lockstep.plan.search.candidates import Problem, candidates
 from lockstep.plan.search.ranking import best_plans
@@ -199,3 +202,23 @@ def test_the_ranks_of_tensor_parallelism_can_be_chosen(monkeypatch: pytest.Monke
     for name, parameter in trainer.model.named_parameters():
         difference = (parameter - one[name]).norm() / one[name].norm()
         assert difference < 1e-12, name
+
+
+def test_sharded_cores_have_one_copy_of_the_parameters() -> None:
+    graph, cluster = even_graph(), cores(2)
+    inner = over("gloo", Mirrored(devices=2))
+    apart, together = (
+        cost_of(
+            FullySharded(maker=inner, level="gradients", units=None, shares_parameters=shares)(
+                graph, cluster, 8
+            ),
+            graph,
+            cluster,
+            8,
+        )
+        for shares in (False, True)
+    )
+    assert together.peak.parameters == apart.peak.parameters / 2
+    assert together.peak.gradients == apart.peak.gradients
+    assert together.step.exchange < apart.step.exchange
+    assert together.bytes_sent == apart.bytes_sent / 2

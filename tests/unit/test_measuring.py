@@ -227,6 +227,17 @@ def test_what_takes_long_is_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count_calls(3600.0) == 4
 
 
+def test_runs_are_repeated_until_their_times_vary_little() -> None:
+    even, uneven = [[(1.0, 2.0)]] * 3, [[(1.0, 0.0)], [(2.0, 0.0)], [(1.5, 0.0)]]
+    assert measuring._needs_more(even[:2], None)
+    assert not measuring._needs_more(even, None)
+    assert measuring._needs_more(uneven, None)
+    assert not measuring._needs_more([*uneven, *even * 4], None)
+    assert not measuring._needs_more(uneven * 20, None)  # enough of it
+    assert measuring._needs_more(even, 4)
+    assert not measuring._needs_more(uneven, 3)
+
+
 def test_a_device_has_done_its_work_when_a_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
 

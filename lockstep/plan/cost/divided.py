@@ -27,6 +27,8 @@ def sharded_cost(
     unit_bytes: Sequence[float],
     shares: int,
     batch_size: int,
+    *,
+    has_one_copy: bool = False,
 ) -> PlanCost:
     """What a sharded Plan costs for batches of ``batch_size``.
 
@@ -37,16 +39,18 @@ def sharded_cost(
         unit_bytes: parameters of each unit that is gathered.
         shares: of a batch.
         batch_size: of the global batch.
+        has_one_copy: ranks have one copy of the parameters, and gather none.
     """
     ranks, costs = len(seats), profile.whole
     place = seats.place(0, ranks)
     seat, group = place.seat, place.group
     turns, samples = -(-shares // ranks), -(-batch_size // shares)
-    divided = sum(unit_bytes) if level == "parameters" else 0.0
+    divided = sum(unit_bytes) if level == "parameters" and not has_one_copy else 0.0
     gather = sum(gather_seconds(one, group) for one in unit_bytes if divided)
     buckets = unit_bytes or [costs.trainable_bytes]
     exchange = sum(scatter_seconds(one, group) for one in buckets)
-    exchange += gather_seconds(costs.trainable_bytes - divided, group)
+    whole = costs.trainable_bytes
+    exchange += 0.0 if has_one_copy else gather_seconds(whole - divided, group)
     forward = forward_seconds(costs, samples, seat)
     backward = backward_seconds(costs, samples, seat)
     gathers = 2 * turns * gather
@@ -57,10 +61,10 @@ def sharded_cost(
         update=update_seconds(costs.trainable / ranks, profile.optimizer, seat),
     )
     largest = max(unit_bytes, default=0.0)
-    kept = costs.trainable_bytes - sum(unit_bytes)
-    whole = costs.trainable_bytes
+    kept = whole - sum(unit_bytes)
+    own = costs.parameter_bytes - divided + divided / ranks
     memory = Memory(
-        parameters=costs.parameter_bytes - divided + divided / ranks,
+        parameters=costs.parameter_bytes / ranks if has_one_copy else own,
         # Autograd makes gradients beside the rows from which they are sent.
         gradients=2 * whole if level == "slots" else kept + sum(unit_bytes) / ranks,
         slots=profile.optimizer.slots * whole / ranks,
@@ -71,7 +75,7 @@ def sharded_cost(
         buffers=whole / 8 if level == "slots" else largest,
         base=seat.base_bytes + DIVIDING_BYTES * seat.is_core * (level != "slots"),
     )
-    sent = (ranks - 1) * (2 * whole - divided + 2 * turns * divided)
+    sent = (ranks - 1) * (whole + (not has_one_copy) * (whole - divided) + 2 * turns * divided)
     return PlanCost(
         step=step,
         memory=(memory,) * ranks,

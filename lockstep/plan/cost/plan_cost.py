@@ -44,7 +44,15 @@ def _modelled(plan: Plan, graph: LayerGraph, cluster: Cluster, batch_size: int) 
         return served_cost(profile, seats, plan.num_servers, plan.num_shares, batch_size)
     if plan.sharding is not None:
         sizes = unit_bytes(graph, plan.sharding.units)
-        return sharded_cost(profile, seats, plan.sharding.level, sizes, plan.num_shares, batch_size)
+        return sharded_cost(
+            profile,
+            seats,
+            plan.sharding.level,
+            sizes,
+            plan.num_shares,
+            batch_size,
+            has_one_copy=plan.sharding.shares_parameters,
+        )
     if plan.tensor is not None:
         return tensor_cost(graph, profile, seats, plan.tensor, batch_size)
     layout = Layout((0,), (plan.num_ranks,), plan.num_shares)

@@ -127,14 +127,19 @@ def _sharded(problem: Problem, profile: Profile, count: int) -> Iterator[Candida
         mirrored = Mirrored(devices=count, precision=problem.precision)
         inner = over("gloo" if is_on_cores else None, mirrored)
         divided = () if level == "slots" else sizes
+        cost = sharded_cost(
+            profile,
+            seats,
+            level,
+            divided,
+            count,
+            problem.batch_size,
+            has_one_copy=is_on_cores,
+        )
         yield Candidate(
             name=f"sharded {level}, {count} devices",
-            cost=corrected(
-                sharded_cost(profile, seats, level, divided, count, problem.batch_size),
-                problem.cluster,
-                "sharded",
-            ),
-            maker=FullySharded(maker=inner, level=level, units=None),
+            cost=corrected(cost, problem.cluster, "sharded"),
+            maker=FullySharded(maker=inner, level=level, units=None, shares_parameters=is_on_cores),
             num_devices=count,
             cluster=problem.cluster,
             family="sharded",
