@@ -18,7 +18,7 @@ _STYLE = """
   --one: #6aa5ec; --two: #e59560; --three: #7cc389; --four: #bd92e0; --five: #d9bb62;
   --six: #62c4c4; --seven: #9aa0a8; } }
 body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--back);
-  margin: 0 auto; max-width: 1100px; padding: 16px; overflow-wrap: anywhere; }
+  margin: 0 auto; max-width: 1100px; padding: 16px; overflow-wrap: break-word; }
 h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin-top: 2em; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; min-width: 100%; }
