@@ -12,12 +12,14 @@ import torch
 
 from lockstep.comm.collectives.gradients import Gradients, cut_piece
 from lockstep.comm.exchange import Exchange, ShareTotals
+from lockstep.errors import ModelError
 from lockstep.parallel.data_parallel.gradient_rules import GradientJudge, GradientRules
 from lockstep.parallel.data_parallel.late_check import LateCheck
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.sharding.residency import Residency
 from lockstep.parallel.update import BoundPiece, Updater
 from lockstep.plan.spec import Plan
+from lockstep.units import first_few
 
 
 class UpdateWorker:
@@ -63,6 +65,7 @@ class UpdateWorker:
         kept = {} if residency is None else residency.memory.kept
         self._pieces = [group.bound(kept, is_alone=plan.num_ranks == 1) for group in groups]
         bound = self.pieces
+        self._is_bound_elsewhere = plan.num_ranks > 1 or plan.sharding is not None
         if updater is not None:
             updater.bind(bound)
         # Every rank of a scattered group writes the parameters that other domains update.
@@ -74,6 +77,7 @@ class UpdateWorker:
         needs_bound = rules.needs_norm and rules.clip_norm is None and is_whole
         exchange.bounds_gradients = needs_bound and bool(groups)
         self._factor = 1.0  # of the sum of the gradients
+        self._storages = [_storage_of(one) for group in groups for one in group.members]
         blocks = [sizes for group in groups for sizes in group.blocks]
         self._judge = GradientJudge(rules, bound, blocks, names, self.board, counted_elsewhere)
 
@@ -132,6 +136,27 @@ class UpdateWorker:
         self.exchange.gradients[0].weigh(row_factors)
         self._sum_gradients(factor)
         self._step(step)
+
+    def check_storages(self) -> None:
+        """Check that parameters lie where they did when training began.
+
+        Raises:
+            ModelError: a pass has given one other memory, which no update reaches.
+        """
+        members = [one for group in self._groups for one in group.members]
+        moved = [
+            name
+            for name, one, storage in zip(self.trained_names, members, self._storages, strict=True)
+            if _storage_of(one) != storage
+        ]
+        if moved and self._is_bound_elsewhere:
+            raise ModelError(
+                "A forward or backward pass has given parameters other memory (`p.data = ...`). "
+                "Updates go to the memory that all ranks have, so they were lost since then.",
+                received=f"{first_few(moved)} on rank {self.rank}",
+                fix="Write values with `p.copy_(...)` under torch.no_grad(), in a callback, or in "
+                "the model with SingleDeviceStrategy.",
+            )
 
     def drop_gradients(self) -> None:
         """Remove the summed gradients; those of a single rank lie in the user's parameters."""
@@ -296,3 +321,8 @@ class UpdateWorker:
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.exchange.barrier()
+
+
+def _storage_of(parameter: torch.Tensor) -> int:
+    """Tells a parameter's storage from all others that exist, also one without memory."""
+    return int(parameter.untyped_storage()._cdata)

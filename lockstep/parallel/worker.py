@@ -366,8 +366,12 @@ class Worker(UpdateWorker):
         """Make the weights of all ranks equal, after an epoch or, with ``is_last``, the task.
 
         A rank alone learns the verdict on its last step.
+
+        Raises:
+            ModelError: a pass has given a parameter other memory.
         """
         self.settle()
+        self.check_storages()
 
     def settle(self) -> None:
         """Know that the last step is complete, before its weights are read."""

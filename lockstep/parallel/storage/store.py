@@ -121,7 +121,18 @@ class ParameterStore(TensorStore):
         return self.specs == tuple(tensor_spec(name, parameter) for name, parameter in parameters)
 
     def readopt(self, parameters: NamedParameters) -> None:
-        """Move parameters back whose memory was replaced (``p.data = ...``, ``.double()``)."""
+        """Move parameters back whose memory was replaced (``p.data = ...``, ``.double()``).
+
+        Raises:
+            ModelError: a parameter has another shape.
+        """
+        for view, (name, parameter) in zip(self.views, parameters, strict=True):
+            if parameter.shape != view.shape:
+                raise ModelError(
+                    "A parameter keeps its shape while it is trained.",
+                    received=f"{name!r} of shape {(*parameter.shape,)}, before {(*view.shape,)}",
+                    fix="Assign values of the same shape, or call fit with the changed model.",
+                )
         moved = [
             (view, parameter)
             for view, (_, parameter) in zip(self.views, parameters, strict=True)

@@ -56,7 +56,9 @@ class FullySharded(Wrapping):
                 BatchNorm with several shares of a rank, which would use all units at once.
         """
         plan = self.maker(graph, cluster, batch_size)
-        units = () if self.level == "slots" else self._units(graph)
+        units = self._units(graph)
+        if self.level == "slots":
+            units = ()
         # Factors of gradients would go to all ranks, and each would have the whole gradient.
         layers = tuple(msgspec.structs.replace(layer, row_limit=0) for layer in plan.layers)
         plan = msgspec.structs.replace(plan, strategy="fully sharded", layers=layers)

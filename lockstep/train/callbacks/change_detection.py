@@ -107,8 +107,10 @@ class ChangeWatch:
         if in_epoch and after.structure != before.structure:
             raise OptionError(
                 "Within an epoch a callback may change only values.",
-                received="a change of requires_grad or of a module's training mode",
-                fix="Do it in on_epoch_begin or on_epoch_end.",
+                received="a change of requires_grad, of a module's training mode, or of the "
+                "Parameters that it has",
+                fix="Do it in on_epoch_begin or on_epoch_end; within an epoch write values with "
+                "`parameter.copy_(...)`.",
             )
         if after.places != before.places:
             self._readopt()
