@@ -596,12 +596,43 @@ def test_recomputed_units_train_as_one_device() -> None:
         (lambda: SHARDED(units="blocks"), "units='blocks'"),
         (lambda: SHARDED(units=["a", ["a", "b"]]), "Name each module once"),
         (lambda: trained(mlp, SHARDED(units=["head"])), "units with head"),
+        (lambda: trained(mlp, SHARDED(level="slots", units=["head"])), "units with head"),
         (lambda: trained(Norms, SHARDED(num_shares=4)), "one share per device"),
     ],
 )
 def test_what_is_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         make()
+
+
+class Assigns(Blocks):
+    """Gives a parameter other memory in a later step."""
+
+    num_passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_passes += self.training
+        if self.num_passes == 6:
+            weight: Any = self.blocks[1].weight
+            weight.data = torch.full_like(weight, 0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("strategy", [lockstep.MirroredStrategy(2), SHARDED()])
+def test_a_parameter_that_a_pass_assigns_is_an_error(strategy: lockstep.Strategy) -> None:
+    """Its updates go to the memory that it had."""
+    with pytest.raises(ModelError, match=r"other memory.*'?blocks\.1\.weight"):
+        trained(Assigns, strategy)
+
+
+class Reshapes(lockstep.Callback):
+    def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+        next(self.trainer.model.parameters()).data = torch.ones(3, 3)
+
+
+def test_a_callback_cannot_assign_another_shape() -> None:
+    with pytest.raises(ModelError, match=r"'0\.weight' of shape \(3, 3\), before \(64, 12\)"):
+        trained(mlp, SHARDED(), callbacks=[Reshapes()])
 
 
 def test_a_loss_that_is_not_finite_leaves_whole_weights() -> None:
