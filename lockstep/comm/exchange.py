@@ -133,9 +133,10 @@ class Exchange:
 
     def _open_rows(self, group: GroupSpec, offset: int) -> SharedGradientBuffer:
         assert self._region is not None
-        # A rank of the group that computes no share has no row.
-        ranks = self._domain if self.rank in group.ranks else self.ranks_here
-        here = group.rows_of(ranks)
+        here = group.rows_of(self._domain)
+        if not here:  # of a rank that leads no share; it sees the first row of its host
+            first = group.rows_of(self.ranks_here).start
+            here = range(first, first)
         return SharedGradientBuffer(group.gradients, self._region, offset, here, self._device)
 
     def rows_of(self, number: int) -> SharedGradientBuffer:
@@ -381,9 +382,13 @@ class Exchange:
 
     def _await_offers(self, share: int, length: int, num_filled: int) -> None:
         """Wait until all filled shares have offered as many rows as ``share``."""
+        self._await_ranks(self._offering_ranks(num_filled), self._tag(share))
+
+    def _offering_ranks(self, num_filled: int) -> list[int]:
+        """The ranks that compute the filled shares."""
         first = self._spec.share_ranks[:num_filled]
         ranks = {rank + other for rank in first for other in range(self._spec.ranks_per_share)}
-        self._await_ranks(sorted(ranks), self._tag(share))
+        return sorted(ranks)
 
     def _await_ranks(self, ranks: Sequence[int], tag: int) -> None:
         if self.board is not None:

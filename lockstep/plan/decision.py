@@ -386,11 +386,12 @@ def _check_sharding(plan: Decision, problems: Problems) -> None:
 def _check_tensor(plan: Decision, problems: Problems) -> None:
     if plan.tensor is None:
         return
-    if plan.compiled or plan.pipeline or plan.num_hosts > 1:
+    is_across = any(count % plan.tensor_degree for count in plan.hosts)
+    if plan.compiled or plan.pipeline or is_across:
         problems.add(
-            "Layers are divided among the ranks of one host, without stages or a compiler.",
-            received=f"compiled={plan.compiled}, {plan.num_hosts} hosts",
-            fix="Train without `compile`, on one host.",
+            "Layers are divided among ranks of one host, without stages or a compiler.",
+            received=f"compiled={plan.compiled}, {plan.tensor_degree} ranks that divide layers",
+            fix="Train without `compile`, with whole replicas on each host.",
         )
     if plan.tensor.num_shards < plan.tensor_degree:
         problems.add(

@@ -126,7 +126,7 @@ class HybridStrategy(StagedStrategy):
             check_leave(devices, own.engine)
             check_number(devices, own.degree * data)
             own.devices = tuple(devices)
-        self.reach = "one host"
+        self.reach = "all hosts" if devices is None else "one host"
         self.engine = own.engine
         self.timeout_seconds = own.timeout_seconds
         self._maker = replace(own.tensor_maker(), replicas=data, num_shares=num_shares)

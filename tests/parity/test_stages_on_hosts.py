@@ -73,6 +73,16 @@ ROWS = {
         "lockstep.HybridStrategy((3, 1), microbatches=2, engine='gloo', timeout_seconds=180)",
         ("gpt_tied",),
     ),
+    "layers divided within each host": (
+        (2, 2),
+        "lockstep.HybridStrategy(2, tensor=2, timeout_seconds=180)",
+        ("mlp", "gpt_tied", "cnn_batch_norm"),
+    ),
+    "layers divided within each host, gloo": (
+        (2, 2),
+        "lockstep.HybridStrategy(2, tensor=2, engine='gloo', timeout_seconds=180)",
+        ("gpt_tied", "cnn_batch_norm"),
+    ),
     "replicas of a stage on both hosts": (
         (2, 2),
         "lockstep.HybridStrategy((3, 1), microbatches=2, timeout_seconds=180)",

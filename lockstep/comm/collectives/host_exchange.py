@@ -99,7 +99,7 @@ class HostExchange(Exchange):
         return np.zeros(spec.table_shape, np.int64) if rows is None else rows.table
 
     def _await_offers(self, share: int, length: int, num_filled: int) -> None:
-        ranks = self._spec.share_ranks[:num_filled]
+        ranks = self._offering_ranks(num_filled)
         tag, buffer = self._tag(share), self._offers[share] & 1
         self._await_ranks([rank for rank in ranks if rank in self.ranks_here], tag)
         hosts = self._offering_hosts(num_filled)

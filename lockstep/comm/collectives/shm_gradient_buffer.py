@@ -89,7 +89,8 @@ class SharedGradientBuffer(GroupGradients):
             for extent in spec.extents
         ]
         self._cuts: dict[tuple[int, Piece], torch.Tensor] = {}
-        with_memory = self._here or range(1)  # whole sums lie in the first
+        start = self._here.start  # whole sums lie in the first row
+        with_memory = self._here or range(start, start + 1)
         self._rows = [
             self._memory.row(share)
             if device is None or share not in with_memory

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.cluster.topology import Cluster
-from lockstep.errors import OptionError
+from lockstep.errors import DeviceError, OptionError
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.decision import Axis, LocalUpdate, SlicedUpdate
 from lockstep.plan.devices import device_names, threads_for
+from lockstep.plan.host_ranks import ranks_per_host
 from lockstep.plan.makers.data_parallel import Maker, placements, ties
 from lockstep.plan.spec import Plan
 from lockstep.plan.splits import ParameterSplit, Split, TensorSplits
@@ -38,7 +39,7 @@ def splits_of(graph: LayerGraph, num_shards: int) -> TensorSplits:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel(Maker):
-    """The ranks of one host divide layers.
+    """Ranks of a host divide layers; its replicas may be on several hosts.
 
     Attributes:
         degree: how many of a replica; None is one per device.
@@ -79,8 +80,22 @@ class TensorParallel(Maker):
         return replace(self, splits=splits)
 
     def _devices(self, cluster: Cluster) -> tuple[str, ...]:
-        count = None if self.degree is None else self.degree * self.replicas
-        return device_names(self.devices or count, cluster.hosts[0])
+        return tuple(name for own in self._devices_by_host(cluster) for name in own)
+
+    def _devices_by_host(self, cluster: Cluster) -> list[tuple[str, ...]]:
+        if self.degree is None:
+            return [device_names(self.devices, cluster.hosts[0])]
+        counts = ranks_per_host(self.degree * self.replicas, cluster)
+        if any(count % self.degree for count in counts):
+            raise DeviceError(
+                "The processes that divide layers of a replica must be on one host.",
+                received=f"tensor={self.degree} with {first_few(counts)} processes on the hosts",
+                fix="Choose `data` so that each host has whole replicas.",
+            )
+        return [
+            device_names(self.devices or count, host)
+            for host, count in zip(cluster.hosts, counts, strict=True)
+        ]
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
         """Make the Plan.
@@ -92,6 +107,7 @@ class TensorParallel(Maker):
         assert self.splits is not None
         self._check(graph, self.splits)
         devices = self._devices(cluster)
+        hosts = tuple(map(len, self._devices_by_host(cluster)))
         num_ranks, shares = len(devices), self.num_shares or self.replicas
         tensor = Axis(name="tensor", size=num_ranks // self.replicas)
         is_hybrid = self.replicas > 1
@@ -99,7 +115,8 @@ class TensorParallel(Maker):
             strategy="hybrid" if is_hybrid else "tensor parallel",
             mesh=(Axis(name="data", size=self.replicas), tensor) if is_hybrid else (tensor,),
             devices=devices,
-            threads_per_device=threads_for(devices, cluster.hosts[0].num_cores),
+            threads_per_device=threads_for(devices, sum(host.num_cores for host in cluster.hosts)),
+            hosts=hosts if len(hosts) > 1 else (),
             num_shares=shares,
             interleaved=False,
             layers=placements(graph),
