@@ -20,8 +20,8 @@ class HybridStrategy(StagedStrategy):
     gradients. ``data`` may differ from stage to stage: ``data=(3, 1)`` has three replicas of the
     first stage (convolutions, for example) and one of the second (dense layers).
 
-    With ``tensor`` there are no stages: each replica consists of processes of this host that divide
-    its layers inside, see ``TensorParallelStrategy``.
+    With ``tensor`` there are no stages: each replica consists of processes of one host that divide
+    its layers inside, see ``TensorParallelStrategy``. Hosts have whole replicas.
 
     Args:
         data: the number of replicas of every stage, or of each stage.
@@ -38,7 +38,8 @@ class HybridStrategy(StagedStrategy):
         whole: with ``tensor``: as in ``TensorParallelStrategy``.
         compression: as in ``MultiWorkerMirroredStrategy``, of gradients between the replicas of a
             stage on several hosts; messages between stages are not compressed.
-        devices: as in ``PipelineStrategy``; with ``tensor``, those of a replica come together.
+        devices: as in ``PipelineStrategy``; with ``tensor`` those of a replica come together, and
+            named ones are of one host.
         engine: as in ``PipelineStrategy``.
         timeout_seconds: longest wait for a device; a longer one is an error.
 

@@ -13,6 +13,7 @@ from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
 from lockstep.plan.decision import LocalUpdate, Pipeline, SlicedUpdate, Stage, StagedUpdate
 from lockstep.plan.devices import MAX_DEFAULT_REPLICAS, device_names
 from lockstep.plan.makers.data_parallel import Mirrored, SingleDevice
+from lockstep.plan.makers.tensor import TensorParallel
 
 
 def make_cluster(cores: int) -> Cluster:
@@ -170,3 +171,11 @@ def test_this_host_is_found_with_its_cores_and_memory() -> None:
     assert host.num_cores == usable_cores() == len(cpus)
     assert [device.name for device in cpus] == [f"cpu:{core}" for core in range(len(cpus))]
     assert 0 < sum(device.memory_bytes for device in cpus) <= memory_bytes()
+
+
+def test_hosts_have_whole_replicas_of_ranks_that_divide_layers() -> None:
+    host = Host(name="a", num_cores=8, devices=())
+    hosts = Cluster(hosts=(host, host))
+    assert TensorParallel(degree=2, replicas=4).num_tensor_shards(hosts) == 2
+    with pytest.raises(DeviceError, match="must be on one host"):
+        TensorParallel(degree=2, replicas=3).num_tensor_shards(hosts)
