@@ -499,6 +499,16 @@ def test_weights_that_are_cast_are_divided_like_others(x: Tensor) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_stay_whole_for_a_reason(kind: type[nn.RNNBase], x: Tensor) -> None:
+    model = nn.ModuleList([kind(WIDTH, 6, batch_first=True), nn.Linear(6, 4)]).double()
+    recurrent, linear = model
+    splits = observed_splits(model, lambda: linear(recurrent(x)[0]), 2)
+    assert {one.name for one in splits.parameters} == {"1.weight", "1.bias"}
+    name = "rnn_tanh" if kind is nn.RNN else kind.__name__.lower()
+    assert {reason for _, reason in splits.whole} == {f"used by {name}"}
+
+
 def test_layers_that_training_leaves_out_are_divided(x: Tensor) -> None:
     splits = divide(Model(with_layers_left_out).double(), x, 2)
     assert {"up.weight", "down.weight"} <= {one.name for one in splits.parameters}

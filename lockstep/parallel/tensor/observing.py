@@ -197,8 +197,9 @@ class _Uses(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if not isinstance(result, bool | int | torch.Size | torch.dtype | torch.device):
             for one in (*args, *(kwargs or {}).values()):
-                if isinstance(one, nn.Parameter):
-                    self._observer.note_use(one, func)
+                for each in one if isinstance(one, list | tuple) else (one,):
+                    if isinstance(each, nn.Parameter):
+                        self._observer.note_use(each, func)
         return result
 
 
