@@ -500,7 +500,7 @@ def test_weights_that_are_cast_are_divided_like_others(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers_stay_whole_for_a_reason(kind: type[nn.RNNBase], x: Tensor) -> None:
+def test_recurrent_layers_stay_whole_for_a_reason(kind: Any, x: Tensor) -> None:
     model = nn.ModuleList([kind(WIDTH, 6, batch_first=True), nn.Linear(6, 4)]).double()
     recurrent, linear = model
     splits = observed_splits(model, lambda: linear(recurrent(x)[0]), 2)
