@@ -386,8 +386,7 @@ def _check_sharding(plan: Decision, problems: Problems) -> None:
 def _check_tensor(plan: Decision, problems: Problems) -> None:
     if plan.tensor is None:
         return
-    is_across = any(count % plan.tensor_degree for count in plan.hosts)
-    if plan.compiled or plan.pipeline or is_across:
+    if plan.compiled or plan.pipeline or any(one % plan.tensor_degree for one in plan.hosts):
         problems.add(
             "Layers are divided among ranks of one host, without stages or a compiler.",
             received=f"compiled={plan.compiled}, {plan.tensor_degree} ranks that divide layers",
