@@ -180,7 +180,7 @@ class Exchange:
         options["num_rows"] = len(group.row_ranks)
         if group.gradients.buckets:
             names = [tensor.name for tensor in group.gradients.tensors]
-            return ShardedReduce(rows, names=names, **options)
+            return ShardedReduce(rows, names=names, divisions=group.divisions, **options)
         return OverlappedReduce(rows, **options)
 
     # --- results of passes -----------------------------------------------------------------------

@@ -23,6 +23,8 @@ class GroupSpec:
             its rank computes.
         compressions: of each parameter, what hosts send one another is compressed so; None where it
             is sent as it is. Empty where hosts send each other pieces, and what became of them.
+        divisions: where ranks keep their part of the gradients only, the groups of consecutive
+            ranks of which each divides the parameters.
     """
 
     ranks: tuple[int, ...]
@@ -30,6 +32,7 @@ class GroupSpec:
     row_ranks: tuple[int, ...] = ()
     shares_per_row: int = 0
     compressions: tuple[Compression | None, ...] = ()
+    divisions: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_bytes(self) -> int:

@@ -37,9 +37,10 @@ from lockstep.parallel.exchange.control import open_region
 from lockstep.parallel.exchange.engine import Endpoint, Neighbours
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.storage.allocator import keep_freed_memory
-from lockstep.plan.decision import Axis, LocalUpdate, SlicedUpdate
+from lockstep.plan.decision import LocalUpdate, SlicedUpdate
 from lockstep.plan.engine_kinds import ProcessGroup, SharedMemory
 from lockstep.plan.engines import backend_for, check_leave
+from lockstep.plan.mesh import Axis
 from lockstep.plan.spec import Plan
 from lockstep.train.multihost.discovery import find_hosts
 from lockstep.train.multihost.followers import host_key

@@ -38,6 +38,7 @@ from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
 from lockstep.parallel.workload import Workload
 from lockstep.plan.layout import Piece, block_sizes
+from lockstep.plan.mesh import coordinates
 from lockstep.plan.spec import Plan
 
 
@@ -127,8 +128,9 @@ def residency_of(
         group.members,
         list(of_trained.values()),
         len(sharding.units),
-        group.pieces,
-        gradients,
+        gradients=gradients,
+        updated=group.pieces,
+        **_kept_pieces(work.plan, group, exchange.rank),
     )
     return Residency(
         work.model,
@@ -142,6 +144,25 @@ def residency_of(
         leads=exchange.rank == exchange.ranks_here.start,
         meet=exchange.barrier if work.plan.num_hosts == 1 and device.type == "cpu" else None,
     )
+
+
+def _kept_pieces(plan: Plan, group: OwnedGroup, rank: int) -> dict[str, Any]:
+    """What a rank and others keep, as ``UnitMemory`` takes it.
+
+    Ranks at the same place of their groups keep the same pieces, and divide the update of these.
+    """
+
+    def kept_by(one: int) -> list[Piece]:
+        pieces = [each for copy in plan.ranks_along("data", one) for each in group.divided[copy]]
+        return sorted(pieces, key=lambda piece: (piece.parameter, piece.start))
+
+    return {
+        "kept": kept_by(rank),
+        "others": {one: kept_by(one) for one in plan.ranks_along("shard", rank) if one != rank},
+        "copies": {
+            one: group.divided[one] for one in plan.ranks_along("data", rank) if one != rank
+        },
+    }
 
 
 @torch.no_grad()
@@ -203,9 +224,8 @@ def divided_pieces(plan: Plan, group: GroupSpec, updater: Updater | None) -> dic
     is_everywhere = [bool(group.compressions or extent.row_elements) for extent in extents]
     everywhere = [number for number, is_one in enumerate(is_everywhere) if is_one]
     if len(plan.domains) == 1 or not everywhere:
-        return dict(
-            zip(group.ranks, updater.divide(extents, len(group.ranks), num_rows), strict=True)
-        )
+        slices = updater.divide(extents, len(group.ranks), num_rows)
+        return dict(zip(_in_order_of_slices(plan, group.ranks), slices, strict=True))
     others = [number for number, is_one in enumerate(is_everywhere) if not is_one]
     divided = _renumbered(
         updater.divide([extents[number] for number in others], len(group.ranks), num_rows), others
@@ -218,6 +238,11 @@ def divided_pieces(plan: Plan, group: GroupSpec, updater: Updater | None) -> dic
         rank: sorted(pieces, key=lambda piece: piece.parameter)
         for rank, pieces in zip(group.ranks, divided, strict=True)
     }
+
+
+def _in_order_of_slices(plan: Plan, ranks: Sequence[int]) -> list[int]:
+    """Ranks in the order in which they get slices: those that keep the same pieces side by side."""
+    return sorted(ranks, key=lambda rank: coordinates(plan.mesh, rank).get("shard", 0))
 
 
 def _renumbered(divided: list[list[Piece]], numbers: Sequence[int]) -> list[list[Piece]]:
@@ -249,6 +274,7 @@ def owned_groups(
                 spec=group,
                 members=[parameters[tensor.name] for tensor in group.gradients.tensors],
                 pieces=own,
+                divided=pieces,
                 blocks=block_sizes(group.gradients.extents, group.gradients.num_shares, own),
                 is_scattered=not is_shared
                 and len(members_by_domain(group.ranks, plan.domains)) > 1,

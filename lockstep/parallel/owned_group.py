@@ -20,6 +20,7 @@ class OwnedGroup:
         spec: its trainable parameters.
         members: these parameters, in order.
         pieces: those that this rank updates.
+        divided: those that each of its ranks updates.
         blocks: of each piece, the sizes of the blocks of its norm.
         is_scattered: ranks have it in separate memories.
     """
@@ -28,6 +29,7 @@ class OwnedGroup:
     spec: GroupSpec
     members: Sequence[torch.Tensor]
     pieces: Sequence[Piece]
+    divided: Mapping[int, Sequence[Piece]]
     blocks: Sequence[Sequence[int]]
     is_scattered: bool
 

@@ -212,6 +212,8 @@ class UpdateWorker:
                         if number not in self._away
                     }
                     exchanged.all_gather(parameters, all_pieces=not self.updater.is_known)
+            if self._residency is not None:
+                self._residency.memory.exchange_copies()
 
     def _update_if_finite(self, step: int, check: LateCheck, totals: torch.Tensor) -> None:
         """Update the pieces if the device finds all values finite."""

@@ -9,19 +9,13 @@ import math
 from lockstep.errors import PlanError, Problems
 from lockstep.plan.engine_kinds import Engine, SharedMemory
 from lockstep.plan.makers.averaging import AveragedUpdate, Record
+from lockstep.plan.mesh import Axis, coordinates
 from lockstep.plan.program.compression import Compression
 from lockstep.plan.sharding import Sharding
 from lockstep.plan.shares import replica_of_share, shares_of_replica
 from lockstep.plan.splits import TensorSplits
 
 PLAN_VERSION = 1
-
-
-class Axis(Record, frozen=True, kw_only=True):
-    """One axis of the device mesh, such as ``data`` of size 2."""
-
-    name: str
-    size: int
 
 
 class LayerPlacement(Record, frozen=True, kw_only=True):
@@ -100,8 +94,7 @@ class ServedUpdate(Record, frozen=True, kw_only=True, tag="served"):
             return servers
         if self.staleness is None:
             return f"{servers}, workers do not wait"
-        steps = "step" if self.staleness == 1 else "steps"
-        return f"{servers}, workers at most {self.staleness} {steps} ahead"
+        return f"{servers}, workers at most {self.staleness} step{'s' * (self.staleness > 1)} ahead"
 
 
 Update = LocalUpdate | SlicedUpdate | StagedUpdate | AveragedUpdate | ServedUpdate
@@ -208,8 +201,14 @@ class Decision(Record, frozen=True, kw_only=True):
 
     @property
     def num_replicas(self) -> int:
-        """Copies of the model that train on different shares."""
-        return next((axis.size for axis in self.mesh if axis.name == "data"), 1)
+        """Copies of the model, or of its parts, that train on different shares."""
+        return math.prod(axis.size for axis in self.mesh if axis.name in ("data", "shard"))
+
+    def ranks_along(self, axis: str, rank: int) -> list[int]:
+        """A rank, and those whose place differs on one axis only, in ascending order."""
+        own = coordinates(self.mesh, rank) | {axis: 0}
+        ranks = range(self.num_ranks)
+        return [one for one in ranks if coordinates(self.mesh, one) | {axis: 0} == own]
 
     @property
     def ranks_per_replica(self) -> int:

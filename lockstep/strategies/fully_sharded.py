@@ -1,9 +1,10 @@
 """Sharded data parallelism."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 from lockstep.cluster import tpu
 from lockstep.cluster.devices import discover
@@ -59,6 +60,7 @@ class FullyShardedStrategy(Strategy):
     """
 
     reach: Reach = "all hosts"
+    _groups: Mapping[str, int] = {}  # see FullySharded
 
     def __init__(
         self,
@@ -133,6 +135,7 @@ class FullyShardedStrategy(Strategy):
             recompute=self.recompute,
             shares_parameters=self._shares_parameters,
             offload=self.offload,
+            **self._groups,
         )
 
     @property
@@ -141,6 +144,29 @@ class FullyShardedStrategy(Strategy):
         if isinstance(self._mirrored, MirroredHosts):
             return num_replicas(self._mirrored, self.timeout_seconds)
         return len(device_names(self.devices, discover().hosts[0]))
+
+
+def sharded_replicas(
+    data: int, shard: int, *, devices: Sequence[str] | None, **options: Any
+) -> FullyShardedStrategy:
+    """Groups of devices that each divide the parameters of a replica.
+
+    Args:
+        data: how many groups.
+        shard: devices of each, in sequence.
+        devices: names of all; None is accelerators if there are any, else cores.
+        options: see ``FullyShardedStrategy``.
+
+    Raises:
+        DeviceError: see ``FullyShardedStrategy``.
+        OptionError: likewise.
+    """
+    on_hosts = devices is None and find_place(os.environ) is not None
+    made = FullyShardedStrategy(devices or (None if on_hosts else data * shard), **options)
+    made._groups, made._shares_parameters = {"data": data, "shard": shard}, False
+    if isinstance(made._mirrored, MirroredHosts):
+        made._mirrored = replace(made._mirrored, num_devices=data * shard)
+    return made
 
 
 def _check_units(problems: Problems, units: object) -> None:

@@ -1,4 +1,4 @@
-"""Combinations of the other strategies: replicas of a pipeline, or of ranks that divide layers."""
+"""Combinations of other strategies: replicas of a pipeline, or of ranks that divide the model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -6,7 +6,9 @@ from dataclasses import replace
 from lockstep.errors import OptionError, Problems
 from lockstep.options import is_count
 from lockstep.plan.engines import check_leave
+from lockstep.plan.makers.data_parallel import Maker
 from lockstep.plan.program.compression import Compression, check_carrier, find_compression
+from lockstep.strategies.fully_sharded import FullyShardedStrategy, sharded_replicas
 from lockstep.strategies.pipeline import StagedStrategy, check_counts
 from lockstep.strategies.tensor_parallel import TensorParallelStrategy, check_number
 from lockstep.tracebacks import public_methods
@@ -14,7 +16,7 @@ from lockstep.tracebacks import public_methods
 
 @public_methods
 class HybridStrategy(StagedStrategy):
-    """Data parallelism times layer-wise partition, or times tensor parallelism.
+    """Data parallelism times layer-wise partition, tensor parallelism, or sharding.
 
     Every stage of the pipeline has replicas, which take turns with the microbatches and sum their
     gradients. ``data`` may differ from stage to stage: ``data=(3, 1)`` has three replicas of the
@@ -23,16 +25,24 @@ class HybridStrategy(StagedStrategy):
     With ``tensor`` there are no stages: each replica consists of processes of one host that divide
     its layers inside, see ``TensorParallelStrategy``. Hosts have whole replicas.
 
+    With ``shard`` there are no stages either: each replica is divided among so many devices, which
+    gather its parameters among themselves, see ``FullyShardedStrategy``. Devices are numbered group
+    by group, so on several hosts with a multiple of ``shard`` devices each, no parameters are
+    gathered from another host. Gradients and the optimizer's slots are divided among all devices.
+
     Args:
         data: the number of replicas of every stage, or of each stage.
         pipe: the number of stages; None takes it from scopes, cuts or ``data``.
         cuts: as in ``PipelineStrategy``.
         microbatches: of a batch, for each replica.
         schedule: as in ``PipelineStrategy``.
-        recompute: as in ``PipelineStrategy``.
+        recompute: as in ``PipelineStrategy``; with ``shard`` as in ``FullyShardedStrategy``.
         memory_bytes: as in ``PipelineStrategy``.
         tensor: the number of processes that divide the layers of a replica.
-        num_shares: with ``tensor``: as in ``MirroredStrategy``.
+        shard: the number of devices that divide each replica.
+        level: with ``shard``: as in ``FullyShardedStrategy``; None is ``"parameters"``.
+        units: with ``shard``: as in ``FullyShardedStrategy``.
+        num_shares: with ``tensor`` or ``shard``: as in ``MirroredStrategy``.
         num_tensor_shards: with ``tensor``: as in ``TensorParallelStrategy``. Runs with the same
             numbers of both give the same bits with any ``data`` and ``tensor``.
         whole: with ``tensor``: as in ``TensorParallelStrategy``.
@@ -47,6 +57,8 @@ class HybridStrategy(StagedStrategy):
         OptionError: an invalid argument.
     """
 
+    _sharded: FullyShardedStrategy | None = None
+
     def __init__(
         self,
         data: int | Sequence[int] = 1,
@@ -55,9 +67,12 @@ class HybridStrategy(StagedStrategy):
         cuts: Sequence[str] | None = None,
         microbatches: int | None = None,
         schedule: str = "1f1b",
-        recompute: bool | Sequence[int] = False,
+        recompute: bool | Sequence[int] | Sequence[str] = False,
         memory_bytes: int | None = None,
         tensor: int | None = None,
+        shard: int | None = None,
+        level: str | None = None,
+        units: Sequence[str | Sequence[str]] | None = None,
         num_shares: int | None = None,
         num_tensor_shards: int | None = None,
         whole: Sequence[str] = (),
@@ -67,18 +82,40 @@ class HybridStrategy(StagedStrategy):
         timeout_seconds: float = 600.0,
     ) -> None:
         problems = Problems()
+        of_stages: dict[str, object] = {
+            "pipe": pipe,
+            "cuts": cuts,
+            "microbatches": microbatches,
+            "memory_bytes": memory_bytes,
+            "compression": compression,
+        }
+        of_tensor: dict[str, object] = {"num_tensor_shards": num_tensor_shards, "whole": whole}
+        of_shard: dict[str, object] = {"level": level, "units": units}
+        if shard is not None:
+            _check_alone(problems, "shard", of_stages | of_tensor | {"tensor": tensor})
+            check_counts(problems, shard=shard)
+            replicas = _replicas_of_ranks(problems, "shard", data)
+            problems.raise_if_any(OptionError)
+            self._sharded = sharded_replicas(
+                replicas,
+                shard,
+                devices=devices,
+                level="parameters" if level is None else level,
+                units=units,
+                recompute=recompute,
+                num_shares=num_shares,
+                engine=engine,
+                timeout_seconds=timeout_seconds,
+            )
+            self.reach = self._sharded.reach
+            self.engine = self._sharded.engine
+            self.timeout_seconds = timeout_seconds
+            return
         if tensor is not None:
-            others = {
-                "pipe": pipe,
-                "cuts": cuts,
-                "microbatches": microbatches,
-                "recompute": recompute,
-                "memory_bytes": memory_bytes,
-                "compression": compression,
-            }
-            _check_alone(problems, others)
+            others: dict[str, object] = {"recompute": recompute}
+            _check_alone(problems, "tensor", of_stages | of_shard | others)
             check_counts(problems, num_shares=num_shares)
-            replicas = _replicas_of_ranks(problems, data)
+            replicas = _replicas_of_ranks(problems, "tensor", data)
             problems.raise_if_any(OptionError)
             own = TensorParallelStrategy(
                 tensor,
@@ -90,7 +127,7 @@ class HybridStrategy(StagedStrategy):
             )
             self._divide_layers(own, replicas, num_shares, devices)
             return
-        _check_of_tensor(problems, num_shares, num_tensor_shards, whole)
+        _check_without_stages(problems, of_tensor | of_shard | {"num_shares": num_shares})
         self._compression = find_compression(problems, compression)
         check_carrier(problems, self._compression, engine)
         check_counts(problems, pipe=pipe)
@@ -108,6 +145,16 @@ class HybridStrategy(StagedStrategy):
             timeout_seconds=timeout_seconds,
             replicas=data,
         )
+
+    def maker(self, precision: str = "fp32") -> Maker:
+        return super().maker(precision) if self._sharded is None else self._sharded.maker(precision)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Parts of a batch that are trained at once; see ``FullyShardedStrategy``."""
+        if self._sharded is None:
+            return super().num_replicas_in_sync
+        return self._sharded.num_replicas_in_sync
 
     def _divide_layers(
         self,
@@ -133,40 +180,46 @@ class HybridStrategy(StagedStrategy):
         self._maker = replace(own.tensor_maker(), replicas=data, num_shares=num_shares)
 
 
-def _check_alone(problems: Problems, others: Mapping[str, object]) -> None:
-    """Note options that go with stages only."""
-    given = [name for name, value in others.items() if value not in (None, False)]
-    if given:
+_ALONE = {
+    "tensor": "`tensor` divides layers within a host, without stages.",
+    "shard": "`shard` divides parameters, without stages and without dividing layers inside.",
+}
+
+
+def _given(options: Mapping[str, object]) -> str:
+    return ", ".join(name for name, value in options.items() if value not in (None, False, ()))
+
+
+def _check_alone(problems: Problems, name: str, others: Mapping[str, object]) -> None:
+    """Note options that do not go with ``tensor`` or ``shard``."""
+    if given := _given(others):
         problems.add(
-            "`tensor` divides layers within a host, without stages.",
-            received=f"tensor with {', '.join(given)}",
-            fix="Leave these out, or leave `tensor` out.",
+            _ALONE[name],
+            received=f"{name} with {given}",
+            fix=f"Leave these out, or leave `{name}` out.",
         )
 
 
-def _replicas_of_ranks(problems: Problems, data: int | Sequence[int]) -> int:
+def _replicas_of_ranks(problems: Problems, name: str, data: int | Sequence[int]) -> int:
     """The number of replicas without stages; 1 where a problem was noted."""
     if isinstance(data, int) and is_count(data):
         return data
     problems.add(
-        "With `tensor`, `data` must be a number of replicas.",
+        f"With `{name}`, `data` must be a number of replicas.",
         received=f"data={data!r}",
         fix="Use data=2, for example.",
     )
     return 1
 
 
-def _check_of_tensor(
-    problems: Problems, num_shares: object, num_tensor_shards: object, whole: Sequence[str]
-) -> None:
-    """Note options that go with ``tensor`` only."""
-    given = {"num_shares": num_shares, "num_tensor_shards": num_tensor_shards, "whole": whole}
-    names = [name for name, value in given.items() if value not in (None, ())]
-    if names:
+def _check_without_stages(problems: Problems, options: Mapping[str, object]) -> None:
+    """Note options that go with ``tensor`` or ``shard`` only."""
+    if given := _given(options):
         problems.add(
-            "`num_shares`, `num_tensor_shards` and `whole` need layers that are divided inside.",
-            received=f"{', '.join(names)} without `tensor`",
-            fix="Leave these out, or pass `tensor`.",
+            "`level` and `units` need `shard`, `num_tensor_shards` and `whole` need `tensor`, and "
+            "`num_shares` needs one of both.",
+            received=given,
+            fix="Leave these out, or pass what they need.",
         )
 
 

@@ -36,12 +36,15 @@ from tests.thorough import core_of
 LEVELS = ("slots", "gradients", "parameters")
 
 
-def sharded(level: str = "parameters", count: int = 2) -> lockstep.FullyShardedStrategy:
+def sharded(level: str = "parameters", count: int = 2) -> lockstep.Strategy:
+    if level == "replicas":
+        devices = ranks_on_devices(4)
+        return lockstep.HybridStrategy(2, shard=2, devices=devices, num_shares=4, engine="gloo")
     return lockstep.FullyShardedStrategy(ranks_on_devices(count), level=level, engine="gloo")
 
 
-def mirrored() -> lockstep.MirroredStrategy:
-    return lockstep.MirroredStrategy(ranks_on_devices(2), engine="gloo")
+def mirrored(num_shares: int = 2) -> lockstep.MirroredStrategy:
+    return lockstep.MirroredStrategy(ranks_on_devices(2), num_shares=num_shares, engine="gloo")
 
 
 def make_trainer(
@@ -89,15 +92,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "level"),
     core_of(
-        [(name, level) for name in OPTIONS for level in LEVELS],
-        lambda name, level: level == "parameters",
+        [(name, level) for name in OPTIONS for level in (*LEVELS, "replicas")],
+        lambda name, level: level == "parameters" or (name, level) == ("Muon", "replicas"),
     ),
 )
 def test_two_calls_give_the_bits_of_replicas(name: str, level: str) -> None:
     options = {"precision": "fp32", **OPTIONS[name]}
     make_model = matrices if name == "Muon" else mlp
     found = []
-    for strategy in (mirrored(), sharded(level)):
+    for strategy in (mirrored(4 if level == "replicas" else 2), sharded(level)):
         trainer = make_trainer(strategy, make_model, **options)
         fit(trainer, 1)
         weights = fit(trainer, 1)

@@ -34,6 +34,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "gloo": lambda: lockstep.MirroredStrategy(2, engine="gloo"),
     "sharded": lambda: lockstep.FullyShardedStrategy(2, engine="gloo"),
     "sharded, one copy": lambda: lockstep.FullyShardedStrategy(2),
+    "sharded replicas": lambda: lockstep.HybridStrategy(2, shard=2),
     "servers": lambda: lockstep.ParameterServerStrategy(1, 2),  # the last rank serves
     "pipeline": lambda: lockstep.PipelineStrategy(2, cuts=["2"], microbatches=2),
     "hybrid": lambda: lockstep.HybridStrategy(data=2, pipe=2, cuts=["2"], microbatches=2),
@@ -106,7 +107,8 @@ def trained(
     """All that is to be the same."""
     torch.manual_seed(0)
     layers = [nn.Linear(16, 8), nn.Dropout(0.3), nn.Linear(8, 3)]
-    if strategy in ("mirrored", "gloo", "sharded", "sharded, one copy", "servers"):
+    batch_wide = ("mirrored", "gloo", "sharded", "sharded, one copy", "sharded replicas", "servers")
+    if strategy in batch_wide:
         layers.insert(1, nn.BatchNorm1d(8))
     trainer = lockstep.Trainer(
         nn.Sequential(*layers),

@@ -275,12 +275,15 @@ def _draw_strategy(rng: random.Random) -> tuple[str, dict[str, Any]]:
             return "MirroredStrategy", {"devices": 2, "engine": "gloo"}
         case "shard":
             level = rng.choice(("slots", "gradients", "parameters", "parameters"))
-            layout = {"devices": rng.choice((2, 3)), "level": level}
+            layout: dict[str, Any] = {"level": level}
+            count = rng.choice((2, 3, 4))
             if rng.random() < 0.3:
                 layout["recompute"] = True
+            if count == 4:
+                return "HybridStrategy", {"data": 2, "shard": 2, **layout}
             if rng.random() < 0.2:
                 layout["offload"] = tempfile.gettempdir()
-            return "FullyShardedStrategy", layout
+            return "FullyShardedStrategy", {"devices": count, **layout}
         case "pipe":
             layout = {"stages": 2, "microbatches": rng.choice((1, 2, 3, 4))}
             layout["schedule"] = rng.choice(("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2"))
@@ -308,6 +311,8 @@ def allowed(case: Case) -> Case:
     is_alone = case.strategy == "SingleDeviceStrategy" or case.layout.get("devices") == 1
     other = case.other if "elsewhere" in case.actions else ("SingleDeviceStrategy", {})
     names = {other[0], "TensorParallelStrategy" if "tensor" in case.layout else case.strategy}
+    if "shard" in case.layout:
+        names = {other[0], "FullyShardedStrategy"}
     shape = case.shape
     if names & PIPES:
         if case.own == "step":
@@ -345,7 +350,7 @@ def _with_batch_statistics(case: Case) -> Case:
     """Microbatches would have their own, and one sample has none."""
     options, layouts = dict(case.options), []
     for strategy, layout in ((case.strategy, case.layout), case.other):
-        if strategy in PIPES and "tensor" not in layout:
+        if strategy in PIPES and not {"tensor", "shard"} & layout.keys():
             options.pop("accumulate", None)
             strategy, layout = "PipelineStrategy", {"stages": 2, "microbatches": 1}
         layouts.append((strategy, layout))

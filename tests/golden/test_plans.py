@@ -50,6 +50,9 @@ MAKERS: dict[str, Maker] = {
     "sharded": FullySharded(
         maker=over("gloo", Mirrored(devices=2)), level="parameters", units=None
     ),
+    "sharded-replicas": FullySharded(
+        maker=over("gloo", Mirrored(devices=4)), level="parameters", units=None, data=2, shard=2
+    ),
     "servers": Served(workers=MirroredHosts(devices_per_host=3), update=ServedUpdate(servers=2)),
 }
 MODELS = ("mlp", "cnn_batch_norm", "gpt_tied")

@@ -28,6 +28,7 @@ STRATEGIES: dict[str, Any] = {
     "pipeline": partial(lockstep.PipelineStrategy, 2, cuts=["3"], microbatches=3),
     "hybrid": partial(lockstep.HybridStrategy, data=2, pipe=2, cuts=["3"], microbatches=2),
     "uneven": partial(lockstep.HybridStrategy, (3, 1), cuts=["3"], microbatches=2),
+    "sharded replicas": partial(lockstep.HybridStrategy, 2, shard=2, num_shares=6),
     "mirrored": partial(lockstep.MultiWorkerMirroredStrategy, num_shares=2),
 }
 

@@ -39,6 +39,7 @@ LAYOUTS = {
     ("4 + 4", "a third"): IN_TURN[1::3],
     ("3 + 2", "a third"): IN_TURN[2::3],
     ("2 + 1", "sharded"): [("mlp", "momentum"), ("gpt_tied", "adam")],
+    ("2 + 2", "sharded replicas"): [("mlp", "adam"), ("unused_branch", "momentum")],
 }
 RANKS = {2: IN_TURN[::2], 4: [*CORE, *IN_TURN[2:]], 8: IN_TURN[1::2]}
 
@@ -85,8 +86,9 @@ from tests.parity.test_bits_on_hosts import NUM_SHARES, digest_of_training
 
 with keep_teams():
     for job in json.loads(sys.argv[1]):
-        make = getattr(lockstep, sys.argv[2])
-        strategy = make(num_shares=NUM_SHARES, timeout_seconds=180)
+        name, options = json.loads(sys.argv[2])
+        make = getattr(lockstep, name)
+        strategy = make(num_shares=NUM_SHARES, timeout_seconds=180, **options)
         tell([*job, digest_of_training(*job, strategy)])
 """
 
@@ -98,9 +100,12 @@ def test_several_hosts(layout: str, jobs: str, make_hosts: MakeHosts, tmp_path: 
     hosts = make_hosts(len(devices))
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
-    is_sharded = jobs == "sharded"
-    strategy = "FullyShardedStrategy" if is_sharded else "MultiWorkerMirroredStrategy"
-    script = [str(path), json.dumps(LAYOUTS[layout, jobs]), strategy]
+    strategies = {
+        "sharded": ("FullyShardedStrategy", {}),
+        "sharded replicas": ("HybridStrategy", {"data": 2, "shard": 2}),
+    }
+    strategy = strategies.get(jobs, ("MultiWorkerMirroredStrategy", {}))
+    script = [str(path), json.dumps(LAYOUTS[layout, jobs]), json.dumps(strategy)]
     started = [by_tf_config(hosts, host, script, devices) for host in range(len(hosts))]
     for told in lines_of_all(started, SECONDS):
         assert [(name, optimizer) for name, optimizer, _ in told] == LAYOUTS[layout, jobs]

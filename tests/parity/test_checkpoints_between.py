@@ -25,6 +25,7 @@ STRATEGIES = {
     "mirrored 2": lockstep.MirroredStrategy(2, num_shares=NUM_SHARES),
     "sharded 2": lockstep.FullyShardedStrategy(2, num_shares=NUM_SHARES),
     "sharded 3": lockstep.FullyShardedStrategy(3, num_shares=NUM_SHARES),
+    "data 2, shard 2": lockstep.HybridStrategy(2, shard=2, num_shares=NUM_SHARES),
     "tensor 1": lockstep.HybridStrategy(1, tensor=1, num_shares=NUM_SHARES, num_tensor_shards=2),
     "tensor 2": lockstep.HybridStrategy(1, tensor=2, num_shares=NUM_SHARES, num_tensor_shards=2),
     "data 2, tensor 2": lockstep.HybridStrategy(

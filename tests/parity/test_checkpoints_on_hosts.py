@@ -31,7 +31,7 @@ def told_here(*words: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("strategy", "devices"),
     core_of(
-        [("pipeline", 1), ("hybrid", 2), ("uneven", 2), ("mirrored", 1)],
+        [("pipeline", 1), ("hybrid", 2), ("uneven", 2), ("mirrored", 1), ("sharded replicas", 2)],
         [("pipeline", 1)],
     ),
 )

@@ -45,7 +45,7 @@ class Layout:
         models: their names.
         slow_models: those that are trained once more as over a slow network.
         engine: what moves tensors.
-        level: of sharding; None for replicas.
+        level: of sharding, or "replicas" of what is divided; None for whole replicas.
     """
 
     devices: tuple[int, ...]
@@ -90,6 +90,9 @@ LAYOUTS = {
     "2 hosts x 2, sharded, torchrun": Layout(
         devices=(2, 2), start=by_torchrun, models=("unused_branch",), level="parameters"
     ),
+    "2 hosts x 2, sharded replicas, TF_CONFIG": Layout(
+        devices=(2, 2), start=by_tf_config, models=("gpt_tied", "unused_branch"), level="replicas"
+    ),
     "2 hosts x 2, torchrun": Layout(
         devices=(2, 2), start=by_torchrun, models=("cnn_batch_norm", "unet"), slow_models=("wide",)
     ),
@@ -106,7 +109,9 @@ def prove(name, gbit_per_second, engine, level):
         data=(one.inputs, one.targets), batch_size=one.batch_size)
     strategy = lockstep.MultiWorkerMirroredStrategy(
         network_gbit_per_second=gbit_per_second, engine=engine, timeout_seconds=180)
-    if level:
+    if level == "replicas":
+        strategy = lockstep.HybridStrategy(2, shard=2, timeout_seconds=180)
+    elif level:
         strategy = lockstep.FullyShardedStrategy(level=level, timeout_seconds=180)
     report = lockstep.verify(job, strategy, steps=5)
     tell({{
@@ -140,7 +145,9 @@ def test_training_on_several_hosts_equals_one_device(
         num_scripts = devices if layout.start is by_torchrun else 1
         for line in told:
             assert line["passed"], line["report"]
-            assert f"data {sum(layout.devices)}" in line["report"]
+            mesh = f"{'shard' if layout.level else 'data'} {sum(layout.devices)}"
+            mesh = "data 2 x shard 2" if layout.level == "replicas" else mesh
+            assert mesh in line["report"]
             assert line["replicas"] == sum(layout.devices)
             assert not line["undetermined"]
         trained = [(line["model"], line["network"]) for line in told]

@@ -17,6 +17,7 @@ STRATEGIES: dict[str, Callable[[], lockstep.Strategy]] = {
     "mirrored 3": lambda: lockstep.MirroredStrategy(devices=3),
     "mirrored 2 of 4": lambda: lockstep.MirroredStrategy(devices=2, num_shares=4),
     "sharded 2": lambda: lockstep.FullyShardedStrategy(2),
+    "data 2, shard 2": lambda: lockstep.HybridStrategy(2, shard=2),
     "tensor 2": lambda: lockstep.TensorParallelStrategy(2),
     "pipeline 2": lambda: lockstep.PipelineStrategy(stages=2, microbatches=3),
     "hybrid 2 x 2": lambda: lockstep.HybridStrategy(data=2, pipe=2, microbatches=4),

@@ -30,6 +30,7 @@ STRATEGIES = {
     "sharded-3": lockstep.FullyShardedStrategy(3, engine="gloo"),
     "sharded-2-recomputed": lockstep.FullyShardedStrategy(2, recompute=True),
     "sharded-2-offloaded": lockstep.FullyShardedStrategy(2, offload=tempfile.gettempdir()),
+    "data-2-shard-2": lockstep.HybridStrategy(2, shard=2),
     "tensor-2": lockstep.TensorParallelStrategy(2),
     "data-2-tensor-2": lockstep.HybridStrategy(2, tensor=2),
     "tensor-3-gloo": lockstep.TensorParallelStrategy(3, engine="gloo"),

@@ -23,6 +23,7 @@ from lockstep.parallel.sharding.recomputation import Recomputation
 from tests.thorough import core_of
 
 SHARDED = partial(lockstep.FullyShardedStrategy, 2, engine="gloo")  # units come and go
+REPLICAS = partial(lockstep.HybridStrategy, 2, shard=2)
 INPUTS = torch.randn(48, 12, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randint(0, 5, (48,), generator=torch.Generator().manual_seed(2))
 ADAM = partial(torch.optim.Adam, lr=1e-2)
@@ -270,25 +271,29 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+STRATEGIES: dict[str, Callable[[], lockstep.Strategy]] = {
+    "gradients": partial(SHARDED, level="gradients"),
+    "parameters": SHARDED,
+    "one copy": partial(SHARDED, engine=None),
+    "replicas": REPLICAS,
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "level", "engine"),
+    ("name", "strategy"),
     core_of(
-        [
-            (name, level, engine)
-            for name in MODELS
-            for level, engine in (
-                ("gradients", "gloo"),
-                ("parameters", "gloo"),
-                ("parameters", None),
-            )
-        ],
-        lambda name, level, engine: level == "parameters" and (engine or name in WITH_ONE_COPY),
+        [(name, strategy) for name in MODELS for strategy in STRATEGIES],
+        lambda name, strategy: (
+            strategy == "parameters"
+            or (name, strategy) == ("skipped blocks", "replicas")
+            or (name in WITH_ONE_COPY and strategy == "one copy")
+        ),
     ),
 )
-def test_models_are_what_one_device_trains(name: str, level: str, engine: str | None) -> None:
+def test_models_are_what_one_device_trains(name: str, strategy: str) -> None:
     make_model, options = MODELS[name]
     expected = trained(make_model, lockstep.SingleDeviceStrategy(), **options)
-    check_equal(trained(make_model, SHARDED(level=level, engine=engine), **options), expected)
+    check_equal(trained(make_model, STRATEGIES[strategy](), **options), expected)
 
 
 class NotesMemory(Blocks):
@@ -318,12 +323,18 @@ def test_cores_of_one_host_have_one_copy_of_the_parameters(
     assert len({*noted}) == copies
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_do_what_they_do_on_one_device(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    core_of(
+        [(name, strategy) for name in OPTIONS for strategy in ("parameters", "replicas")],
+        lambda name, strategy: strategy == "parameters" or name == "Muon",
+    ),
+)
+def test_options_do_what_they_do_on_one_device(name: str, strategy: str) -> None:
     options = OPTIONS[name]
     model = matrices if name == "Muon" else mlp
     expected = trained(model, lockstep.SingleDeviceStrategy(), **options)
-    check_equal(trained(model, SHARDED(), **options), expected)
+    check_equal(trained(model, STRATEGIES[strategy](), **options), expected)
 
 
 def test_ranks_with_several_shares_meet_in_batch_norm() -> None:
@@ -340,6 +351,27 @@ def test_same_shares_give_the_same_bits(level: str, devices: int, engine: str | 
     """Also several shares on a rank, of which each has its gradients."""
     expected = trained(mlp, lockstep.MirroredStrategy(1, num_shares=4), precision="fp32")
     strategy = lockstep.FullyShardedStrategy(devices, level=level, num_shares=4, engine=engine)
+    found = trained(mlp, strategy, precision="fp32")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("data", "shard", "level"),
+    core_of(
+        [
+            (2, 2, "slots"),
+            (2, 2, "gradients"),
+            (2, 2, "parameters"),
+            (1, 2, "parameters"),
+            (2, 1, "parameters"),
+            (1, 1, "parameters"),
+        ],
+        [(2, 2, "parameters")],
+    ),
+)
+def test_sharded_replicas_give_the_same_bits(data: int, shard: int, level: str) -> None:
+    expected = trained(mlp, lockstep.MirroredStrategy(1, num_shares=5), precision="fp32")
+    strategy = lockstep.HybridStrategy(data, shard=shard, level=level, num_shares=5)
     found = trained(mlp, strategy, precision="fp32")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -375,6 +407,7 @@ class Counted(Blocks):
 
 def test_no_rank_has_all_parameters_not_even_in_the_first_step() -> None:
     trained(partial(Counted, 1 / 2 + 2 / 8), SHARDED())
+    trained(partial(Counted, 1 / 2 + 2 / 8), REPLICAS())
     with pytest.raises(AssertionError, match="of 18432 parameters"):
         trained(partial(Counted, 1 / 2), SHARDED())
 
@@ -598,6 +631,15 @@ def test_recomputed_units_train_as_one_device() -> None:
         (lambda: trained(mlp, SHARDED(units=["head"])), "units with head"),
         (lambda: trained(mlp, SHARDED(level="slots", units=["head"])), "units with head"),
         (lambda: trained(Norms, SHARDED(num_shares=4)), "one share per device"),
+        (lambda: REPLICAS(level="all"), "level='all'"),
+        (lambda: REPLICAS(pipe=2, tensor=2), "shard with pipe, tensor"),
+        (lambda: lockstep.HybridStrategy((1, 2), shard=2), "`data` must be a number of replicas"),
+        (lambda: lockstep.HybridStrategy(2, shard=0), "shard=0"),
+        (lambda: lockstep.HybridStrategy(2, 2, units=["a"]), "`level` and `units` need `shard`"),
+        (
+            lambda: trained(mlp, REPLICAS(devices=["cpu"] * 3, engine="gloo")),
+            "data=2 and shard=2 with 3 devices",
+        ),
     ],
 )
 def test_what_is_refused(make: Callable[[], object], message: str) -> None:

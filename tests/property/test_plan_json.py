@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from lockstep.plan.decision import (
-    Axis,
     LayerPlacement,
     LocalUpdate,
     Pipeline,
@@ -18,6 +17,7 @@ from lockstep.plan.decision import (
     Update,
 )
 from lockstep.plan.makers.averaging import AveragedUpdate, Nesterov
+from lockstep.plan.mesh import Axis
 from lockstep.plan.spec import Plan
 
 NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=120)

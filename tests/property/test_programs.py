@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.plan.decision import Axis, LocalUpdate, SlicedUpdate
+from lockstep.plan.decision import LocalUpdate, SlicedUpdate
+from lockstep.plan.mesh import Axis
 from lockstep.plan.program.lowering import lower_forward, lower_train
 from lockstep.plan.program.rank_program import (
     Backward,

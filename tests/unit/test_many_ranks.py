@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from lockstep.parallel.exchange.exchange_layout import _slots_in_training
-from lockstep.plan.decision import Axis, Pipeline, Stage, StagedUpdate
+from lockstep.plan.decision import Pipeline, Stage, StagedUpdate
+from lockstep.plan.mesh import Axis
 from lockstep.plan.pipeline.stage_graph import StageGraph
 from lockstep.plan.program.lowering import lower_stages, stage_graph
 from lockstep.plan.program.rank_program import (

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lockstep.errors import LockstepError, PlanError
-from lockstep.plan.decision import PLAN_VERSION, Axis, LayerPlacement, LocalUpdate, SlicedUpdate
+from lockstep.plan.decision import PLAN_VERSION, LayerPlacement, LocalUpdate, SlicedUpdate
+from lockstep.plan.mesh import Axis
 from lockstep.plan.spec import Plan
 
 Raw = dict[str, Any]

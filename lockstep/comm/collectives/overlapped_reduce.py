@@ -105,7 +105,7 @@ class OverlappedReduce(ReduceScatter):
                 for number, own in enumerate(self._bucket_of)
                 if own == bucket and not self._is_everywhere[number]
             )
-            outgoing = [self._outgoing(peer, parameters) for peer in self._clients]
+            outgoing = [self._outgoing(peer, parameters) for peer in self._peers]
             self._buckets[bucket] = Bucket(
                 number=bucket,
                 parameters=parameters,
@@ -114,11 +114,20 @@ class OverlappedReduce(ReduceScatter):
             )
 
     def _all_incoming(self, parameters: frozenset[int]) -> list[BucketSlice]:
-        incoming = [self._incoming(peer, parameters) for peer in self._clients]
+        incoming = [self._incoming(peer, parameters) for peer in self._peers]
         return [part for parts in incoming for part in parts]
 
+    @property
+    def _peers(self) -> Sequence[int]:
+        """The ranks with which buckets are exchanged first."""
+        return self._clients
+
+    def _summed_by(self, rank: int) -> Sequence[Piece]:
+        """The pieces of which one of these gets the sums."""
+        return self._pieces[rank]
+
     def _outgoing(self, peer: int, parameters: frozenset[int]) -> Iterable[BucketSlice]:
-        pieces = [piece for piece in self._pieces[peer] if piece.parameter in parameters]
+        pieces = [piece for piece in self._summed_by(peer) if piece.parameter in parameters]
         for rows in self._subtrees_of(self._rank):
             cuts = {piece: self._rows.cut(rows.start, piece) for piece in pieces}
             runs = side_by_side(list(cuts.values()))
@@ -126,16 +135,16 @@ class OverlappedReduce(ReduceScatter):
 
     def _incoming(self, peer: int, parameters: frozenset[int]) -> Iterable[BucketSlice]:
         """Memory that lies as the sender's row does."""
-        pieces = [piece for piece in self._pieces[self._rank] if piece.parameter in parameters]
-        own = [self._rows.cut(self._own_rows.start, piece) for piece in pieces]
+        pieces = [piece for piece in self._summed_by(self._rank) if piece.parameter in parameters]
         for rows in self._subtrees_of(peer):
-            runs, places = _alike(own, self._allocate)
-            yield BucketSlice(
-                peer=peer,
-                rows=rows,
-                runs=runs,
-                pieces=dict(zip(pieces, places, strict=True)),
-            )
+            yield self._apart(peer, rows, pieces)
+
+    def _apart(self, peer: int, rows: range, pieces: Sequence[Piece]) -> BucketSlice:
+        """A part in new memory."""
+        own = [self._rows.cut(self._own_rows.start, piece) for piece in pieces]
+        runs, places = _alike(own, self._allocate)
+        found = dict(zip(pieces, places, strict=True))
+        return BucketSlice(peer=peer, rows=rows, runs=runs, pieces=found)
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         """Host memory to receive in."""

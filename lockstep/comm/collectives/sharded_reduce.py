@@ -7,6 +7,12 @@ SC20, level 2).
 
 All ranks send the buckets in one order, whichever parameters a share has used: so no rank waits for
 a bucket that another one sends later. A gradient that a share does not have is sent as zeros.
+
+Where several groups of ranks each divide the parameters, a bucket goes in two stages. First a group
+adds up its ranks' gradients, as far as these are subtrees (``plan.program.sum_tree``): each rank
+has the sums of all that it keeps of the parameters. Then the ranks that keep the same send each
+other these sums, each of what the other updates. So groups send each other one sum, and not one of
+each rank.
 """
 
 import mmap
@@ -21,6 +27,7 @@ from lockstep.comm.collectives.overlapped_reduce import Bucket, BucketSlice, Ove
 from lockstep.comm.collectives.piece_memory import PieceMemory, piece_memory
 from lockstep.errors import ModelError
 from lockstep.plan.layout import Piece
+from lockstep.plan.program.sum_tree import subtrees
 
 # The heap keeps what has been freed; what takes that much memory goes back to the kernel.
 _LARGE_BYTES = 1 << 20
@@ -31,6 +38,7 @@ class ShardedReduce(OverlappedReduce):
 
     Args:
         names: of the parameters.
+        divisions: the groups of ranks that divide the parameters; empty for one of all ranks.
         options: see ``OverlappedReduce``.
     """
 
@@ -40,15 +48,28 @@ class ShardedReduce(OverlappedReduce):
     """False if ranks wait for each other in backward, in layers with statistics over the batch: a
     rank that waited for a bucket there would wait for ranks that wait for it."""
 
-    def __init__(self, *args: Any, names: Sequence[str], **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        names: Sequence[str],
+        divisions: Sequence[Sequence[int]] = (),
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
         self._names = names
+        self._divisions = divisions or [[rank for ranks in self._domains for rank in ranks]]
+        self._near = self._group_of(self._rank)
+        self._far = [rank for rank in self._keeping_as(self._rank) if rank != self._rank]
+        self._kept: dict[int, list[Piece]] = {}  # of the parameters, by the ranks of the group
         self._put: set[tuple[int, int]] = set()  # rows and parameters, in this step
         self._under_way: list[_Transfer] = []
         self._memories: dict[int, PieceMemory] = {}  # of this rank's rows, by bucket
         self._sums: dict[Piece, torch.Tensor] = {}  # where they are placed
 
     def divide(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
+        for rank in self._near:
+            kept = (piece for one in self._keeping_as(rank) for piece in pieces[one])
+            self._kept[rank] = sorted(kept, key=lambda piece: (piece.parameter, piece.start))
         super().divide(pieces)
         first = self._own_rows.start
         for number, bucket in self._buckets.items():
@@ -62,7 +83,25 @@ class ShardedReduce(OverlappedReduce):
         self.free()
 
     def _own_pieces(self, bucket: Bucket) -> list[Piece]:
-        return [one for one in self._pieces[self._rank] if one.parameter in bucket.parameters]
+        return self._pieces_in(bucket, self._rank)
+
+    def _pieces_in(self, bucket: Bucket, rank: int) -> list[Piece]:
+        return [one for one in self._pieces[rank] if one.parameter in bucket.parameters]
+
+    def _group_of(self, rank: int) -> Sequence[int]:
+        return next(ranks for ranks in self._divisions if rank in ranks)
+
+    def _keeping_as(self, rank: int) -> list[int]:
+        """The ranks, one of each group, that keep the same pieces of parameters."""
+        own = self._group_of(rank)
+        return [ranks[own.index(rank)] for ranks in self._divisions]
+
+    @property
+    def _peers(self) -> Sequence[int]:
+        return [rank for rank in self._near if rank != self._rank]
+
+    def _summed_by(self, rank: int) -> Sequence[Piece]:
+        return self._kept[rank]
 
     # --- while passes run ------------------------------------------------------------------------
 
@@ -102,17 +141,45 @@ class ShardedReduce(OverlappedReduce):
         return float("inf")
 
     def _exchange(self, bucket: Bucket) -> None:
-        """Begin to send and receive a bucket, and add up those before it."""
+        """Begin to send and receive a bucket, and go on with those before it."""
         self._memories[bucket.number].take()
-        outgoing = self._filled(bucket.outgoing)
-        for rows in {part.rows for part in outgoing}:
+        for rows in self._filled_of([self._rank]):
             self._rows.sum_own_rows(self._all_pieces(bucket), rows)
             self._zero_unused(rows, bucket)
         if self.waits_in_backward:  # before it takes memory for the next
-            self._finish()
-        incoming = self._filled(self._all_incoming(bucket.parameters))
-        finish = self._begin_parts(bucket, outgoing, incoming)
-        self._under_way.append(_Transfer(bucket=bucket, incoming=incoming, finish=finish))
+            self._advance()
+        pieces = [one for one in self._summed_by(self._rank) if one.parameter in bucket.parameters]
+        own = {
+            rows: {piece: self._rows.cut(rows.start, piece) for piece in pieces}
+            for rows in self._filled_of([self._rank])
+        }
+        outgoing = self._filled(bucket.outgoing)
+        self._begin_transfer(bucket, own, outgoing, self._all_incoming(bucket.parameters))
+
+    def _begin_transfer(
+        self,
+        bucket: Bucket,
+        own: Mapping[range, Mapping[Piece, torch.Tensor]],
+        outgoing: Sequence[BucketSlice],
+        incoming: Iterable[BucketSlice],
+        *,
+        is_far: bool = False,
+    ) -> None:
+        incoming = self._filled(incoming)
+        self._under_way.append(
+            _Transfer(
+                bucket=bucket,
+                sums=[*own.items(), *((part.rows, part.pieces) for part in incoming)],
+                is_last=is_far or not self._far,
+                outgoing=outgoing,
+                finish=self._begin_parts(bucket, outgoing, incoming),
+            )
+        )
+
+    def _filled_of(self, ranks: Sequence[int]) -> list[range]:
+        """The subtrees of consecutive ranks that have gradients in this step."""
+        found = subtrees(self._rows_of(ranks), self._num_rows)
+        return [rows for rows in found if rows.start < self._num_filled]
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         """Memory that goes back to the kernel when it is not used any more."""
@@ -139,22 +206,52 @@ class ShardedReduce(OverlappedReduce):
             if piece.parameter in bucket.parameters
         ]
 
+    def _advance(self) -> None:
+        """Wait for what is under way, and take it a stage further."""
+        under_way, self._under_way = self._under_way, []
+        for transfer in under_way:
+            transfer.finish()
+            (self._end if transfer.is_last else self._send_sums)(transfer)
+
     @torch.no_grad()
-    def _add_up(self, transfer: "_Transfer") -> None:
-        """Wait for a bucket; put the sums of this rank's pieces in its row, and free the rest."""
-        transfer.finish()
-        first, own = self._own_rows.start, self._own_pieces(transfer.bucket)
-        filled = [rows for rows in self._subtrees_of(self._rank) if rows.start < self._num_filled]
-        summands = []
-        for piece in own:
-            found = {rows.start: self._rows.cut(rows.start, piece) for rows in filled}
-            found |= {part.rows.start: part.pieces[piece] for part in transfer.incoming}
-            summands.append(found)
-        for piece, total in zip(own, add_up(summands), strict=True):
-            place = self._rows.cut(first, piece)
+    def _end(self, transfer: "_Transfer") -> None:
+        """Put the sums of this rank's pieces in its row, and free the rest."""
+        own = self._own_pieces(transfer.bucket)
+        for piece, total in _added_up(transfer.sums, own).items():
+            place = self._rows.cut(self._own_rows.start, piece)
             if place is not total:
                 place.copy_(total)
         self._memories[transfer.bucket.number].free()
+
+    @torch.no_grad()
+    def _send_sums(self, transfer: "_Transfer") -> None:
+        """Add up what this rank's group has, and exchange that with other groups."""
+        bucket, near = transfer.bucket, self._filled_of(self._near)
+        pieces = {piece: None for _, found in transfer.sums for piece in found}
+        totals = {
+            rows: _added_up([one for one in transfer.sums if one[0].start in rows], [*pieces])
+            for rows in near
+        }
+        outgoing = [
+            self._copied(peer, rows, total, self._pieces_in(bucket, peer))
+            for peer in self._far
+            for rows, total in totals.items()
+        ]
+        incoming = [
+            self._apart(peer, rows, self._own_pieces(bucket))
+            for peer in self._far
+            for rows in self._filled_of(self._group_of(peer))
+        ]
+        self._begin_transfer(bucket, totals, outgoing, incoming, is_far=True)
+
+    def _copied(
+        self, peer: int, rows: range, total: Mapping[Piece, torch.Tensor], pieces: Sequence[Piece]
+    ) -> BucketSlice:
+        """Sums as a part that can be sent: they lie in other ranks' parts."""
+        part = self._apart(peer, rows, pieces)
+        for piece, place in part.pieces.items():
+            place.copy_(total[piece])
+        return part
 
     def free(self) -> None:
         """Free the sums: the step has used them."""
@@ -164,7 +261,7 @@ class ShardedReduce(OverlappedReduce):
     def _finish(self) -> None:
         """Add up the buckets that are under way."""
         while self._under_way:
-            self._add_up(self._under_way.pop(0))
+            self._advance()
 
     # --- when all have met -----------------------------------------------------------------------
 
@@ -205,10 +302,22 @@ class _Transfer:
 
     Attributes:
         bucket: the bucket.
-        incoming: where other ranks' sums go.
+        sums: those of subtrees, here and where other ranks' go.
+        is_last: afterwards this rank has the sums of all subtrees.
+        outgoing: what is sent; its memory is needed until then.
         finish: waits until all have come and gone.
     """
 
     bucket: Bucket
-    incoming: Sequence[BucketSlice]
+    sums: Sequence[tuple[range, Mapping[Piece, torch.Tensor]]]
+    is_last: bool
+    outgoing: Sequence[BucketSlice]
     finish: Callable[[], None]
+
+
+def _added_up(
+    sums: Sequence[tuple[range, Mapping[Piece, torch.Tensor]]], pieces: Sequence[Piece]
+) -> dict[Piece, torch.Tensor]:
+    """The sums over subtrees of each piece; formed in place."""
+    totals = add_up([{rows.start: found[piece] for rows, found in sums} for piece in pieces])
+    return dict(zip(pieces, totals, strict=True))

@@ -202,7 +202,13 @@ def group_spec(
             buckets=tuple(_bucket_of(units[tensor.name]) for tensor in tensors) if units else (),
         ),
         compressions=compressions(plan, group.ranks, tensors),
+        divisions=_divisions(plan) if units else (),
     )
+
+
+def _divisions(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """The ranks that divide parameters, group by group."""
+    return tuple(tuple(plan.ranks_along("shard", first)) for first in plan.ranks_along("data", 0))
 
 
 def _bucket_of(unit: int | None) -> int:

@@ -6,7 +6,7 @@ they are, and what autograd has saved of them is valid again once the unit has b
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -26,7 +26,10 @@ class UnitMemory:
             storage with no others.
         units: the unit of each; None for one that stays.
         num_units: how many units there are.
-        pieces: that this rank keeps.
+        kept: the pieces that this rank keeps, in order.
+        updated: those that it updates.
+        others: the ranks that keep the other pieces, and these.
+        copies: the other ranks that keep the same pieces, and what each of them updates.
         gradients: of the parameters; brings pieces from rank to rank.
 
     Attributes:
@@ -42,7 +45,10 @@ class UnitMemory:
         parameters: Sequence[torch.Tensor],
         units: Sequence[int | None],
         num_units: int,
-        pieces: Sequence[Piece],
+        kept: Sequence[Piece],
+        updated: Sequence[Piece],
+        others: Mapping[int, Sequence[Piece]],
+        copies: Mapping[int, Sequence[Piece]],
         gradients: ShardedReduce,
     ) -> None:
         self._gradients = gradients
@@ -55,24 +61,28 @@ class UnitMemory:
         self.is_held = True
         self.kept: dict[Piece, torch.Tensor] = {}
         self._memories: list[PieceMemory] = []
-        self._pieces: list[list[Piece]] = []  # of this rank, by unit
+        self._places: dict[Piece, torch.Tensor] = {}  # of the pieces that it keeps
         self._unit_of = {number: unit for unit, own in enumerate(tensors) for number in own}
         self.numbers = frozenset(self._unit_of)
         self._moves: list[tuple[Buffers, Buffers]] = []
         for own in tensors:
-            cuts = {
-                one: cut_piece(own[one.parameter], one) for one in pieces if one.parameter in own
-            }
+            cuts = _cuts(own, kept)
             memory = piece_memory(list(own.values()), list(cuts.values()))
             self.kept |= {
-                piece: kept
-                for (piece, cut), kept in zip(cuts.items(), memory.kept, strict=True)
-                if kept is not cut
+                piece: place
+                for (piece, cut), place in zip(cuts.items(), memory.kept, strict=True)
+                if place is not cut
             }
             self._memories.append(memory)
-            self._pieces.append([*cuts])
-            sends, receives = gradients.pieces_to_move(own, all_pieces=True)
-            self._moves.append((dict.fromkeys(sends, memory.kept), receives))
+            self._places |= zip(cuts, memory.kept, strict=True)
+            receives = {rank: [*_cuts(own, theirs).values()] for rank, theirs in others.items()}
+            self._moves.append((dict.fromkeys(receives, memory.kept), receives))
+        self._updated = self._places_of(updated)
+        places = [*self._updated.values()]
+        self._copies = (
+            dict.fromkeys(copies, places),
+            {rank: [*self._places_of(theirs).values()] for rank, theirs in copies.items()},
+        )
         self._spans = sorted(
             (*_place(one), one.nbytes, unit, number)
             for unit, own in enumerate(tensors)
@@ -83,20 +93,26 @@ class UnitMemory:
         """The number of units."""
         return len(self._memories)
 
+    def _places_of(self, pieces: Iterable[Piece]) -> dict[Piece, torch.Tensor]:
+        return {one: self._places[one] for one in pieces if one in self._places}
+
     @torch.no_grad()
     def copy_pieces(self, values: Sequence[torch.Tensor]) -> None:
         """Copy this rank's pieces from the values of all parameters; it has no others."""
-        for memory, pieces in zip(self._memories, self._pieces, strict=True):
-            for piece, kept in zip(pieces, memory.kept, strict=True):
-                kept.copy_(cut_piece(values[piece.parameter], piece))
+        for piece, place in self._places.items():
+            place.copy_(cut_piece(values[piece.parameter], piece))
         self.is_held = False
 
     @torch.no_grad()
     def write_pieces(self, targets: Sequence[torch.Tensor]) -> None:
-        """Copy this rank's pieces to where they belong in whole tensors, of all parameters."""
-        for memory, pieces in zip(self._memories, self._pieces, strict=True):
-            for piece, kept in zip(pieces, memory.kept, strict=True):
-                cut_piece(targets[piece.parameter], piece).copy_(kept)
+        """Copy what this rank updates to where it belongs in whole tensors, of all parameters."""
+        for piece, place in self._updated.items():
+            cut_piece(targets[piece.parameter], piece).copy_(place)
+
+    def exchange_copies(self) -> None:
+        """After an update: get what other ranks have updated of the pieces that this one keeps."""
+        if self._copies[0]:
+            self._gradients.begin_move(*self._copies)()
 
     def keep_parts(self, numbers: Iterable[int]) -> None:
         """Of parameters that have been set, keep this rank's pieces only; it has no others."""
@@ -174,6 +190,15 @@ class UnitMemory:
             return None
         own_base, own_start, num_bytes, *found = self._spans[number]
         return (found[0], found[1]) if base == own_base and start < own_start + num_bytes else None
+
+
+def _cuts(
+    tensors: Mapping[int, torch.Tensor], pieces: Iterable[Piece]
+) -> dict[Piece, torch.Tensor]:
+    """Those pieces that are of some tensors, which are given by number."""
+    return {
+        one: cut_piece(tensors[one.parameter], one) for one in pieces if one.parameter in tensors
+    }
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:

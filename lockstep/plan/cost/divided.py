@@ -29,6 +29,7 @@ def sharded_cost(
     batch_size: int,
     *,
     has_one_copy: bool = False,
+    replicas: int = 1,
 ) -> PlanCost:
     """What a sharded Plan costs for batches of ``batch_size``.
 
@@ -40,17 +41,22 @@ def sharded_cost(
         shares: of a batch.
         batch_size: of the global batch.
         has_one_copy: ranks have one copy of the parameters, and gather none.
+        replicas: groups of ranks that divide parameters among themselves.
     """
     ranks, costs = len(seats), profile.whole
     place = seats.place(0, ranks)
     seat, group = place.seat, place.group
     turns, samples = -(-shares // ranks), -(-batch_size // shares)
     divided = sum(unit_bytes) if level == "parameters" and not has_one_copy else 0.0
-    gather = sum(gather_seconds(one, group) for one in unit_bytes if divided)
+    shard = ranks // replicas
+    among = seats.place(0, shard).group
+    gather = sum(gather_seconds(one, among) for one in unit_bytes if divided)
+    copies = replace(group, size=replicas, hosts=min(group.hosts, replicas))
     buckets = unit_bytes or [costs.trainable_bytes]
     exchange = sum(scatter_seconds(one, group) for one in buckets)
     whole = costs.trainable_bytes
     exchange += 0.0 if has_one_copy else gather_seconds(whole - divided, group)
+    exchange += gather_seconds(divided / shard, copies)
     forward = forward_seconds(costs, samples, seat)
     backward = backward_seconds(costs, samples, seat)
     gathers = 2 * turns * gather
@@ -62,7 +68,7 @@ def sharded_cost(
     )
     largest = max(unit_bytes, default=0.0)
     kept = whole - sum(unit_bytes)
-    own = costs.parameter_bytes - divided + divided / ranks
+    own = costs.parameter_bytes - divided + divided / shard
     memory = Memory(
         parameters=costs.parameter_bytes / ranks if has_one_copy else own,
         # Autograd makes gradients beside the rows from which they are sent.
@@ -75,7 +81,8 @@ def sharded_cost(
         buffers=whole / 8 if level == "slots" else largest,
         base=seat.base_bytes + DIVIDING_BYTES * seat.is_core * (level != "slots"),
     )
-    sent = (ranks - 1) * (whole + (not has_one_copy) * (whole - divided) + 2 * turns * divided)
+    sent = (ranks - 1) * (whole + (not has_one_copy) * (whole - divided))
+    sent += (replicas - 1 + 2 * turns * replicas * (shard - 1)) * divided
     return PlanCost(
         step=step,
         memory=(memory,) * ranks,

@@ -52,6 +52,7 @@ def _modelled(plan: Plan, graph: LayerGraph, cluster: Cluster, batch_size: int) 
             plan.num_shares,
             batch_size,
             has_one_copy=plan.sharding.shares_parameters,
+            replicas=len(plan.ranks_along("data", 0)),
         )
     if plan.tensor is not None:
         return tensor_cost(graph, profile, seats, plan.tensor, batch_size)

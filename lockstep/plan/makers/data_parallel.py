@@ -18,9 +18,10 @@ import msgspec
 from lockstep.cluster.topology import Cluster
 from lockstep.errors import OptionError
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
-from lockstep.plan.decision import Axis, LayerPlacement, LocalUpdate, SlicedUpdate, Tie
+from lockstep.plan.decision import LayerPlacement, LocalUpdate, SlicedUpdate, Tie
 from lockstep.plan.devices import Devices, check_there, device_names, is_cpu, threads_for
 from lockstep.plan.makers.averaging import AveragedUpdate, Nesterov
+from lockstep.plan.mesh import Axis
 from lockstep.plan.spec import Plan
 from lockstep.plan.splits import TensorSplits
 from lockstep.units import first_few

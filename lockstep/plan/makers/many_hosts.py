@@ -30,8 +30,10 @@ class MirroredHosts(Maker):
     """Synchronous data parallelism: every replica on every host holds the whole model.
 
     Attributes:
-        devices_per_host: of each host; None is as many as its launcher gives it, else all its
-            accelerators, else one CPU replica per usable core, at most 8.
+        devices_per_host: of each host; None is as many as its launcher gives it, else its part of
+            ``num_devices``, else all its accelerators, else one CPU replica per usable core, at
+            most 8.
+        num_devices: of all hosts, where launchers do not say how many.
         num_shares: parts of each global batch; None is one per replica.
         channels_last: the memory format of images; None chooses.
         gbit_per_second: how fast a host sends to another.
@@ -41,6 +43,7 @@ class MirroredHosts(Maker):
     num_shares: int | None = None
     channels_last: bool | None = None
     gbit_per_second: float = DEFAULT_GBIT_PER_SECOND
+    num_devices: int | None = None
     precision: str = "fp32"
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
@@ -91,8 +94,10 @@ class MirroredHosts(Maker):
         return tuple(map(len, self._devices(cluster)))
 
     def _devices(self, cluster: Cluster) -> list[tuple[str, ...]]:
+        hosts = cluster.hosts
+        part = None if self.num_devices is None else max(self.num_devices // len(hosts), 1)
         return [
-            device_names(self.devices_per_host or host.num_given, host) for host in cluster.hosts
+            device_names(self.devices_per_host or host.num_given or part, host) for host in hosts
         ]
 
     def _placed(

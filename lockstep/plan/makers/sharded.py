@@ -15,6 +15,7 @@ from lockstep.errors import OptionError
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.devices import is_cpu
 from lockstep.plan.makers.data_parallel import Wrapping
+from lockstep.plan.mesh import Axis
 from lockstep.plan.sharding import Sharding, is_in
 from lockstep.plan.spec import Plan
 from lockstep.units import first_few
@@ -32,6 +33,8 @@ class FullySharded(Wrapping):
     Attributes:
         level: see ``Sharding``.
         units: names of modules, unit by unit; None chooses them.
+        data: groups of consecutive ranks; each group has all parameters.
+        shard: ranks of each group; None is all ranks in one group.
         recompute: names of modules whose activations are computed again in backward; True for
             those of all units.
         shares_parameters: ranks have one copy of the parameters if all are cores of one host.
@@ -43,6 +46,8 @@ class FullySharded(Wrapping):
     recompute: bool | tuple[str, ...] = False
     shares_parameters: bool = False
     offload: str | None = None
+    data: int = 1
+    shard: int | None = None
 
     @property
     def divides_state(self) -> bool:
@@ -52,8 +57,9 @@ class FullySharded(Wrapping):
         """Make the Plan for global batches of ``batch_size`` samples.
 
         Raises:
-            OptionError: a unit that the model does not have; accelerators of several hosts; or
-                BatchNorm with several shares of a rank, which would use all units at once.
+            OptionError: a unit that the model does not have; accelerators of several hosts; ranks
+                that are not ``data`` groups of ``shard``; or BatchNorm with several shares of a
+                rank, which would use all units at once.
         """
         plan = self.maker(graph, cluster, batch_size)
         units = self._units(graph)
@@ -61,14 +67,16 @@ class FullySharded(Wrapping):
             units = ()
         # Factors of gradients would go to all ranks, and each would have the whole gradient.
         layers = tuple(msgspec.structs.replace(layer, row_limit=0) for layer in plan.layers)
-        plan = msgspec.structs.replace(plan, strategy="fully sharded", layers=layers)
+        strategy = "fully sharded" if self.shard is None else "hybrid"
+        plan = msgspec.structs.replace(plan, strategy=strategy, layers=layers)
+        self._check_groups(plan)
         if plan.num_ranks == 1:
             alone = Sharding(level="slots", offload=self.offload) if self.offload else None
             return msgspec.structs.replace(plan, sharding=alone)
         if plan.num_hosts > 1 and not is_cpu(plan.devices):
             raise OptionError(
-                "FullyShardedStrategy trains on the cores of several hosts, or on the accelerators "
-                "of one.",
+                "Sharded training runs on the cores of several hosts, or on the accelerators of "
+                "one.",
                 received=f"{plan.num_hosts} hosts with {plan.devices[0]}",
                 fix="Use MultiWorkerMirroredStrategy, or one host.",
             )
@@ -88,7 +96,19 @@ class FullySharded(Wrapping):
                 f"{first_few(norms)}",
                 fix='Leave `num_shares` and `accumulate` out, or use level="gradients".',
             )
-        return msgspec.structs.replace(plan, sharding=sharding)
+        return msgspec.structs.replace(plan, mesh=self._mesh(plan.num_ranks), sharding=sharding)
+
+    def _check_groups(self, plan: Plan) -> None:
+        if self.shard is not None and self.data * self.shard != plan.num_ranks:
+            raise OptionError(
+                "Sharded replicas need `data` times `shard` devices.",
+                received=f"data={self.data} and shard={self.shard} with {plan.num_ranks} devices",
+                fix=f"Use {self.data * self.shard} devices, those of all hosts together.",
+            )
+
+    def _mesh(self, num_ranks: int) -> tuple[Axis, ...]:
+        shard = Axis(name="shard", size=num_ranks // self.data)
+        return (shard,) if self.shard is None else (Axis(name="data", size=self.data), shard)
 
     def _has_one_copy(self, plan: Plan) -> bool:
         return self.shares_parameters and plan.num_hosts == 1 and is_cpu(plan.devices)

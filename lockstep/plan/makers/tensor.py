@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from lockstep.cluster.topology import Cluster
 from lockstep.errors import DeviceError, OptionError
 from lockstep.graph.layer_graph import LayerGraph
-from lockstep.plan.decision import Axis, LocalUpdate, SlicedUpdate
+from lockstep.plan.decision import LocalUpdate, SlicedUpdate
 from lockstep.plan.devices import device_names, threads_for
 from lockstep.plan.host_ranks import ranks_per_host
 from lockstep.plan.makers.data_parallel import Maker, placements, ties
+from lockstep.plan.mesh import Axis
 from lockstep.plan.spec import Plan
 from lockstep.plan.splits import ParameterSplit, Split, TensorSplits
 from lockstep.units import first_few

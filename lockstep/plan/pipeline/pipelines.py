@@ -13,16 +13,11 @@ from itertools import pairwise
 from lockstep.cluster.topology import Cluster, num_devices
 from lockstep.errors import DeviceError, OptionError
 from lockstep.graph.layer_graph import LayerGraph
-from lockstep.plan.decision import (
-    Axis,
-    Pipeline,
-    Stage,
-    StagedUpdate,
-    StagePrediction,
-)
+from lockstep.plan.decision import Pipeline, Stage, StagedUpdate, StagePrediction
 from lockstep.plan.devices import device_names, is_cpu, threads_for
 from lockstep.plan.host_ranks import ranks_per_host
 from lockstep.plan.makers.data_parallel import Maker, placements, ties
+from lockstep.plan.mesh import Axis
 from lockstep.plan.pipeline.cut_places import stages_from_names, stages_from_scopes
 from lockstep.plan.pipeline.cut_units import (
     SECONDS_PER_BYTE,

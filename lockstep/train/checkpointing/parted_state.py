@@ -113,6 +113,7 @@ class PartedCopy:
         self._make_target = make_target
         self._take = take
         self._tensors: Tensors = {}
+        self._target: Target | None = None
 
     def begin(self, worker: Worker) -> WriteRequest:
         """Lay out the files for what ranks divide."""
@@ -156,12 +157,18 @@ class PartedCopy:
         """
         for one in found:
             if isinstance(one, OSError):
-                self._target.give_up(one)
+                self.give_up(one)
                 raise one
         spans = [span for own in found if not isinstance(own, OSError) for span in own]
+        assert self._target is not None
         written = self._target.finish(spans)
         known = {id(one): written[name] for name, one in self._tensors.items()}
         self._take(TrainingState(**copied(self._state.parts(), known=known)))
+
+    def give_up(self, error: BaseException) -> None:
+        """There will be no copy: remove what has been written."""
+        if self._target is not None:
+            self._target.give_up(error)
 
 
 def write_requested(worker: Worker, request: WriteRequest) -> "list[WrittenSpan] | OSError":

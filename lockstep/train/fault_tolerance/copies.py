@@ -295,10 +295,17 @@ class Copies:
 
     def put_back(self) -> int | None:
         """Restore all but the callbacks from the newest; returns its last step, as above."""
+        self._give_up_begun()
         newest = self._newest
         if newest is not None:
             self._state.set_all_but_callbacks(newest.state)
         return self.last_step
+
+    def _give_up_begun(self) -> None:
+        """Leave out a copy that not all ranks have written: one of them was lost."""
+        begun, self._parted = self._parted, None
+        if begun is not None:
+            begun.give_up(OSError("a process was lost while it wrote"))
 
     def restart(self) -> FitState | None:
         """Restore everything, to resume from the newest; None if there is none."""
