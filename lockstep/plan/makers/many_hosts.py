@@ -94,10 +94,14 @@ class MirroredHosts(Maker):
         return tuple(map(len, self._devices(cluster)))
 
     def _devices(self, cluster: Cluster) -> list[tuple[str, ...]]:
-        hosts = cluster.hosts
-        part = None if self.num_devices is None else max(self.num_devices // len(hosts), 1)
+        part = None
+        if self.num_devices is not None:
+            part = max(self.num_devices // len(cluster.hosts), 1)
         return [
-            device_names(self.devices_per_host or host.num_given or part, host) for host in hosts
+            device_names(
+                self.devices_per_host or (part if host.num_given is None else host.num_given), host
+            )
+            for host in cluster.hosts
         ]
 
     def _placed(
