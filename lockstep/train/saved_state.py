@@ -33,8 +33,8 @@ class StateMethods:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model's weights and buffers, whole and by name, as safetensors.
 
-        All processes of this host write what lies in memory that they share, each its part, and
-        this one never has it all.
+        All processes that Lockstep has started here write what lies in memory that they share, each
+        its part, and this one never has it all.
 
         The file appears whole or not at all, with the permissions of the one that it replaces.
         On several hosts all call it, and host 0 writes.

@@ -140,8 +140,11 @@ class Session:
             return self._lead(assignment, driver, hosts, calls or CallCache(), fingerprint)
 
     def write_stored(self, files: Sequence[PartedFile], tensors: Tensors) -> list[WrittenSpan]:
-        """Between calls: write tensors to files with all processes; see ``stored_parts``."""
-        team = self._team
+        """Between calls: write tensors to files with all processes; see ``stored_parts``.
+
+        Those that a launcher has started run their own script then, and take no part.
+        """
+        team = None if self._is_attached else self._team
         if team is not None and not (team.is_alive and team.answers()):
             team = None
         stores = self.stores.all()
