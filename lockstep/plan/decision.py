@@ -371,7 +371,7 @@ def _check_sharding(plan: Decision, problems: Problems) -> None:
         problems.add(
             "Ranks of several hosts have no memory for one copy of the parameters.",
             received=f"shares_parameters with {plan.num_hosts} hosts",
-            fix="Use false.",
+            fix="Set shares_parameters to false.",
         )
     if plan.sharding.divides_parameters and (plan.compiled or plan.interleaved):
         problems.add(
