@@ -147,6 +147,8 @@ def _work(plan: Decision) -> str:
         if isinstance(plan.update, ServedUpdate)
         else "in shared memory, each rank updates its slice"
         if plan.engine.shares_memory
+        else f"in shared memory, each rank updates its slice; gradients over {plan.engine.name}"
+        if plan.sharding is not None and plan.sharding.shares_parameters
         else f"each rank's own, which updates its slice{_over(plan)}"
     )
     together = ", those of a rank together" if plan.interleaved else ""
