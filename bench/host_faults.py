@@ -41,6 +41,8 @@ MEETING_SECONDS = 5.0
 # In place of 30: a host, or its script alone, that is stopped longer is lost. And how long it is.
 MOST_STOPPED_SECONDS, STOPPED_SECONDS = 3.0, 6.0
 WAIT_SECONDS = 120.0
+# Between two steps of a host, so that faults meet a run that is under way; one host alone has none.
+_PAUSE_SECONDS = 0.0
 _NEW_STEP = re.compile(rb"^(\S+) (\d+) (\S+)$", re.MULTILINE)
 
 
@@ -160,7 +162,7 @@ def _train_keras(folder: Path, epochs: int, every: str, steps: int, *, is_told: 
 def _note(folder: Path, step: int, loss: float) -> None:
     with (folder / "ledger").open("ab", buffering=0) as file:
         file.write(f"{time.time()} {step} {loss.hex()}\n".encode())
-    time.sleep(0.01)
+    time.sleep(_PAUSE_SECONDS)
 
 
 def losses(ledger: Path) -> list[str]:
@@ -444,9 +446,11 @@ def soak(strategy: str, fault: str, faults: int, until: float) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Be a host."""
+    global _PAUSE_SECONDS
     from lockstep.launch.workers import process_state
     from lockstep.train.fault_tolerance import lost_hosts
 
+    _PAUSE_SECONDS = 0.01
     process_state.STOPPED_SECONDS = MOST_STOPPED_SECONDS
     lost_hosts._MEETING_SECONDS = MEETING_SECONDS
     strategy, folder, epochs, every, steps = arguments

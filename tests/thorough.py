@@ -17,24 +17,36 @@ CORE = "not thorough"
 Core = Collection[Any] | Callable[..., bool]
 
 
-def core_of(cases: Iterable[Any], core: Core) -> list[Any]:
+def core_of(cases: Iterable[Any], core: Core, more: Core | None = None) -> list[Any]:
     """Cases for ``pytest.mark.parametrize``; those that are not of the core are ``thorough``.
 
     Args:
         cases: values of an argument, or tuples of values of several.
         core: those that always run; or whether a case does, given its values.
+        more: those that CI runs beside the core, all of them; the rest is ``exhaustive``. None has
+            ``covering`` choose.
     """
     every = list(cases)
-    if callable(core):
-        always = [case for case in every if core(*_values(case))]
-    else:
-        always = [case for case in every if case in core]
-        assert len(always) == len(core), f"{core} are not all among {every}"
+    always = _chosen(every, core)
     assert always, "of every test something runs"
+    others = [case for case in every if case not in always]
+    in_ci = [] if more is None else _chosen(others, more)
+    chosen = pytest.mark.thorough(is_chosen=True)
+    rest = pytest.mark.thorough if more is None else pytest.mark.exhaustive
     return [
-        case if case in always else pytest.param(*_values(case), marks=pytest.mark.thorough)
+        case
+        if case in always
+        else pytest.param(*_values(case), marks=chosen if case in in_ci else rest)
         for case in every
     ]
+
+
+def _chosen(cases: list[Any], which: Core) -> list[Any]:
+    if callable(which):
+        return [case for case in cases if which(*_values(case))]
+    chosen = [case for case in cases if case in which]
+    assert len(chosen) == len(which), f"{which} are not all among {cases}"
+    return chosen
 
 
 def wanted(request: pytest.FixtureRequest, argument: str) -> list[Any]:
@@ -79,13 +91,13 @@ def _cover(items: list[pytest.Item]) -> list[pytest.Item]:
     rows = {item: _arguments(item) for item in items}
     seen: set[tuple[str, Hashable]] = set()
     chosen = []
-    ordered = sorted(items, key=lambda item: (_is_thorough(item), crc32(item.nodeid.encode())))
-    num_thorough = sum(map(_is_thorough, items))
+    ordered = sorted(items, key=lambda item: (_is_open(item), crc32(item.nodeid.encode())))
+    num_thorough = sum(map(_is_open, items))
     if max(map(len, rows.values())) == 1:
         ordered = ordered[: len(items) - num_thorough * 2 // 3]
     for item in ordered:
         values = set(rows[item].items())
-        if not (_is_thorough(item) and values) or values - seen:
+        if not (_is_open(item) and values) or values - seen:
             chosen.append(item)
             seen |= values
     return chosen
@@ -98,5 +110,7 @@ def _arguments(item: pytest.Item) -> dict[str, Hashable]:
     return {name: one if isinstance(one, plain) else id(one) for name, one in values.items()}
 
 
-def _is_thorough(item: pytest.Item) -> bool:
-    return item.get_closest_marker("thorough") is not None
+def _is_open(item: pytest.Item) -> bool:
+    """Whether it is thorough, and nobody has said that CI runs it."""
+    mark = item.get_closest_marker("thorough")
+    return mark is not None and not mark.kwargs.get("is_chosen", False)

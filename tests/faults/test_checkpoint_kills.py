@@ -81,7 +81,7 @@ CORE = [("torch", NUM_KILLS, 1), ("torch", NUM_KILLS, 2)]
 
 @pytest.mark.parametrize(
     ("library", "kills", "devices"),
-    core_of([*CORE, ("keras", NUM_KILLS, 2)], CORE[1:]),
+    core_of([*CORE, ("keras", NUM_KILLS, 2)], CORE[1:], []),
 )
 def test_a_script_is_killed_at_any_moment(
     library: str, kills: int, devices: int, tmp_path: Path
@@ -95,7 +95,7 @@ def test_a_script_is_killed_at_any_moment(
     assert finished(tmp_path, library, "killed", devices, epochs) == expected
 
 
-@pytest.mark.parametrize("devices", core_of([1, 2], [2]))
+@pytest.mark.parametrize("devices", core_of([1, 2], [2], []))
 def test_a_script_is_told_to_end(devices: int, tmp_path: Path) -> None:
     """By SIGTERM to all its processes: it writes what it has after the step, and leaves in 10 s."""
     (tmp_path / "job.py").write_text(JOBS["torch"])

@@ -39,7 +39,7 @@ COPYING = str(Path(host_copies.__file__))
 
 @pytest.mark.parametrize(
     ("strategy", "fault"),
-    core_of(ROWS, [("replicas on 2 hosts", "host")]),
+    core_of(ROWS, [("replicas on 2 hosts", "host")], [("Keras on 2 hosts", "host")]),
 )
 def test_a_run_outlives_the_loss_of_each_host(strategy: str, fault: str) -> None:
     is_fresh = (strategy, fault) in FRESH
@@ -51,6 +51,22 @@ def test_a_run_outlives_the_loss_of_each_host(strategy: str, fault: str) -> None
         assert noticed < 3  # of one that is stopped: before it goes on, or never
         # At the 95th percentile it is 10 (bench/), and several processes import Keras on two cores.
         assert resumed < (120 if strategy.startswith("Keras") else 30)
+
+
+@pytest.mark.thorough
+def test_a_run_outlives_the_loss_of_parts_of_hosts_one_after_another(tmp_path: Path) -> None:
+    """What befalls a whole host is above, and below."""
+    strategy, faults = "replicas on 2 hosts", ("script", "launcher", "stop the script")
+    epochs, chance = host_faults.num_epochs(len(faults)), random.Random(1)
+    run = host_faults.Run(strategy, tmp_path / "run", epochs, start=how_to_start(strategy))
+    try:
+        for index, fault in enumerate(faults):
+            counted = host_faults.harm(run, fault, index % 2, chance)
+            assert counted is not None
+            assert counted[0] < 3
+        assert run.result() == expected(strategy, epochs)
+    finally:
+        run.end()
 
 
 def began_anew_at(run: host_faults.Run) -> int:
@@ -89,6 +105,7 @@ def whole_epochs(strategy: str) -> object:
             *(("Keras on 2 hosts", 0, True), ("Keras on 2 hosts", 1, False)),
         ],
         [("replicas on 2 hosts", 0, True)],
+        [("stages on 2 hosts", 0, True)],
     ),
 )
 def test_between_two_checkpoints_the_memory_of_the_other_host_is_gone_on_from(

@@ -27,12 +27,15 @@ def told_here(*words: str) -> list[Any]:
     return [json.loads(json.dumps(one)) for one in checkpoint_job.run(*words)]
 
 
-@pytest.mark.parametrize("every", core_of(["2 steps", "epoch"], ["2 steps"]))
+STRATEGIES = {"pipeline": 1, "hybrid": 2, "uneven": 2, "mirrored": 1, "sharded replicas": 2}
+
+
 @pytest.mark.parametrize(
-    ("strategy", "devices"),
+    ("strategy", "devices", "every"),
     core_of(
-        [("pipeline", 1), ("hybrid", 2), ("uneven", 2), ("mirrored", 1), ("sharded replicas", 2)],
-        [("pipeline", 1)],
+        [(*row, every) for row in STRATEGIES.items() for every in ("2 steps", "epoch")],
+        [("pipeline", 1, "2 steps")],
+        [("uneven", 2, "epoch"), ("sharded replicas", 2, "2 steps")],
     ),
 )
 def test_a_fit_on_several_hosts_goes_on(

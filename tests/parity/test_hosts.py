@@ -98,6 +98,9 @@ LAYOUTS = {
     ),
 }
 
+CORE = ("2 hosts x 1, TF_CONFIG",)
+MORE = ("3 hosts x 1, TF_CONFIG", "2 and 1 devices, sharded", "2 hosts x 2, torchrun")
+
 SCRIPT = f"""{BEGINNING}
 from tests.kept_teams import keep_teams
 from tests.zoo import case
@@ -126,7 +129,7 @@ with keep_teams():
 """
 
 
-@pytest.mark.parametrize("name", core_of(LAYOUTS, ["2 hosts x 1, TF_CONFIG"]))
+@pytest.mark.parametrize("name", core_of(LAYOUTS, CORE, MORE))
 def test_training_on_several_hosts_equals_one_device(
     name: str, make_hosts: MakeHosts, tmp_path: Path
 ) -> None:

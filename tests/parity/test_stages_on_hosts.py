@@ -90,6 +90,8 @@ ROWS = {
     ),
 }
 
+MORE = ("replicas of a stage on both hosts, gloo", "layers divided within each host")
+
 SCRIPT = f"""{BEGINNING}
 from tests.zoo import case
 
@@ -105,7 +107,7 @@ for name in sys.argv[2:]:
 """
 
 
-@pytest.mark.parametrize("name", core_of(ROWS, ["a stage on each host"]))
+@pytest.mark.parametrize("name", core_of(ROWS, ["a stage on each host"], MORE))
 def test_stages_on_several_hosts_equal_one_device(
     name: str, make_hosts: MakeHosts, tmp_path: Path
 ) -> None:

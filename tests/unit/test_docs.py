@@ -12,6 +12,7 @@ from lockstep.cli.main import _make_parser
 from tests.launchers import run_script
 from tests.launching import STRICT_BUT_KERAS
 from tests.pages import Page, PageError, imports_lockstep_first, read_page, undefined_names
+from tests.thorough import core_of
 from tools.api_reference import anchor
 
 ROOT = Path(__file__).parents[2]
@@ -31,23 +32,15 @@ SCRIPTS = [
     for name, page in PAGES.items()
     if name not in PROGRAMS and any(block.is_python for block in page.blocks)
 ]
-# It runs in an interpreter that is as new as its reader's.
-FRESH = ("README.md",)
 CORE = ("README.md",)
 # The page's script is one for several hosts, and so it is run.
 LOCAL_HOSTS = ["-m", "lockstep", "run", "--hosts", "2", "--local"]
 
 
-def marks_of(name: str, need: str) -> list[pytest.MarkDecorator]:
-    fresh = [pytest.mark.fresh] if name in FRESH and not need else []
-    return fresh if name in CORE and not need else [*fresh, pytest.mark.thorough]
-
-
-CASES = [
-    pytest.param(name, need, marks=marks_of(name, need))
-    for name in SCRIPTS
-    for need in ("", *PAGES[name].needs)
-]
+CASES = core_of(
+    [(name, need) for name in SCRIPTS for need in ("", *PAGES[name].needs)],
+    lambda name, need: name in CORE and not need,
+)
 COMMANDS = [
     (name, command)
     for name, page in PAGES.items()

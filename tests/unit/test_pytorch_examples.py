@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.launchers import ROOT, run_script
-from tests.launching import LOCKSTEP, call
 
 FOLDER = ROOT / "examples" / "pytorch"
 pytestmark = pytest.mark.thorough
@@ -51,6 +50,7 @@ def test_a_pipeline_learns_to_write(tmp_path: Path) -> None:
     assert len(written) == 401
 
 
+@pytest.mark.exhaustive
 def test_a_model_of_transformers_is_fine_tuned(tmp_path: Path) -> None:
     told = run("fine_tuning.py", tmp_path, 2)
     assert float(re.findall(r"([\d.]+)% of 400 held-out reviews", told)[0]) > 80
@@ -60,10 +60,9 @@ def test_a_model_of_transformers_is_fine_tuned(tmp_path: Path) -> None:
 def test_an_own_loop_comes_to_the_same_on_two_replicas(tmp_path: Path) -> None:
     assert "1 replicas, accuracy" in run("own_loop.py", tmp_path)
     alone = torch.load(tmp_path / "digits.pt")
-    command = [*LOCKSTEP, "run", "--processes", "2", str(FOLDER / "own_loop.py")]
-    done = call([*command, "--", "--epochs", "1"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "2 replicas, accuracy" in done.stdout
+    words = ["-m", "lockstep", "run", "--processes", "2", str(FOLDER / "own_loop.py")]
+    told = run_script([*words, "--", "--epochs", "1"], tmp_path, {"PYTHONPATH": str(ROOT)})
+    assert "2 replicas, accuracy" in told
     for name, tensor in torch.load(tmp_path / "digits.pt").items():
         torch.testing.assert_close(tensor, alone[name], rtol=1e-4, atol=1e-5)
 

@@ -40,6 +40,14 @@ def test_what_is_not_of_the_core_is_marked() -> None:
     assert core_of(cases, lambda number, _: number == 2) == [rest, (2, "x")]
 
 
+def test_what_ci_runs_beside_the_core_may_be_named() -> None:
+    named, rest = core_of("abc", ["a"], ["c"])[:0:-1]
+    assert named == pytest.param("c", marks=pytest.mark.thorough(is_chosen=True))
+    assert rest == pytest.param("b", marks=pytest.mark.exhaustive)
+    with pytest.raises(AssertionError):
+        core_of("abc", ["a"], ["a"])
+
+
 @pytest.mark.parametrize("core", [["a", "d"], [], lambda _: False])
 def test_a_core_that_is_not_there_is_an_error(core: object) -> None:
     with pytest.raises(AssertionError):
@@ -54,13 +62,15 @@ class Case:
     arguments: tuple[Any, ...]
     core: bool
     exhaustive: bool = False
+    is_chosen: bool = False
 
     @property
     def callspec(self) -> SimpleNamespace:
         return SimpleNamespace(params=dict(zip("xyz", self.arguments, strict=False)))
 
-    def get_closest_marker(self, name: str) -> str | None:
-        return name if {"thorough": not self.core, "exhaustive": self.exhaustive}[name] else None
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        has_it = {"thorough": not self.core, "exhaustive": self.exhaustive}[name]
+        return getattr(pytest.mark, name)(is_chosen=self.is_chosen).mark if has_it else None
 
 
 def chosen(
@@ -93,6 +103,11 @@ def test_of_one_argument_a_third_of_what_is_not_core_is_kept() -> None:
     assert len(kept) == 5
     assert {(3,), (7,)} <= set(kept)
     assert chosen(("alone",)) == [("alone",)]
+
+
+def test_what_is_named_for_ci_is_kept() -> None:
+    every = [(one,) for one in range(9)]
+    assert chosen(*every, is_chosen=True) == every
 
 
 def test_what_is_marked_exhaustive_is_not_kept() -> None:
