@@ -53,10 +53,8 @@ def host(num_steps: int, folder: str) -> None:
     sent: list[tuple[float, float]] = []
     take, send = Copies.take, StateSender._send
 
-    def timed_take(
-        self: Copies, resume: Any, began: float | None = None, *, has_all: bool = False
-    ) -> None:
-        take(self, resume, began, has_all=has_all)
+    def timed_take(self: Copies, resume: Any, began: float | None = None) -> None:
+        take(self, resume, began)
         assert began is not None
         taken.append((began, time.monotonic()))
 

@@ -105,13 +105,14 @@ class PartedGeneration:
 
     Attributes:
         files: that all write.
+        folder: given.
 
     Raises:
         OSError: it cannot be written; earlier ones stay.
     """
 
     def __init__(self, folder: Path, saved: Saved, names: Collection[str]) -> None:
-        self._folder, self._name, self._saved = folder, _next_name(folder), saved
+        self.folder, self._name, self._saved = folder, _next_name(folder), saved
         self._parted = {name: saved.tensors[name] for name in saved.tensors if name in names}
         self._new = storage_of(folder).new(self._name)
         self._create = self._new.__enter__()
@@ -121,7 +122,8 @@ class PartedGeneration:
     def _laid_out(self, shard: tuple[str, Tensors]) -> PartedFile:
         name, tensors = shard
         with self._create(name, sum(tensor.nbytes for tensor in tensors.values())) as file:
-            laid_out = lay_out(os.fspath(file.name), tensors, {"format": "pt"})
+            path = os.path.relpath(file.name, self.folder)
+            laid_out = lay_out(path, tensors, {"format": "pt"})
             file.write(laid_out.header)
             file.truncate(laid_out.size)
         return laid_out
@@ -136,8 +138,8 @@ class PartedGeneration:
             parted = {os.path.basename(one.path): entry_of(one, spans) for one in self.files}
             _write_all(self._create, self._saved, _MOST_THREADS, self._parted, parted)
         self._new.__exit__(None, None, None)
-        _remove_old(self._folder, keep)
-        return self._folder / self._name
+        _remove_old(self.folder, keep)
+        return self.folder / self._name
 
     def give_up(self, error: BaseException) -> None:
         """Remove what has been written of it."""

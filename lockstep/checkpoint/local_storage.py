@@ -64,26 +64,27 @@ class LocalStorage(Storage):
                 raise CheckpointError(f"{name} is not a file")
             yield file
 
-    def mapped(self, name: str, spans: Sequence[Span]) -> Tensors:
+    def mapped(self, name: str, spans: Sequence[Span], share: tuple[int, int] = (0, 1)) -> Tensors:
         """The tensors of a file, which is read when they are; its bytes are checked first.
 
         Args:
             name: the file's.
             spans: of the whole file.
+            share: the number of the share of them that is checked, and how many shares there are.
 
         Raises:
             CheckpointError: it is not a file, or not one with these spans.
             OSError: it cannot be read.
         """
         with self._opened(name) as file:
-            start = 0
-            for span in spans:
-                data = file.read(span.stop - start)
-                if hashlib.sha256(data).hexdigest() != span.sha256:
+            if os.fstat(file.fileno()).st_size != spans[-1].stop:
+                raise CheckpointError(f"{name} does not have {spans[-1].stop} bytes")
+            first, last = (len(spans) * end // share[1] for end in (share[0], share[0] + 1))
+            starts = [0, *(span.stop for span in spans)]
+            file.seek(starts[first])
+            for start, span in zip(starts[first:last], spans[first:last], strict=True):
+                if hashlib.sha256(file.read(span.stop - start)).hexdigest() != span.sha256:
                     raise CheckpointError(f"bytes {start} to {span.stop} of {name} are damaged")
-                start = span.stop
-            if os.fstat(file.fileno()).st_size != start:
-                raise CheckpointError(f"{name} has more than {start} bytes")
             return mapped_tensors(f"/proc/self/fd/{file.fileno()}")
 
     @contextmanager

@@ -44,7 +44,7 @@ class PartedFile:
     """A file that is laid out.
 
     Attributes:
-        path: where processes open it.
+        path: where processes open it; in a checkpoint relative to their folder of checkpoints.
         header: its first bytes.
         starts: where each tensor begins, in bytes from the beginning of the file.
         size: of the file in bytes.
@@ -95,8 +95,15 @@ def can_be_parted(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.is_contiguous() and tensor.numel() > 0
 
 
-def write_parts(files: Sequence[PartedFile], parts: Iterable[TensorPart]) -> list[WrittenSpan]:
+def write_parts(
+    files: Sequence[PartedFile], parts: Iterable[TensorPart], folder: str = ""
+) -> list[WrittenSpan]:
     """Write a process's parts; they are on the disk afterwards.
+
+    Args:
+        files: which are laid out.
+        parts: of their tensors.
+        folder: to which relative paths are relative.
 
     Raises:
         OSError: a file cannot be written.
@@ -108,7 +115,8 @@ def write_parts(files: Sequence[PartedFile], parts: Iterable[TensorPart]) -> lis
         for part in parts:
             file = by_name[part.name]
             if file.path not in opened:
-                opened[file.path] = os.open(file.path, os.O_WRONLY | os.O_CLOEXEC)
+                path = os.path.join(folder, file.path)
+                opened[file.path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
             with writing(file.path, part.elements.nbytes):
                 spans += _write_part(opened[file.path], file, part)
         for path, descriptor in opened.items():

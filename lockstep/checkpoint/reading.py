@@ -10,6 +10,7 @@ followed (``local_storage``).
 import hashlib
 import os
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +67,11 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Saved:
         CheckpointError: there is no complete one.
     """
     folder, every = folder_of(path), found_generations(path)
-    return read_generation(folder) if every == [folder] else _first_whole(folder, every)
+    return (
+        read_generation(folder)
+        if every == [folder]
+        else _first_whole(folder, every, read_generation)
+    )
 
 
 def found_generations(path: str | os.PathLike[str]) -> list[Folder]:
@@ -89,10 +94,23 @@ def found_generations(path: str | os.PathLike[str]) -> list[Folder]:
 
 
 def read_newest(folder: Folder, *, is_finished: bool | None = None) -> Saved | None:
+    """The newest complete generation in a folder; see ``first_whole``."""
+    return first_whole(folder, generations(folder), is_finished=is_finished)
+
+
+def first_whole(
+    folder: Folder,
+    every: Sequence[Folder],
+    read: "Callable[[Folder], Saved] | None" = None,
+    *,
+    is_finished: bool | None = None,
+) -> Saved | None:
     """The newest complete generation in a folder; None if there are no generations.
 
     Args:
         folder: the folder.
+        every: its generations, the oldest first.
+        read: reads one; None is ``read_generation``.
         is_finished: True or False for only those written after, or before, the end of training.
 
     Warns:
@@ -101,10 +119,9 @@ def read_newest(folder: Folder, *, is_finished: bool | None = None) -> Saved | N
     Raises:
         CheckpointError: there are some, and none is complete.
     """
-    every = generations(folder)
     if is_finished is not None:
         every = [one for one in every if _may_be(one, is_finished=is_finished)]
-    return _first_whole(folder, every) if every else None
+    return _first_whole(folder, every, read or read_generation) if every else None
 
 
 def _may_be(generation: Folder, *, is_finished: bool) -> bool:
@@ -115,11 +132,11 @@ def _may_be(generation: Folder, *, is_finished: bool) -> bool:
         return True
 
 
-def _first_whole(folder: Folder, every: list[Folder]) -> Saved:
+def _first_whole(folder: Folder, every: Sequence[Folder], read: Callable[[Folder], Saved]) -> Saved:
     reasons = []
     for generation in reversed(every):
         try:
-            return read_generation(generation)
+            return read(generation)
         except CheckpointError as error:
             reasons.append(str(error))
             warnings.warn(str(error), DamagedCheckpointWarning, stacklevel=level_of_user())
@@ -130,8 +147,13 @@ def _first_whole(folder: Folder, every: list[Folder]) -> Saved:
     )
 
 
-def read_generation(generation: Folder) -> Saved:
+def read_generation(generation: Folder, share: tuple[int, int] = (0, 1)) -> Saved:
     """One generation, with all its hashes checked.
+
+    Args:
+        generation: the folder.
+        share: of files that several processes have written, the number of the share whose bytes
+            are checked here, and how many shares there are.
 
     Raises:
         CheckpointError: it is damaged.
@@ -143,7 +165,7 @@ def read_generation(generation: Folder) -> Saved:
         tensors: Tensors = {}
         for name, entry in manifest.files.items():
             if entry.spans and isinstance(storage, LocalStorage):
-                shard = storage.mapped(name, entry.spans)
+                shard = storage.mapped(name, entry.spans, share)
             else:
                 shard = _parsed(_read_whole(storage, name, entry), name)
             _check_shard(name, shard, manifest)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 GENERATION = re.compile(r"generation-(\d{6,})")
+# A file that several processes write, before its generation is complete.
+PARTED_PATH = re.compile(r"\.generation-[0-9a-f]{16}/parts-\d{5}\.safetensors")
 
 Create = Callable[[str, int], AbstractContextManager[BinaryIO]]
 """Makes a file, given its name and number of bytes, which is written within the block."""

@@ -183,7 +183,8 @@ def test_hosts_that_were_asked_for_other_restarts_say_so(tmp_path: Path) -> None
             Checkpoint(tmp_path), Termination(), cast(TrainerState, None), 1, print
         )
         memory = MemoryCheckpoints()
-        with resumed_from_newest(keeper, memory, own, own.host, is_chief=own.host == 0):
+        roles = {"is_chief": own.host == 0, "is_divided": False}
+        with resumed_from_newest(keeper, memory, own, own.host, **roles):
             raise AssertionError("went on")
 
     where = address()

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+import lockstep
 from tests.launchers import lines_of_all, on_loopback
-from tests.parity import checkpoint_job
+from tests.parity import checkpoint_job, shared_folder_job
 from tests.thorough import core_of
 
 SCRIPT = str(Path(checkpoint_job.__file__))
+COUNTING = str(Path(shared_folder_job.__file__))
 SECONDS = 240.0
 
 
@@ -57,3 +59,20 @@ def test_a_fit_on_several_hosts_goes_on(
     told_here("end", strategy, every, back)
     (again,) = told_on_hosts(2, devices, "go on", strategy, every, back)
     assert again["digest"] == whole[0]["digest"]
+
+
+@pytest.mark.parametrize("folder", core_of(["run", "run/"], ["run"]), ids=["shared", "own"])
+def test_hosts_write_their_parts_of_a_checkpoint(folder: str, tmp_path: Path) -> None:
+    """Host 0 writes all of it where each host has a folder of its own."""
+    place = f"{tmp_path}/{folder}"
+    parameters = sum(one.nbytes for one in shared_folder_job.make_model().parameters())
+    for epochs in (1, 2):
+        with on_loopback([COUNTING, place, str(epochs)], num_hosts=2, devices=1) as processes:
+            (first,), (second,) = lines_of_all(processes, SECONDS)
+        assert first["digest"] == second["digest"]
+        written = [first["written"], second["written"]]
+        # After each of two steps, and at the end, with Adam's two slots.
+        assert sum(written) >= 3 * 3 * parameters if folder == "run" else not any(written)
+        assert max(written) <= 0.55 * 3 * 3 * parameters
+    here = lockstep.FullyShardedStrategy(2)
+    assert shared_folder_job.train(here, str(tmp_path / "here"), 2) == first["digest"]

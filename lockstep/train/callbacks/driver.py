@@ -108,15 +108,12 @@ class TaskDriver:
     def record_position(self, position: FitPosition | None) -> None:
         """Callbacks are called at this position next; None if training cannot resume from it."""
 
-    def begin_run(
-        self, start: FitPosition, look: Callable[[], list[RankState]], *, has_all: bool = True
-    ) -> None:
+    def begin_run(self, start: FitPosition, look: Callable[[], list[RankState]]) -> None:
         """All ranks begin to train.
 
         Args:
             start: the position.
             look: returns the ranks' states.
-            has_all: the script's model has all values, until the first step.
         """
 
     def note_failure(self, error: BaseException, states: list[RankState], team: Team) -> None:

@@ -65,12 +65,14 @@ class RankSync:
         control: see above.
         driver: see above.
         reads_weights: what rank 0 does between steps may read and change weights.
+        folder: of this host, into which all hosts write checkpoints together; "" if they do not.
     """
 
     worker: Worker
     control: Control
     driver: TaskDriver
     reads_weights: bool = True
+    folder: str = ""
 
     def sync_callback(
         self,
@@ -119,14 +121,15 @@ class RankSync:
 
     def write_parts(self) -> None:
         """If rank 0 has begun a copy of a divided training, have every rank write its parts."""
-        if not divides_copies(self.worker.plan):
+        plan = self.worker.plan
+        if not divides_copies(plan) or (plan.num_hosts > 1 and not self.folder):
             return
         request = None
         if self.control.rank == 0:
             request = self.act(partial(self.driver.begin_parts, self.worker))
         if self.is_wanted(request is not None):
             request = self.control.broadcast(request)
-            found = self.control.gather(write_requested(self.worker, request))
+            found = self.control.gather(write_requested(self.worker, request, self.folder))
             if self.control.rank == 0:
                 self.act(partial(self.driver.end_parts, found))
 
@@ -181,9 +184,13 @@ class RankSync:
 
     def gathered_slots(self) -> list[PieceSlots]:
         """The slots that rank 0 lacks; all hosts have those in stores afterwards."""
+        self.worker.gather_slots()
+        return self._gathered_counts()
+
+    def _gathered_counts(self) -> list[PieceSlots]:
+        """The slots that are in no store."""
         updater = self.worker.updater
         assert updater is not None
-        self.worker.gather_slots()
         if updater.shares_all:
             return []
         return [part for parts in self.control.gather(self.worker.slots()) for part in parts]
@@ -220,6 +227,13 @@ class RankSync:
         if index % _BATCHES_BETWEEN_PAUSES == 0:
             self.worker.barrier()
             self.check_halt()
+
+    def collect_rest(self) -> None:
+        """Give rank 0 what ranks do not write themselves (``write_parts``)."""
+        self._collect_buffers()
+        assert self.worker.updater is not None
+        self.worker.updater.write_back_slots()
+        self.driver.take_slots(self._gathered_counts())
 
     def collect_buffers(self) -> None:
         """Give rank 0 the buffers and parameters whose current values are on other ranks."""

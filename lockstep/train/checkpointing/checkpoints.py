@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -38,7 +39,14 @@ from lockstep.train.callbacks.interrupt import (
     Interrupt,
     Termination,
 )
-from lockstep.train.checkpointing.parted_state import PartedCopy, divides_copies
+from lockstep.train.checkpointing.parted_state import (
+    FailedWrite,
+    PartedCopy,
+    Write,
+    divides_copies,
+    whole_tensors,
+)
+from lockstep.train.checkpointing.shared_folder import SharedFolder
 from lockstep.train.checkpointing.trainer_state import TrainerState
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.history import History
@@ -147,6 +155,9 @@ class CheckpointWriter:
         checkpoint, show_line: those given.
         record: of the ``fit``; set before training.
         found: the checkpoint from which all hosts resume; None afterwards, and without one.
+        shared: the folder, if all hosts write there together, each its part of a divided training;
+            None if this host writes alone, or none does.
+        only_parts: see ``FitHooks``.
         last_steps: steps made, those before the ``fit`` included, when one was last written.
         interrupt: the state of Ctrl-C, after which a last one is written; set before training.
         has_last: that one is taken.
@@ -154,9 +165,10 @@ class CheckpointWriter:
 
     record: FitRecord
     found: FitState | None = None
+    shared: SharedFolder | None = None
     last_steps = 0
     interrupt = Interrupt()
-    has_last = False
+    only_parts = has_last = False
     _is_last = _is_open = False
     _writing: "Future[Folder] | None" = None
     _end: End | None = None
@@ -179,11 +191,11 @@ class CheckpointWriter:
         self._last_seconds = time.monotonic()
 
     @contextmanager
-    def opened(self) -> Iterator[FitState | None]:
-        """Lock the folder within the block; gives the newest checkpoint, if there is one.
+    def opened(self) -> Iterator[None]:
+        """Lock the folder within the block.
 
         Raises:
-            CheckpointError: no checkpoint is complete, or another process writes there.
+            CheckpointError: another process writes there.
             OSError: the folder, or the last checkpoint, cannot be written.
         """
         with ExitStack() as stack:
@@ -191,23 +203,29 @@ class CheckpointWriter:
             stack.callback(self._background.close)
             self._is_open = True
             try:
-                yield self._newest()
+                yield
             except BaseException as error:
                 self._wait_after(error)
                 raise
             self.wait()
 
-    def _newest(self) -> FitState | None:
+    def newest(self) -> FitState | None:
         """The newest checkpoint; one from before the end, if the ``fit`` now has more epochs.
 
         The last one includes changes by callbacks at the end, such as restored best weights.
+
+        Raises:
+            CheckpointError: no checkpoint is complete.
         """
-        saved = read_newest(self.checkpoint.directory)
+        read: Any = partial(read_newest, self.checkpoint.directory)
+        if self.shared is not None:
+            read = self.shared.newest
+        saved = read()
         if saved is None:
             return None
         found = FitState.of(saved.tree(), saved.place)
         if found.record.is_finished and found.record.reaches(self._epochs):
-            saved = read_newest(self.checkpoint.directory, is_finished=False) or saved
+            saved = read(is_finished=False) or saved
             found = FitState.of(saved.tree(), saved.place)
         return found
 
@@ -232,7 +250,7 @@ class CheckpointWriter:
     def end_epoch(self, epoch: int) -> bool:
         """Note the end of an epoch, after callbacks; True if it is time for another."""
         if epoch + 1 == self._epochs:
-            self._end = at_end(self._state)
+            self._end = at_end(self._state, may_change=not self.only_parts)
         return self.checkpoint.is_by_epoch
 
     def lets_end(self) -> bool:
@@ -302,15 +320,37 @@ class CheckpointWriter:
         copy = FitState(state=state, record=record, plan=runner.last_plan)
         if self.writes_together:
             parted = PartedCopy(state, partial(self.parted, copy), lambda written: None)
-            parted.write_all(runner.session.write_stored)
+            write: Write = runner.session.write_stored
+            if self.shared is not None:
+                write = partial(self.shared.write, runner.session)
+            parted.write_all(write)
         else:
             self._write(copy)
+
+    def help_finish(self, state: TrainingState) -> None:
+        """On another host than 0: write this host's part of the last checkpoint.
+
+        Raises:
+            OSError: a host cannot write.
+        """
+        if self.shared is not None and self.writes_together:
+            folder, tensors = str(self.shared.path), whole_tensors(state)
+            found = self.shared.write(self._state.runner.session, (), folder, tensors)
+            if isinstance(found, FailedWrite):
+                raise found.error()
 
     @property
     def writes_together(self) -> bool:
         """True if all processes write checkpoints, each its part."""
-        plan, folder = self._state.runner.last_plan, self.checkpoint.directory
-        return plan is not None and divides_copies(plan) and isinstance(folder, Path)
+        plan = self._state.runner.last_plan
+        return plan is not None and divides_copies(plan) and self.reaches_all
+
+    @property
+    def reaches_all(self) -> bool:
+        """True if all processes can write into the folder."""
+        if self._state.runner.job_context.num_hosts > 1:
+            return self.shared is not None
+        return isinstance(self.checkpoint.directory, Path)
 
     def _write(self, copy: FitState) -> "Future[Folder]":
         """Write a copy in the background, after the one before.
@@ -352,7 +392,7 @@ class PartedCheckpoint:
 
     def __init__(self, generation: PartedGeneration, keep: int) -> None:
         self._generation, self._keep = generation, keep
-        self.files = generation.files
+        self.files, self.folder = generation.files, str(generation.folder)
 
     def finish(self, spans: Sequence[WrittenSpan]) -> Tensors:
         """The tensors in the files."""

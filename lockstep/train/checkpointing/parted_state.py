@@ -22,11 +22,13 @@ from lockstep.checkpoint.parted_files import (
     lay_out,
     write_parts,
 )
+from lockstep.checkpoint.storage import PARTED_PATH
 from lockstep.checkpoint.trees import Path, Tensors, Tree, pointer
 from lockstep.checkpoint.weights import mapped_tensors
 from lockstep.cluster.nameless_files import nameless_file
 from lockstep.comm.collectives.gradients import cut_piece
 from lockstep.comm.shared_memory.file_region import unnamed_file
+from lockstep.errors import HostError
 from lockstep.parallel.worker import Worker
 from lockstep.plan.spec import Plan
 from lockstep.train.checkpointing.training_state import TrainingState, copied
@@ -38,25 +40,49 @@ class WriteRequest:
 
     Attributes:
         files: which rank 0 has laid out.
+        folder: to which their paths are relative, on rank 0's host.
         parameters: names of divided parameters; of each, that of its tensor in the files.
         stored: the same for tensors in the updater's store, by their number there.
     """
 
     files: Sequence[PartedFile]
+    folder: str
     parameters: Mapping[str, str]
     stored: Mapping[int, str]
 
 
-Write = Callable[[Sequence[PartedFile], Tensors], list[WrittenSpan]]
-"""Writes tensors, given by name, to files that are laid out for them."""
+@dataclass(frozen=True)
+class FailedWrite:
+    """Why a rank could not write: an OSError's parts, which are sent between hosts."""
+
+    number: int
+    reason: str
+    path: str
+
+    @classmethod
+    def of(cls, error: OSError) -> "FailedWrite":
+        return cls(error.errno or 0, error.strerror or str(error), str(error.filename or ""))
+
+    def error(self) -> OSError:
+        """The error."""
+        return OSError(self.number, self.reason, self.path)
+
+
+Found = list[WrittenSpan] | FailedWrite
+"""What a rank has written."""
+
+Write = Callable[[Sequence[PartedFile], str, Tensors], Found]
+"""Writes tensors, given by name, to files that are laid out for them in a folder."""
 
 
 class Target(Protocol):
     """Files for the tensors that ranks divide."""
 
+    folder: str
+
     @property
     def files(self) -> Sequence[PartedFile]:
-        """Laid out."""
+        """Laid out; their paths may be relative to ``folder``."""
 
     def finish(self, spans: Sequence[WrittenSpan]) -> Tensors:
         """The tensors, when all ranks have written."""
@@ -72,6 +98,8 @@ class MemoryTarget:
         tensors: of these forms.
         directory: of the file; None for one in memory.
     """
+
+    folder = ""
 
     def __init__(self, tensors: Tensors, directory: str | None = None) -> None:
         if directory is None:
@@ -123,7 +151,7 @@ class PartedCopy:
         stored = {place.data_ptr(): number for number, place in enumerate(places)}
         parameters: dict[str, str] = {}
         numbers: dict[int, str] = {}
-        for path, tensor in self._leaves():
+        for path, tensor in _leaves(self._state):
             if path[0] == "parameters" and path[1] in trained:
                 parameters[path[1]] = pointer(path)
             elif path[0] != "parameters" and tensor.data_ptr() in stored:
@@ -132,12 +160,12 @@ class PartedCopy:
                 continue
             self._tensors[pointer(path)] = tensor
         self._target = self._make_target(self._tensors)
-        return WriteRequest(files=self._target.files, parameters=parameters, stored=numbers)
-
-    def _leaves(self) -> Iterator[tuple[Path, torch.Tensor]]:
-        for path, tensor in _leaves(self._state.parts()):
-            if can_be_parted(tensor):
-                yield path, tensor
+        return WriteRequest(
+            files=self._target.files,
+            folder=self._target.folder,
+            parameters=parameters,
+            stored=numbers,
+        )
 
     def write_all(self, write: Write) -> None:
         """Write a copy of a training of which the script's model and optimizer have all.
@@ -145,21 +173,21 @@ class PartedCopy:
         Args:
             write: see above.
         """
-        self._tensors = {pointer(path): tensor for path, tensor in self._leaves()}
+        self._tensors = whole_tensors(self._state)
         self._target = self._make_target(self._tensors)
-        self.end([write(self._target.files, self._tensors)])
+        self.end([write(self._target.files, self._target.folder, self._tensors)])
 
-    def end(self, found: Sequence["list[WrittenSpan] | OSError"]) -> None:
+    def end(self, found: Sequence[Found]) -> None:
         """All ranks have written, or could not.
 
         Raises:
             OSError: that of a rank; there is no copy then.
         """
         for one in found:
-            if isinstance(one, OSError):
-                self.give_up(one)
-                raise one
-        spans = [span for own in found if not isinstance(own, OSError) for span in own]
+            if isinstance(one, FailedWrite):
+                self.give_up(one.error())
+                raise one.error()
+        spans = [span for own in found if not isinstance(own, FailedWrite) for span in own]
         assert self._target is not None
         written = self._target.finish(spans)
         known = {id(one): written[name] for name, one in self._tensors.items()}
@@ -171,23 +199,45 @@ class PartedCopy:
             self._target.give_up(error)
 
 
-def write_requested(worker: Worker, request: WriteRequest) -> "list[WrittenSpan] | OSError":
-    """Write a rank's parts; returns the error if it cannot."""
+def write_requested(worker: Worker, request: WriteRequest, folder: str) -> Found:
+    """Write a rank's parts.
+
+    Args:
+        worker: of the rank.
+        request: of rank 0.
+        folder: of this host; "" if there is one host.
+    """
+    if folder:
+        check_paths(request.files)
     try:
-        return write_parts(request.files, _parts(worker, request))
+        return write_parts(request.files, _parts(worker, request), folder or request.folder)
     except OSError as error:
-        return error
+        return FailedWrite.of(error)
 
 
-def write_whole(files: Sequence[PartedFile], tensors: Tensors) -> list[WrittenSpan]:
-    """Write whole tensors by one process."""
-    whole = (TensorPart(name=name, start=0, elements=one) for name, one in tensors.items())
-    return write_parts(files, whole)
+def check_paths(files: Sequence[PartedFile]) -> None:
+    """Check that files that host 0 has named lie in the folder of checkpoints.
+
+    Raises:
+        HostError: they do not.
+    """
+    strange = [one.path for one in files if not PARTED_PATH.fullmatch(one.path)]
+    if strange:
+        raise HostError(
+            "Host 0 must name files of a checkpoint.",
+            received=repr(strange[0]),
+            fix="Run the same version of Lockstep on all hosts.",
+        )
+
+
+def whole_tensors(state: TrainingState) -> Tensors:
+    """The tensors of a whole training that processes write together, by name."""
+    return {pointer(path): tensor for path, tensor in _leaves(state)}
 
 
 def divides_copies(plan: Plan) -> bool:
-    """True if ranks write copies of a training together."""
-    if plan.sharding is None or plan.num_hosts > 1:
+    """True if ranks can write copies of a training together."""
+    if plan.sharding is None:
         return False
     return plan.num_ranks > 1 or plan.sharding.offload is not None
 
@@ -207,10 +257,14 @@ def _parts(worker: Worker, request: WriteRequest) -> Iterator[TensorPart]:
                 yield TensorPart(name=name, start=bound.piece.start, elements=elements)
 
 
-def _leaves(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+def _leaves(state: TrainingState) -> Iterator[tuple[Path, torch.Tensor]]:
+    return ((path, one) for path, one in _tensors_in(state.parts()) if can_be_parted(one))
+
+
+def _tensors_in(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
     """The tensors in dicts, and the keys that lead to them."""
     if isinstance(tree, torch.Tensor):
         yield path, tree
     elif isinstance(tree, dict):
         for key, one in tree.items():
-            yield from _leaves(one, (*path, str(key)))
+            yield from _tensors_in(one, (*path, str(key)))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from lockstep.checkpoint.parted_files import PartedFile, TensorPart, WrittenSpan, write_parts
+from lockstep.checkpoint.parted_files import PartedFile, TensorPart, write_parts
 from lockstep.checkpoint.trees import Tensors
 from lockstep.comm.collectives.gradients import TensorSpec
 from lockstep.launch.workers.helper import HelperContext
@@ -16,6 +16,7 @@ from lockstep.launch.workers.team import Team
 from lockstep.parallel.exchange.control import open_region, unpacked
 from lockstep.parallel.storage.store import TensorStore
 from lockstep.parallel.transfer.serialization import pack
+from lockstep.train.checkpointing.parted_state import FailedWrite, Found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,33 +25,41 @@ class _Request:
 
     Attributes:
         files: which are laid out.
+        folder: to which their paths are relative.
         stores: of each the layout, and the names of tensors in the files by their number there.
-        num_parts: processes.
+        first_part: the number of this host's first process.
+        num_parts: processes of all hosts.
     """
 
     files: Sequence[PartedFile]
+    folder: str
     stores: Sequence[tuple[Sequence[TensorSpec], dict[int, str]]]
+    first_part: int
     num_parts: int
 
 
 def write_stored(
     files: Sequence[PartedFile],
+    folder: str,
     tensors: Tensors,
     stores: Sequence[TensorStore],
     team: Team | None,
     timeout_seconds: float,
-) -> list[WrittenSpan]:
+    share: tuple[int, int] | None = None,
+) -> Found:
     """Write tensors with all processes of this host; those that lie in no store alone.
 
     Args:
         files: which are laid out for them.
+        folder: to which their paths are relative.
         tensors: by their names there.
         stores: in which most lie.
         team: the other processes; None without.
         timeout_seconds: longest wait for one.
+        share: the processes of the hosts before, and of all hosts, which call it together; None for
+            this host alone.
 
     Raises:
-        OSError: a file cannot be written.
         WorkerError: a process has ended.
     """
     by_address = {one.data_ptr(): name for name, one in tensors.items()}
@@ -65,55 +74,69 @@ def write_stored(
     others = [
         TensorPart(name=name, start=0, elements=tensors[name]) for name in by_address.values()
     ]
-    num_parts = 1 if team is None else team.num_helpers + 1
+    first_part, num_parts = share or (0, 1 if team is None else team.num_helpers + 1)
     request = _Request(
         files=files,
+        folder=folder,
         stores=[(store.specs, own) for store, own in zip(stores, found, strict=True)],
+        first_part=first_part,
         num_parts=num_parts,
     )
     if team is not None:
         descriptors = tuple(store.region.descriptor for store in stores)
         team.call(
             _serve,
-            pickle.dumps(request),
+            pickle.dumps((request, team.first_rank)),
             descriptors,
             position=lambda rank: "writing its part",
             timeout_seconds=timeout_seconds,
         )
-    spans = write_parts(files, chain(others, _parts(request, stores, 0)))
-    gathered = [] if team is None else [unpacked(*one) for one in team.gather(timeout_seconds)]
+    written = [_written(request, stores, 0, () if first_part else others)]
     if team is not None:
+        written += [unpacked(*one) for one in team.gather(timeout_seconds)]
         team.finish(timeout_seconds)
-    for own in gathered:
-        if isinstance(own, OSError):
-            raise own
-        spans += own
-    return spans
+    return joined(written)
+
+
+def joined(found: Sequence[Found]) -> Found:
+    """What several processes have written; the failure of one if one has failed."""
+    failed = next((own for own in found if isinstance(own, FailedWrite)), None)
+    return failed or [span for own in found if not isinstance(own, FailedWrite) for span in own]
 
 
 def _serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> None:
     """Another process's part of ``write_stored``."""
-    request: _Request = pickle.loads(body)
-    number = context.rank % request.num_parts
-    answer = pack(_written(request, number, descriptors))
+    request: _Request
+    request, first_rank = pickle.loads(body)
+    number = context.rank - first_rank + 1
+    answer = pack(_opened_and_written(request, number, descriptors))
     context.send(answer.payload, answer.descriptors)
     answer.close()
 
 
-def _written(
-    request: _Request, number: int, descriptors: Sequence[int]
-) -> list[WrittenSpan] | OSError:
+def _opened_and_written(request: _Request, number: int, descriptors: Sequence[int]) -> Found:
     stores = [
         TensorStore(specs, open_region(descriptor))
         for (specs, _), descriptor in zip(request.stores, descriptors, strict=True)
     ]
     try:
-        return write_parts(request.files, _parts(request, stores, number))
-    except OSError as error:
-        return error
+        return _written(request, stores, number)
     finally:
         for store in stores:
             store.region.close()
+
+
+def _written(
+    request: _Request,
+    stores: Sequence[TensorStore],
+    number: int,
+    others: Sequence[TensorPart] = (),
+) -> Found:
+    parts = chain(others, _parts(request, stores, request.first_part + number))
+    try:
+        return write_parts(request.files, parts, request.folder)
+    except OSError as error:
+        return FailedWrite.of(error)
 
 
 def _parts(request: _Request, stores: Sequence[TensorStore], number: int) -> Iterator[TensorPart]:

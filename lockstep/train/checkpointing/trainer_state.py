@@ -158,7 +158,7 @@ class TrainerState:
         self._set_whole(state)
         self.resumed = state if state.position["fit"] is not None else None
 
-    def _position(self) -> dict[str, Any]:
+    def position(self) -> dict[str, Any]:
         """The training's progress, for its state.
 
         Raises:
@@ -183,13 +183,16 @@ class TrainerState:
         steps = self.runner.steps_trained + self.recorded.num_steps
         return {"epochs": self._first_epoch, "steps": steps, "fit": fit}
 
-    def whole(self) -> TrainingState:
+    def whole(self, position: dict[str, Any] | None = None) -> TrainingState:
         """The whole state, with callbacks and schedule of host 0; no copy.
+
+        Args:
+            position: the training's progress; None is the present one.
 
         Raises:
             CheckpointError: it cannot be written.
         """
-        state = self._at(self._position())
+        state = self._at(position or self.position())
         own = callback_states(self.own_callbacks), state.schedule
         callbacks, schedule = self.runner.job_context.from_chief(own)
         state = replace(state, callbacks=callbacks, schedule=schedule)

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from lockstep.checkpoint.parted_files import WrittenSpan
 from lockstep.checkpoint.trees import Tensors
 from lockstep.cluster.memory_limits import free_memory
 from lockstep.data.trees import tensors_of
@@ -30,12 +29,12 @@ from lockstep.train.checkpointing.checkpoints import CheckpointWriter
 from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.memory_checkpoints import Destination, MemoryCheckpoints
 from lockstep.train.checkpointing.parted_state import (
+    Found,
     MemoryTarget,
     PartedCopy,
     Target,
     WriteRequest,
     divides_copies,
-    write_whole,
 )
 from lockstep.train.checkpointing.trainer_state import TrainerState
 from lockstep.train.checkpointing.training_state import TrainingState
@@ -105,10 +104,13 @@ class Copies:
         is_required: training must be able to resume from these.
         is_begun: copies for this process are due from time to time.
         journal: of callbacks, since the newest copy.
+        first: the training's progress before the first step, at which a checkpoint is due; None
+            without.
     """
 
     are_local = is_required = False
     is_begun = False
+    first: dict[str, Any] | None = None
     _is_local_due = False
     _began = 0.0
     _parted: PartedCopy | None = None
@@ -176,15 +178,18 @@ class Copies:
             self.take(resume, self._began)
         self.clear_due()
 
-    def take(
-        self, resume: FitPosition, began: float | None = None, *, has_all: bool = False
-    ) -> None:
+    def take_first(self, resume: FitPosition) -> None:
+        """Before the first step: begin the checkpoint that is due there, if any."""
+        first, self.first = self.first, None
+        if first is not None and self._writer is not None:
+            self._begin_parted(self._state.whole(first), resume, [self._writer], time.monotonic())
+
+    def take(self, resume: FitPosition, began: float | None = None) -> None:
         """Copy the training as it is now, for this process and all that are due.
 
         Args:
             resume: where to resume.
             began: when ranks began to wait for it, by ``time.monotonic()``; None is now.
-            has_all: the script's model and optimizer have all values, also of a divided training.
 
         Raises:
             CheckpointError, DeviceError: a part of the state cannot be copied, or does not fit into
@@ -212,10 +217,6 @@ class Copies:
         is_remote = bool(due) and self._writer is not None and not self._writer.writes_together
         if divides_copies(plan) and not is_remote:
             self._begin_parted(now, resume, due, taken)
-            if has_all:
-                assert self._parted is not None
-                self._parted.write_all(write_whole)
-                self._parted = None
             return
         self._memory.forget()
         copy = FitState(state=self._state.copied(now, before), plan=plan, resume=resume)
@@ -255,7 +256,7 @@ class Copies:
         """What all ranks are to write of the copy that has begun; None without."""
         return None if self._parted is None else self._parted.begin(worker)
 
-    def end_parts(self, found: Sequence[list[WrittenSpan] | OSError]) -> None:
+    def end_parts(self, found: Sequence[Found]) -> None:
         """All ranks have written: that copy is the newest now.
 
         Raises:

@@ -21,6 +21,7 @@ from lockstep.errors import CheckpointError, HostError, OptionError, WorkerError
 from lockstep.events import LOGGER
 from lockstep.train.checkpointing.checkpoints import CheckpointWriter
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
+from lockstep.train.checkpointing.shared_folder import SharedFolder
 from lockstep.train.logging.progress import OutputConsole
 from lockstep.train.multihost.hosts import Hosts
 from lockstep.train.resume.fit_record import FitState
@@ -109,6 +110,7 @@ def resumed_from_newest(
     restarts: int,
     *,
     is_chief: bool,
+    is_divided: bool,
 ) -> Iterator[None]:
     """Around a ``fit`` with checkpoints: find the newest of all hosts, and share copies in memory.
 
@@ -118,6 +120,7 @@ def resumed_from_newest(
         hosts: all of them, which call this; None for one alone.
         restarts: allowed after a loss.
         is_chief: this process writes.
+        is_divided: ranks divide the training.
 
     Raises:
         CheckpointError: no checkpoint is complete; see ``newest_of_all``.
@@ -126,11 +129,23 @@ def resumed_from_newest(
     if hosts is not None:  # copies in memory need all hosts
         hosts.check_equal({"`restarts`": restarts})
     with ExitStack() as stack:
-        on_disk = stack.enter_context(writer.opened()) if is_chief else None
-        newest = newest_of_all(hosts, on_disk, memory, writer.checkpoint.directory)
-        writer.found = newest
-        stack.enter_context(memory.shared(hosts if restarts else None, newest))
-        del on_disk, newest  # each may be as large as the training
+        if is_chief:
+            stack.enter_context(writer.opened())
+        folder = writer.checkpoint.directory
+        writer.shared = SharedFolder.find(hosts, folder) if is_divided else None
+        if is_divided and writer.shared is None and hosts is not None and len(hosts.names) > 1:
+            writer.show_line(
+                f"Hosts do not share {folder}: host 0 gathers each checkpoint, and writes it alone."
+            )
+        on_disk = writer.newest() if is_chief or writer.shared is not None else None
+        if writer.shared is not None:  # no host has memory for the whole training
+            memory.forget()
+            writer.found, restarts = on_disk, 0
+            _check_found(on_disk, folder, is_restart=memory.is_restart)
+        else:
+            writer.found = newest_of_all(hosts, on_disk, memory, folder)
+        stack.enter_context(memory.shared(hosts if restarts else None, writer.found))
+        del on_disk  # it may be as large as the training
         yield
 
 
@@ -157,11 +172,20 @@ def newest_of_all(
         tree = hosts.from_host(first, None if newest is None else newest.tree())
         if first != hosts.host:
             newest = None if tree is None else FitState.of(tree)
-    if newest is None and memory.is_restart:
+    _check_found(newest, folder, is_restart=memory.is_restart)
+    return newest
+
+
+def _check_found(newest: FitState | None, folder: Folder, *, is_restart: bool) -> None:
+    """Check that hosts that restart after a loss have a checkpoint.
+
+    Raises:
+        CheckpointError: they have none.
+    """
+    if newest is None and is_restart:
         raise CheckpointError(
             "Hosts that restart after a loss need a checkpoint that host 0 has written, or a copy "
             "in the memory of host 0 or 1.",
             received=f"none in {folder} on host 0, and no copy",
             fix="Start host 0 where it was before, or give it a folder that all hosts share.",
         )
-    return newest

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lockstep.checkpoint.parted_files import WrittenSpan
 from lockstep.errors import WorkerError
 from lockstep.launch.health.failure import add_note
 from lockstep.launch.workers.team import Team
@@ -19,7 +18,7 @@ from lockstep.train.callbacks.driver import Logs, TaskDriver
 from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.callbacks.rank_sync import CallbackOutcome
 from lockstep.train.checkpointing.fit_position import FitPosition
-from lockstep.train.checkpointing.parted_state import WriteRequest
+from lockstep.train.checkpointing.parted_state import Found, WriteRequest
 from lockstep.train.checkpointing.training_state import copied
 from lockstep.train.fault_tolerance.rank_states import RankState
 from lockstep.train.history import History
@@ -146,13 +145,12 @@ class RestartingDriver(FollowerDriver):
     def note_failure(self, error: BaseException, states: list[RankState], team: Team) -> None:
         self._record.note_failure(error, states, team)
 
-    def begin_run(
-        self, start: FitPosition, look: Callable[[], list[RankState]], *, has_all: bool = True
-    ) -> None:
+    def begin_run(self, start: FitPosition, look: Callable[[], list[RankState]]) -> None:
         self._record.begin_run(look)
         self._copies.clear_due()
         if text := self._state.note_shares():
             self._notice(text)
+        self._copies.take_first(replace(start, num_steps=0))
         plan = self._runner.plan
         if self._journal.is_replaying or start.served is not None:
             return
@@ -167,11 +165,11 @@ class RestartingDriver(FollowerDriver):
         self._copies.is_begun = True
         if plan.pipeline is None or self._copies.is_required:
             # Else the first is taken after a step: this process may lack memory for other stages.
-            self._copy_at(replace(start, num_steps=0), has_all=has_all)
+            self._copy_at(replace(start, num_steps=0))
 
-    def _copy_at(self, position: FitPosition, *, has_all: bool = False) -> None:
+    def _copy_at(self, position: FitPosition) -> None:
         self.record_position(position)
-        self._copies.take(position, has_all=has_all)
+        self._copies.take(position)
         self.record_position(None)
 
     def take_copies(self) -> None:
@@ -180,7 +178,7 @@ class RestartingDriver(FollowerDriver):
     def begin_parts(self, worker: Worker) -> WriteRequest | None:
         return self._copies.begin_parts(worker)
 
-    def end_parts(self, found: Sequence[list[WrittenSpan] | OSError]) -> None:
+    def end_parts(self, found: Sequence[Found]) -> None:
         self._copies.end_parts(found)
 
     def copy_at(self, position: FitPosition) -> None:

@@ -19,6 +19,7 @@ class FitHooks(NamedTuple):
         full_state: that state includes what each replica has of its own, so that another process
             can resume from it.
         validation: callbacks may act where a validation begins or ends.
+        only_parts: no callbacks, but copies that ranks write together, each its parts.
         reports: the steps after which callbacks get losses and metrics so far.
     """
 
@@ -30,6 +31,7 @@ class FitHooks(NamedTuple):
     state: bool = False
     full_state: bool = False
     validation: bool = False
+    only_parts: bool = False
     reports: ReportTimes = "never"
 
     def keeps_states(self, num_ranks: int) -> bool:

@@ -113,6 +113,7 @@ class FitTask(Task):
         turns: the losses of several functions that take turns with every batch.
         proves: the ranks first check that they compute the same
             (``train.validation.rank_consistency``).
+        folder: of this host, into which all hosts write checkpoints together; "" if they do not.
         stops_before_steps: a callback that stops training before a step prevents that step; else
             training stops after it.
     """
@@ -133,6 +134,7 @@ class FitTask(Task):
     loss_parts: LossParts = ONE_LOSS
     turns: LossParts = ONE_LOSS
     proves: bool = False
+    folder: str = ""
 
     def sources(self) -> list[Source | SharedStream]:
         return [self.source, *([] if self.validation is None else [self.validation.data.source])]
@@ -140,7 +142,11 @@ class FitTask(Task):
     def run(self, worker: Worker, control: Control, driver: TaskDriver) -> FitResult:
         """Train until the last epoch, or until a callback or Ctrl-C ends it."""
         rank_sync = RankSync(
-            worker=worker, control=control, driver=driver, reads_weights=self.hooks.callbacks
+            worker=worker,
+            control=control,
+            driver=driver,
+            reads_weights=self.hooks.callbacks and not self.hooks.only_parts,
+            folder=self.folder,
         )
         has_more = self.metrics or self.loss_parts or self.turns or self._skips_bad_records
         worker.begin_training(

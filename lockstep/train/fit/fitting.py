@@ -3,6 +3,7 @@
 The Trainer does what comes before and after; the driver does what happens between the steps.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +17,13 @@ from lockstep.train.batch_size_search.batch_size import (
     choose_batch_size,
     search_of,
 )
-from lockstep.train.callbacks.callback import acting, stopping, told_of_errors, traced_steps
+from lockstep.train.callbacks.callback import (
+    Callback,
+    acting,
+    stopping,
+    told_of_errors,
+    traced_steps,
+)
 from lockstep.train.callbacks.fit_driver import FitDriver
 from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.checkpointing.checkpoints import CheckpointWriter, check_places
@@ -272,7 +279,8 @@ class Fit:
 
     def _fit_task(self, fit: FitData) -> FitTask:
         callbacks, options = self._state.own_callbacks, fit.options
-        is_kept = self._checkpoints.writer is not None
+        writer = self._checkpoints.writer
+        is_kept = writer is not None
         takes_state = is_kept or bool(acting(callbacks, "takes_state"))
         metrics, has_own_step = self._front_end.metrics, self._update_config.train_step is not None
         validation = None
@@ -299,14 +307,26 @@ class Fit:
                 step_end=bool(stopping(callbacks, "on_train_batch_end")),
                 state=takes_state,
                 full_state=takes_state,
+                only_parts=self._only_parts(callbacks, writer),
             ),
             traced=traced_steps(callbacks, self._runner.steps_trained),
             counts_skipped=self._update_config.rules.on_nonfinite == "skip",
             loss_parts=ONE_LOSS if fit.loss is None else fit.loss.parts,
             turns=self._update_config.turns,
             start=self._state.start_of(fit.feed),
+            folder="" if writer is None or writer.shared is None else str(writer.shared.path),
         )
         return self._agreed(task)
+
+    def _only_parts(self, callbacks: Sequence[Callback], writer: CheckpointWriter | None) -> bool:
+        """See ``FitHooks``."""
+        if callbacks or self._asked.on_snapshot is not None:
+            return False
+        is_divided = self._runner.maker().divides_state
+        found = is_divided and (writer is None or writer.reaches_all)
+        if writer is not None:
+            writer.only_parts = found
+        return found
 
     def _agreed(self, task: FitTask) -> FitTask:
         """The task, with the same values on all hosts."""

@@ -85,7 +85,10 @@ class PositionRecorder:
         self.rank_sync.driver.record_position(position)
 
     def show_all(self) -> None:
-        """Bring the whole state of the training to rank 0."""
+        """Bring the state of the training to rank 0: the whole, or what ranks do not write."""
+        if self.hooks.only_parts:
+            self.rank_sync.collect_rest()
+            return
         self.rank_sync.collect_buffers()
         self.rank_sync.show_slots()
         self.rank_sync.control.bring_groups()

@@ -55,6 +55,7 @@ class FitCheckpoints:
         self.copies: Copies | None = None
         self.record = RunRecord(None)
         self._begun: dict[str, Any] | None = None  # the schedule before that fit
+        self._first: dict[str, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "memory": MemoryCheckpoints(), "writer": None, "copies": None}
@@ -100,7 +101,14 @@ class FitCheckpoints:
                     self.writer = writer = CheckpointWriter(
                         checkpoint, termination, self.state, epochs, show_line
                     )
-                    newest = resumed_from_newest(writer, memory, hosts, restarts, is_chief=is_chief)
+                    newest = resumed_from_newest(
+                        writer,
+                        memory,
+                        hosts,
+                        restarts,
+                        is_chief=is_chief,
+                        is_divided=self._runner.maker().divides_state,
+                    )
                     stack.enter_context(newest)
                     memory.destinations.append(writer)
                 yield self.writer
@@ -210,7 +218,9 @@ class FitCheckpoints:
     def keep_beginning(self) -> None:
         """On several hosts, write a checkpoint before the first step, to resume after any loss."""
         hosts = self._runner.job_context.hosts
-        if self.writer is not None and hosts is not None and not hosts.is_one_process:
+        if self.writer is not None and self.writer.shared is not None:
+            self._first = self.state.position()  # all hosts write it within the call
+        elif self.writer is not None and hosts is not None and not hosts.is_one_process:
             state = self.state.copied()
             if self._runner.is_chief:
                 copy = FitState(state=state, record=self.writer.record)
@@ -222,6 +232,8 @@ class FitCheckpoints:
             state = self.state.whole() if self.writer.writes_together else self.state.copied()
             if self._runner.is_chief:
                 self.writer.finish(state, history)
+            else:
+                self.writer.help_finish(state)
             self._runner.session.stores.release_pages()
 
     @contextmanager
@@ -230,6 +242,7 @@ class FitCheckpoints:
         around, is_required = self.copies, self._needs_local(restarts)
         streams = [source for source in task.sources() if isinstance(source, SharedStream)]
         self.copies = copies = Copies(self.state, self.memory, self.writer, streams, restarts)
+        copies.first, self._first = self._first, None
         if is_required is not None:
             copies.take_local(is_required=is_required)
             full = task.hooks.full_state or is_required

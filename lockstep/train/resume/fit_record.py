@@ -14,12 +14,15 @@ from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.resume.stable_descriptions import digest
 
+# Without callbacks: nothing changes afterwards, and the weights may be divided.
+_UNCHANGED = ""
+
 
 class End(msgspec.Struct, frozen=True, kw_only=True):
     """The end of the last epoch, from which more epochs may be trained.
 
     Attributes:
-        sight: a digest of weights and options.
+        sight: a digest of weights and options; empty if nothing can change them afterwards.
         read: see ``train.checkpointing.fit_position``.
         is_whole: the training's state has all that the next epoch needs.
     """
@@ -30,14 +33,21 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
 
     def unless_changed(self, state: Any) -> "End | None":
         """This, if callbacks have changed nothing since; else None."""
-        return self if self.is_whole and self.sight == _sight(state) else None
+        may_change = self.sight != _UNCHANGED
+        return self if self.is_whole and (not may_change or self.sight == _sight(state)) else None
 
 
-def at_end(state: Any) -> End:
-    """The end of the last epoch, from a ``TrainerState``."""
+def at_end(state: Any, *, may_change: bool) -> End:
+    """The end of the last epoch, from a ``TrainerState``.
+
+    Args:
+        state: the state.
+        may_change: callbacks may change weights or options afterwards.
+    """
     position = state.recorded
     is_whole = position.replicas is None
-    return End(sight=_sight(state) if is_whole else "", read=position.read, is_whole=is_whole)
+    sight = _sight(state) if is_whole and may_change else _UNCHANGED
+    return End(sight=sight, read=position.read, is_whole=is_whole)
 
 
 def _sight(state: Any) -> str:

@@ -19,7 +19,6 @@ from torch import nn
 from lockstep.checkpoint import weights
 from lockstep.checkpoint.parted_files import (
     PartedFile,
-    WrittenSpan,
     can_be_parted,
     check_written,
     lay_out,
@@ -40,6 +39,7 @@ from lockstep.pickling import dumps
 from lockstep.plan.decision import LocalUpdate
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks.driver import TaskDriver
+from lockstep.train.checkpointing.parted_state import FailedWrite, Found
 from lockstep.train.checkpointing.stored_parts import write_stored
 from lockstep.train.fault_tolerance.rank_states import states_of
 from lockstep.train.fit.fit_task import FitTask
@@ -139,17 +139,33 @@ class Session:
             fingerprint = None if hosts is not None else fingerprint
             return self._lead(assignment, driver, hosts, calls or CallCache(), fingerprint)
 
-    def write_stored(self, files: Sequence[PartedFile], tensors: Tensors) -> list[WrittenSpan]:
-        """Between calls: write tensors to files with all processes; see ``stored_parts``.
+    @property
+    def _writing_team(self) -> Team | None:
+        """The processes that can write between calls.
 
         Those that a launcher has started run their own script then, and take no part.
         """
         team = None if self._is_attached else self._team
-        if team is not None and not (team.is_alive and team.answers()):
-            team = None
+        return None if team is None or not (team.is_alive and team.answers()) else team
+
+    def write_stored(
+        self, files: Sequence[PartedFile], folder: str, tensors: Tensors, hosts: Hosts | None = None
+    ) -> Found:
+        """Between calls: write tensors to files with all processes; see ``stored_parts``.
+
+        Args:
+            files: which are laid out.
+            folder: to which their paths are relative.
+            tensors: by their names in the files.
+            hosts: which all call this; None for this host alone.
+        """
+        team, share = self._writing_team, None
+        if hosts is not None:
+            counts = hosts.from_all(1 if team is None else team.num_helpers + 1)
+            share = sum(counts[: hosts.host]), sum(counts)
         stores = self.stores.all()
         with self._ending_team():
-            return write_stored(files, tensors, stores, team, self._timeout)
+            return write_stored(files, folder, tensors, stores, team, self._timeout, share)
 
     def write_together(self, tensors: Tensors, metadata: dict[str, str], file: BinaryIO) -> None:
         """Write a file of tensors: between calls with all processes. See ``WriteTensors``."""
@@ -162,7 +178,10 @@ class Session:
         file.write(laid_out.header)
         file.flush()
         file.truncate(laid_out.size)
-        check_written(laid_out, self.write_stored([laid_out], tensors))
+        found = self.write_stored([laid_out], "", tensors)
+        if isinstance(found, FailedWrite):
+            raise found.error()
+        check_written(laid_out, found)
 
     def dismiss(self, hosts: Hosts, result: Any, model: nn.Module) -> None:
         """Send a call's result and the weights to the processes that follow this one."""
@@ -311,8 +330,7 @@ class Session:
             # Arrays in memory are read at once.
             may_hang = not all(isinstance(one, ArraySource) for one in assignment.task.sources())
             if isinstance(assignment.task, FitTask):
-                has_all = not assignment.blank
-                driver.begin_run(assignment.task.start, part.states, has_all=has_all)
+                driver.begin_run(assignment.task.start, part.states)
             with limit.watched() if may_hang else nullcontext():
                 result = run_task(assignment, worker, part.control, driver)
             worker.close()
