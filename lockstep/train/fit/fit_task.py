@@ -41,7 +41,7 @@ from lockstep.train.fit.tasks import (
     joined_results,
 )
 from lockstep.train.fit.tracing import StepTracer
-from lockstep.train.input.bad_record_filter import BadRecordFilter
+from lockstep.train.input.bad_record_filter import BadRecordFilter, filter_of
 from lockstep.train.input.stream_broadcast import GlobalBatch, Halt, SharedStream
 from lockstep.train.logging.metric_display import Reports
 from lockstep.train.logging.metrics import Metrics
@@ -226,7 +226,7 @@ class FitTask(Task):
         run.recorder.begin_epoch(begun, run.num_steps)
         results = self._begin_sums(rank_sync, epoch)
         batches = self._batches(rank_sync, run.source, epoch)
-        bad_records = self._filter_of(rank_sync, self.source)
+        bad_records = filter_of(rank_sync, self.source)
         reports = self._reports(rank_sync)
         keeps_states = self.hooks.keeps_states(rank_sync.worker.plan.num_ranks)
         for index, batch in enumerate(batches, self._num_done(epoch)):
@@ -335,15 +335,6 @@ class FitTask(Task):
         renew_at = FitPosition(epoch + 1) if self.hooks.callbacks else None
         return rank_sync.sync_callback(partial(rank_sync.driver.end_epoch, epoch, logs), renew_at)
 
-    def _filter_of(
-        self, rank_sync: RankSync, source: Source | SharedStream | None
-    ) -> BadRecordFilter | None:
-        """The filter of bad records, if they are skipped and there may be some."""
-        if not isinstance(source, CheckedSource):
-            return None
-        report = rank_sync.driver.note_bad_records
-        return BadRecordFilter(source, rank_sync.worker, rank_sync.control, report)
-
     def _start_of(self, epoch: int) -> FitPosition:
         """Where to begin an epoch."""
         return self.start if epoch == self.start.epoch else FitPosition(epoch)
@@ -445,7 +436,7 @@ class FitTask(Task):
 
     def _validated(self, rank_sync: RankSync, validation: Validation, epoch: int) -> Logs:
         data, metrics = validation.data, validation.metrics or self.metrics
-        bad_records = self._filter_of(rank_sync, data.source)
+        bad_records = filter_of(rank_sync, data.source)
         return evaluate(rank_sync, data, metrics, self._evaluation(), epoch, bad_records)
 
     def _evaluation(self) -> Evaluation:

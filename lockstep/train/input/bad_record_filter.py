@@ -28,6 +28,7 @@ from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.worker import Worker
 from lockstep.plan.makers.data_parallel import Maker
 from lockstep.plan.makers.parameter_servers import Served
+from lockstep.train.callbacks.rank_sync import RankSync
 from lockstep.train.input.data_adapter import DataPipeline
 from lockstep.train.input.stream_broadcast import SharedStream
 
@@ -159,3 +160,11 @@ class _Ready(Source):
         if done.states is not None:
             restore_streams(done.states)
         return done.batch
+
+
+def filter_of(rank_sync: RankSync, source: Source | SharedStream | None) -> BadRecordFilter | None:
+    """The filter of bad records, if they are skipped and there may be some."""
+    if not isinstance(source, CheckedSource):
+        return None
+    report = rank_sync.driver.note_bad_records
+    return BadRecordFilter(source, rank_sync.worker, rank_sync.control, report)
