@@ -107,9 +107,13 @@ def helper_pool() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_trainers_of_other_files() -> Iterator[None]:
-    """A trainer in a cycle has helpers until somebody looks for garbage, which may take long."""
+    """A trainer in a cycle has helpers until somebody looks for garbage, which may take long.
+
+    What a file has imported stays, and is looked at this once.
+    """
     yield
     gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from tests import forgetting
 
 # Idle teams of each kind: as many as trainers usually alternate.
 _MOST_IDLE = 2
-_SECONDS = 10.0
+_SECONDS = 3.0
 
 _Key = tuple[int, int | None, tuple[str, ...], int]
 _kept: ContextVar[dict[_Key, list[Team]] | None] = ContextVar("kept_teams", default=None)

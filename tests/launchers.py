@@ -64,7 +64,7 @@ def by_lockstep_run(
         *("--host-index", str(index), "--devices", str(devices[index])),
         *("--rendezvous", f"{hosts.address(0)}:{PORT}", *script),
     ]
-    return hosts.run(index, command, environ({}))
+    return hosts.run(index, command, environ({}), like="torch")
 
 
 def by_torchrun(hosts: Hosts, index: int, script: list[str], devices: Sequence[int]) -> HostProcess:
@@ -151,15 +151,29 @@ def run_script(
         like: the kind of warm interpreter that may run it; None starts a fresh one.
         timeout_seconds: longest wait; below pytest's, so that its stacks are shown.
     """
+    status, out, err = finished(
+        arguments, directory, variables, like=like, timeout_seconds=timeout_seconds
+    )
+    assert status == 0, f"{out[-3000:]}\n{err[-3000:]}"
+    return out
+
+
+def finished(
+    arguments: Sequence[str | Path],
+    directory: Path,
+    variables: Mapping[str, str | None] | None = None,
+    *,
+    like: str | None = "torch",
+    timeout_seconds: float = 280.0,
+) -> tuple[int, str, str]:
+    """Status, output and errors of a script that ``run_script`` would run."""
     told = {**os.environ, **warm.VARIABLES, **(variables or {})}
     environment = {name: value for name, value in told.items() if value is not None}
     process = HostProcess([sys.executable, *map(str, arguments)], environment, directory, like=like)
     try:
-        status, out, err = process.finish(timeout_seconds)
+        return process.finish(timeout_seconds)
     finally:
         process.close()
-    assert status == 0, f"{out[-3000:]}\n{err[-3000:]}"
-    return out
 
 
 def by_standalone_torchrun(script: list[str], timeout_seconds: float) -> list[Any]:

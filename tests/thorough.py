@@ -73,7 +73,7 @@ def _values(case: Any) -> tuple[Any, ...]:
 def covering(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """Tests of the core, and as many others as it takes for every value of every argument.
 
-    Of a test with one argument, a third of the others. The whole product of strategies x models x
+    Of a test with one argument, a quarter of the others. The whole product of strategies x models x
     options says little more, and takes a multiple of the time: the fuzzer crosses them at random,
     and ``--exhaustive`` runs them all. The choice is the same every day: it depends on the tests'
     names only.
@@ -94,7 +94,7 @@ def _cover(items: list[pytest.Item]) -> list[pytest.Item]:
     ordered = sorted(items, key=lambda item: (_is_open(item), crc32(item.nodeid.encode())))
     num_thorough = sum(map(_is_open, items))
     if max(map(len, rows.values())) == 1:
-        ordered = ordered[: len(items) - num_thorough * 2 // 3]
+        ordered = ordered[: len(items) - num_thorough * 3 // 4]
     for item in ordered:
         values = set(rows[item].items())
         if not (_is_open(item) and values) or values - seen:

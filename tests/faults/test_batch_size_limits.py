@@ -89,7 +89,7 @@ def test_a_trial_that_the_kernel_kills_is_too_large(group: Path, tmp_path: Path)
     assert printed.split()[-1] in ("4", "6")
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_trial_whose_allocations_fail_is_too_large(tmp_path: Path) -> None:
     limit = 3 << 30
     search = 'objective="memory", smallest=64, largest=128'
@@ -99,7 +99,7 @@ def test_a_trial_whose_allocations_fail_is_too_large(tmp_path: Path) -> None:
     assert "took 96" in printed
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_control_c_ends_the_trials_and_leaves_nothing(tmp_path: Path) -> None:
     source = script("", most=8, ballast=8, search="smallest=8").replace(
         "torch.ones(8 // 4)", "(print('hangs', flush=True), __import__('time').sleep(60))"

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.processes import JOB, TIMEOUT_SECONDS, num_kills, run, running, wait_until
-from tests.launching import CALM
+from tests.faults.processes import JOB, TIMEOUT_SECONDS, num_kills, running, wait_until
+from tests.launchers import finished
+from tests.launching import CALM, STRICT
 from tests.thorough import core_of
 
 END_SECONDS = 15.0  # on a busy machine; else a moment
@@ -137,7 +138,7 @@ train(trainer, epochs=10**6)
 )
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", range(num_kills(2)))
 def test_the_script_is_killed_while_it_trains(
     number: int, tmp_path: Path, shared_files: set[str]
@@ -196,10 +197,12 @@ train(sys.modules["elsewhere"].trainer)
 del trainer, closed
 """
     )
-    assert run(source, directory=tmp_path) == "untouched True\nkept True\n"
+    (tmp_path / "script.py").write_text(source)
+    said = finished([*STRICT, "script.py"], tmp_path)
+    assert said == (0, "untouched True\nkept True\n", "")
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_script_that_ends_says_nothing(tmp_path: Path) -> None:
     """Though the trainer and its memory live until the interpreter has taken itself apart."""
     script = tmp_path / "script.py"

@@ -100,7 +100,7 @@ def test_a_host_that_comes_late_joins_the_others_when_they_meet_again(tmp_path: 
         assert run.hosts[0].said(GO_ON) == 1
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_replicas_that_train_apart_go_on_with_their_average(tmp_path: Path) -> None:
     with under_way(tmp_path, "averages on 2 hosts", 2, min_hosts=1) as run:
         run.lose(1)

@@ -73,7 +73,8 @@ def told(how: str, folder: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("how", "error"),
     [
-        ("early", "OptionError: "),  # before the two have met
+        # Before the two have met.
+        pytest.param("early", "OptionError: ", marks=pytest.mark.exhaustive),
         ("late", "ArithmeticError: a callback's own"),  # after all training
     ],
 )

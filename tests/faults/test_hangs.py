@@ -61,7 +61,7 @@ class _Stopper(lockstep.Callback):
             threading.Timer(0.02, os.kill, (self.pids[0], signal.SIGSTOP)).start()
 
 
-@pytest.mark.parametrize("engine", core_of([None, "gloo"], [None]))
+@pytest.mark.parametrize("engine", core_of([None, "gloo"], [None], []))
 def test_a_helper_that_is_stopped(engine: str | None) -> None:
     warm_up(3)
     stopper = _Stopper()
@@ -77,7 +77,9 @@ def test_a_helper_that_is_stopped(engine: str | None) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("method", ["evaluate", "predict"])
+@pytest.mark.parametrize(
+    "method", ["evaluate", pytest.param("predict", marks=pytest.mark.exhaustive)]
+)
 def test_a_rank_that_hangs_in_evaluation(method: str) -> None:
     warm_up(2)
     trainer = make_trainer(2, sleep_forever, timeout_seconds=SECONDS)
@@ -106,7 +108,7 @@ def test_a_stopped_script_has_not_waited() -> None:
     assert time.monotonic() - began > STOPPED_SECONDS
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_dataset_that_hangs_on_rank_0() -> None:
     warm_up(2)
     trainer = make_trainer(2, timeout_seconds=SECONDS)

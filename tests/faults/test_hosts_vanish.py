@@ -63,7 +63,9 @@ def assert_nothing_is_left(hosts: Hosts, *indices: int) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("devices", "engine"), [(1, None), (2, None), (2, "gloo")])
+@pytest.mark.parametrize(
+    ("devices", "engine"), core_of([(1, None), (2, None), (2, "gloo")], [(2, None)], [])
+)
 def test_a_host_whose_cable_is_pulled_is_named(
     make_hosts: MakeHosts, devices: int, engine: str | None
 ) -> None:
@@ -116,7 +118,7 @@ def test_a_helper_that_is_killed_is_named_on_all_hosts(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("engine", [None, "gloo"])
+@pytest.mark.parametrize("engine", core_of([None, "gloo"], ["gloo"], []))
 def test_a_host_that_is_stopped_is_named_and_ends_when_it_goes_on(
     make_hosts: MakeHosts, engine: str | None
 ) -> None:
@@ -133,7 +135,7 @@ def test_a_host_that_is_stopped_is_named_and_ends_when_it_goes_on(
     assert_nothing_is_left(hosts, 0, 1)
 
 
-@pytest.mark.parametrize("engine", core_of([None, "gloo"], [None]))
+@pytest.mark.parametrize("engine", core_of([None, "gloo"], [None], []))
 def test_a_host_that_computes_for_long_is_awaited_and_one_that_is_stopped_is_not(
     make_hosts: MakeHosts, engine: str | None
 ) -> None:
@@ -187,7 +189,7 @@ def test_ctrl_c_on_one_host_ends_all_with_the_same_step(make_hosts: MakeHosts, h
     assert_nothing_is_left(hosts, 0, 1)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_host_that_does_not_come_is_named(make_hosts: MakeHosts) -> None:
     hosts = make_hosts(2)
     processes = begin(hosts, "absent", is_awaited=False, patience=PATIENCE)

@@ -72,7 +72,7 @@ def test_hosts_run_the_script_and_can_meet(tmp_path: Path, ray: list[str]) -> No
     ]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_first_failure_ends_all_others(tmp_path: Path, ray: list[str]) -> None:
     source = """
 import os, pathlib, sys, time

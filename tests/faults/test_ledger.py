@@ -19,7 +19,8 @@ import lockstep
 from lockstep.parallel.worker import Worker
 from lockstep.plan.program.rank_program import Backward, BackwardInput, Reduce, Step, Sync
 from lockstep.train.fault_tolerance.run_record import read_record
-from tests.faults.processes import running
+from tests.launchers import finished
+from tests.launching import STRICT
 from tests.thorough import core_of
 
 SAMPLES, BATCH, EPOCHS = 32, 8, 6
@@ -191,10 +192,10 @@ def note_and_die(once: str) -> None:
 def test_each_sample_once_after_the_script_has_died_in_a_commit(
     strategy: str, tmp_path: Path
 ) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
     for number in range(len(OF_SCRIPTS) + 1):
-        words = [str(tmp_path / "script.py"), str(tmp_path), strategy]
-        with running(SCRIPT, directory=tmp_path, command=words) as script:
-            status, out, err = script.finish()
+        words = [*STRICT, str(tmp_path / "script.py"), str(tmp_path), strategy]
+        status, out, err = finished(words, tmp_path)
         assert status == (-signal.SIGKILL if number < len(OF_SCRIPTS) else 0), err
     assert "used [" in out
     assert all((tmp_path / phase).exists() for phase in OF_SCRIPTS)

@@ -99,14 +99,14 @@ def train(strategy: str, folder: Path, target: Path) -> "subprocess.CompletedPro
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_one_process_is_killed(folder: Path, tmp_path: Path) -> None:
     done = train("lockstep.SingleDeviceStrategy()", folder, tmp_path / "weights.safetensors")
     assert done.returncode == -9, done.stderr
     assert not (tmp_path / "weights.safetensors").exists()
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_three_stages_train_and_save(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "weights.safetensors"
     done = train("lockstep.PipelineStrategy(stages=3, microbatches=2)", folder, target)

@@ -31,7 +31,7 @@ def screens(layout: str, directory: Path) -> dict[str, list[str]]:
     return dict(zip(parts[::2], shown, strict=True))
 
 
-@pytest.mark.parametrize("layout", core_of(["mirrored", "pipeline", "single"], ["mirrored"]))
+@pytest.mark.parametrize("layout", core_of(["mirrored", "pipeline", "single"], ["mirrored"], []))
 def test_the_screen_of_an_ordinary_mistake_is_short(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

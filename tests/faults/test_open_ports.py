@@ -77,7 +77,7 @@ print("FOUND", *found)
 LISTENING = "0A"
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_training_on_one_host_opens_no_port(make_hosts: MakeHosts, tmp_path: Path) -> None:
     hosts = make_hosts(2)
     training = start_training(hosts, tmp_path)
@@ -90,7 +90,7 @@ def test_training_on_one_host_opens_no_port(make_hosts: MakeHosts, tmp_path: Pat
     training.check()
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_port_that_is_open_is_found(make_hosts: MakeHosts, tmp_path: Path) -> None:
     hosts = make_hosts(2)
     training = start_training(hosts, tmp_path, OPEN_PORTS)

@@ -41,7 +41,7 @@ def source(workers: int, end: str = "fit()") -> str:
     return READING.replace("WORKERS", str(workers)) + end
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_killed_script_leaves_no_reader(workers: int, tmp_path: Path) -> None:
     with running(source(workers), directory=tmp_path) as script:
@@ -92,7 +92,7 @@ finally:
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ctrl_c_in_a_terminal(workers: int, tmp_path: Path) -> None:
     """It goes to the readers, too: the step under way still gets its samples from them."""

@@ -229,7 +229,7 @@ def assert_as(trainer: lockstep.Trainer, model: nn.Module, optimizer: Any) -> No
             assert_equal(found[slot], value)
 
 
-@pytest.mark.parametrize(("kills", "staleness"), core_of([(6, 4), (20, None)], [(6, 4)]))
+@pytest.mark.parametrize(("kills", "staleness"), core_of([(6, 4), (20, None)], [(6, 4)], []))
 def test_workers_die_and_no_sample_counts_twice(
     kills: int, staleness: int | None, tmp_path: Path
 ) -> None:
@@ -260,6 +260,7 @@ OPTIMIZERS: dict[str, Any] = {
     core_of(
         [("Adam", 1), *((name, 4) for name in OPTIMIZERS), ("still", 1), ("Adagrad", 1)],
         [("Adam", 1)],
+        [("momentum", 4)],
     ),
 )
 def test_servers_die_in_every_phase_and_their_copies_take_over(
@@ -308,7 +309,7 @@ def test_copies_that_differ_are_an_error(tmp_path: Path) -> None:
         fit(tmp_path, ["forget"], strategy, OPTIMIZERS["momentum"])
 
 
-@pytest.mark.parametrize("kills", core_of([3, 20], [3]))
+@pytest.mark.parametrize("kills", core_of([3, 20], [3], []))
 def test_servers_that_die_change_no_bit_where_workers_wait(kills: int, tmp_path: Path) -> None:
     trained = []
     for number, deaths in enumerate((0, kills)):
@@ -337,7 +338,7 @@ def test_without_a_second_copy_the_error_says_what_is_left(
     assert any("The weights " in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize("staleness", core_of([0, 2, None], [2]))
+@pytest.mark.parametrize("staleness", core_of([0, 2, None], [2], []))
 def test_without_a_second_copy_the_newest_checkpoint_is_taken(
     staleness: int | None, tmp_path: Path
 ) -> None:

@@ -43,7 +43,7 @@ for cell in {CELLS!r}:
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_cells_of_a_notebook(tmp_path: Path) -> None:
     """Cells are compiled one by one, have no file, and define what is trained."""
     assert run(NOTEBOOK, directory=tmp_path, command=["-c", NOTEBOOK]) == "alike True\n"

@@ -234,7 +234,7 @@ def follow():
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_memory_is_shared_and_ranks_meet_at_the_board(tmp_path: Path) -> None:
     source = """
 def lead():
@@ -323,8 +323,8 @@ AT_BOARD, ONE_IS_STOPPED, PATIENCE = False, False, WAIT
 """
 
 
-@pytest.mark.parametrize("number", core_of([1, 2], [2]))
-@pytest.mark.parametrize("where", core_of(["finish", "board"], ["board"]))
+@pytest.mark.parametrize("number", core_of([1, 2], [2], []))
+@pytest.mark.parametrize("where", core_of(["finish", "board"], ["board"], []))
 def test_a_killed_follower_is_seen_at_once(where: str, number: int, tmp_path: Path) -> None:
     source = CAUGHT + WAITING + f"\nAT_BOARD = {where == 'board'}\n"
     with started(source, tmp_path) as (leader, *followers):
@@ -535,7 +535,7 @@ def follow():
             assert finish(follower) == (0, f"attached\n{returned}as before True\nend\n")
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_torchrun(tmp_path: Path) -> None:
     """As users start it; its agent is the parent of all processes."""
     source = """

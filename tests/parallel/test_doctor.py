@@ -90,7 +90,7 @@ def test_what_is_wrong_with_this_host(tmp_path: Path) -> None:
     assert "Training will fail, or be refused." in out
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_threads_that_are_bound_are_noticed() -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core is all there is: nothing can be bound to less")
@@ -100,7 +100,7 @@ def test_threads_that_are_bound_are_noticed() -> None:
     assert "Received: OMP_PROC_BIND=true" in out
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_two_hosts_with_a_slow_link(make_hosts: MakeHosts, tmp_path: Path) -> None:
     hosts = make_hosts(2)
     hosts.shape(1, "200mbit")
@@ -145,7 +145,7 @@ def test_hosts_that_must_agree(make_hosts: MakeHosts, tmp_path: Path) -> None:
     assert processes[1].finish()[0] == 1
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_host_that_does_not_come_is_named(make_hosts: MakeHosts, tmp_path: Path) -> None:
     hosts = make_hosts(2)
     env = {"LOCKSTEP_SECRET": secrets.token_hex(32), **WIDE, **without_torch(tmp_path)}

@@ -341,7 +341,7 @@ def attack(
     return num_refused
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_ten_thousand_attacks_on_a_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host 0 and 1 wait for host 2; what comes instead is refused; then host 2 comes."""
     gates: list[Gate] = []

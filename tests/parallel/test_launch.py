@@ -261,7 +261,7 @@ def test_without_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_descriptors() <= before
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_template_imports_once_for_all_later_helpers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

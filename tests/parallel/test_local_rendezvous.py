@@ -201,7 +201,7 @@ def test_a_follower_that_was_there_may_come_again(place: Place) -> None:
         check_and_close([first, second, *followers])
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_who_is_late_is_named(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
     with threads() as call:
         leading = call(lead, place, 4, 6.0)

@@ -70,7 +70,7 @@ def python(source: str, *arguments: object) -> list[str]:
     return [sys.executable, "-c", source, *map(str, arguments)]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_hosts_talk_lose_their_link_and_are_as_fast_as_they_are_said_to_be(
     make_hosts: MakeHosts,
 ) -> None:
@@ -93,7 +93,7 @@ def test_hosts_talk_lose_their_link_and_are_as_fast_as_they_are_said_to_be(
     server.check()
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_what_a_host_receives_is_limited_too(make_hosts: MakeHosts) -> None:
     hosts = make_hosts(2)
     hosts.shape(0, "100mbit")

@@ -61,7 +61,9 @@ print([name for name in {slow} if name in sys.modules])
 @pytest.mark.parametrize(
     ("strategy", "optimizer", "loss"),
     [
-        ("SingleDeviceStrategy()", "Adam", "nn.MSELoss()"),
+        pytest.param(
+            *("SingleDeviceStrategy()", "Adam", "nn.MSELoss()"), marks=pytest.mark.exhaustive
+        ),
         ("PipelineStrategy(2)", "AdamW", "nn.MSELoss()"),
         ("MirroredStrategy(2)", "Adam", "lambda out, y: (out - y).square().mean().sqrt()"),
     ],

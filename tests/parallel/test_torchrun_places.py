@@ -34,7 +34,7 @@ def outputs(agents: list["subprocess.Popen[str]"]) -> list[list[str]]:
     return [sorted(out.splitlines()) for out, _ in said]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_hosts_with_different_numbers_of_processes_can_meet(backend: str, tmp_path: Path) -> None:
     write(tmp_path / "script.py", MEET)

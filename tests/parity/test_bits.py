@@ -14,6 +14,7 @@ from tests.thorough import core_of
 from tests.zoo import Case, case, cases
 
 NAMES = [one.name for one in cases()]
+FEW = ("mlp", "cnn_batch_norm", "gpt_tied")
 
 
 def three_batches(job: Case) -> Any:
@@ -50,7 +51,9 @@ def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     ("devices", "precision"),
     core_of([(2, "fp32"), (3, "fp32"), (4, "fp32"), (3, "fp64")], [(3, "fp32")]),
 )
-@pytest.mark.parametrize("name", core_of(NAMES, ["mlp", "cnn_batch_norm", "gpt_tied"]))
+@pytest.mark.parametrize(
+    "name", core_of(NAMES, ["mlp", "cnn_batch_norm", "gpt_tied"], ["resnet", "lstm"])
+)
 def test_four_shares_give_the_same_bits_on_any_number_of_replicas(
     name: str, devices: int, precision: str
 ) -> None:

@@ -85,9 +85,14 @@ CORE = [
     ("mirrored-2", "Adam", "epoch"),
     ("pipeline-2", "Adam", "2 steps"),
 ]
+MORE = [
+    ("hybrid-2x2", "Adam", "2 steps"),
+    ("mirrored-2", "one cycle", "2 steps"),
+    ("mirrored-2", "float16", "2 steps"),
+]
 
 
-@pytest.mark.parametrize(("strategy", "feature", "every"), core_of(ROWS, CORE))
+@pytest.mark.parametrize(("strategy", "feature", "every"), core_of(ROWS, CORE, MORE))
 def test_a_script_that_is_started_again_goes_on(
     strategy: str, feature: str, every: str, tmp_path: Path
 ) -> None:

@@ -23,6 +23,18 @@ CORE = (
     *("early stopping", "own loss"),
 )
 
+# Options whose like is in the core: they are proven on the ranks of one host, too.
+RARE = (
+    *("adam", "accumulate", "averages of adam", "schedule by step", "schedule by epoch"),
+    *("bf16", "fp32", "fp16-mixed", "adafactor", "own optimizer", "sample weights", "shares"),
+    *("shares with dropout", "BatchNorm", "generator", "steps per epoch", "rate rule"),
+    *("clip weights", "lambda", "at the end"),
+)
+CASES = [
+    *core_of([name for name in (*JOBS, *LOSS_JOBS) if name not in RARE], CORE),
+    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in RARE),
+]
+
 Told = dict[str, Any]
 
 
@@ -38,7 +50,7 @@ def told(
         yield [{line["job"]: line for line in each} for each in lines_of_all(processes, SECONDS)]
 
 
-@pytest.mark.parametrize("name", core_of([*JOBS, *LOSS_JOBS], CORE))
+@pytest.mark.parametrize("name", CASES)
 def test_two_hosts_train_as_one_device(name: str, told: list[dict[str, Told]]) -> None:
     ours = [host[name] for host in told]
     for each in ours:

@@ -145,7 +145,9 @@ def plainly(strategy: str, kind: type[Rows]) -> tuple[Any, ...]:
     return train(dataset, strategy, validation=dataset)
 
 
-FEW = core_of(["single", "mirrored-2", "mirrored-2-shares-4", "pipeline-2"], ["mirrored-2"])
+FEW = core_of(
+    ["single", "mirrored-2", "mirrored-2-shares-4", "pipeline-2"], ["mirrored-2"], ["pipeline-2"]
+)
 
 
 @pytest.mark.parametrize("strategy", FEW)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.launchers import run_script
+from tests.thorough import core_of
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
@@ -34,7 +35,7 @@ def test_data_of_tensorflow(trained: tuple[Path, list[str]]) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+@pytest.mark.parametrize("backend", core_of(["tensorflow", "jax"], ["jax"], []))
 def test_files_load_on_other_backends(trained: tuple[Path, list[str]], backend: str) -> None:
     found = run("keras_loading.py", trained[0], like=None, KERAS_BACKEND=backend)
     assert found == [f"{backend} {name} same" for name in STRATEGIES]
@@ -56,7 +57,7 @@ except lockstep.LockstepError as error:
     ("first", "inside"),
     [
         pytest.param("import keras", "pass", id="before"),
-        pytest.param("", "import keras", id="within", marks=pytest.mark.thorough),
+        pytest.param("", "import keras", id="within", marks=pytest.mark.exhaustive),
     ],
 )
 def test_another_backend(tmp_path: Path, first: str, inside: str) -> None:

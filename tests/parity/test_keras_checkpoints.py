@@ -160,6 +160,10 @@ CORE = [
     ("mirrored-2", "metrics", "3 steps"),
     ("mirrored-2", "callbacks", "3 steps"),
 ]
+MORE = [
+    ("pipeline-2", "metrics", "3 steps"),
+    *(("mirrored-2", feature, "3 steps") for feature in ("averages", "a schedule")),
+]
 
 
 def fit(
@@ -179,7 +183,7 @@ def state_of(model: Any) -> TrainingState:
     return state
 
 
-@pytest.mark.parametrize(("strategy", "feature", "every"), core_of(ROWS, CORE))
+@pytest.mark.parametrize(("strategy", "feature", "every"), core_of(ROWS, CORE, MORE))
 def test_a_script_that_is_started_again_goes_on(
     strategy: str, feature: str, every: str, tmp_path: Path
 ) -> None:

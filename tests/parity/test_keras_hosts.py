@@ -97,7 +97,7 @@ with zoo.true_float64():
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", core_of([0, 2], [2], []))
 def test_tasks_with_a_server_train_a_keras_model(staleness: int, tmp_path: Path) -> None:
     script = tmp_path / "served.py"
     script.write_text(SERVED)
@@ -167,7 +167,7 @@ def test_what_hosts_do_not_have_alike_is_named(tmp_path: Path) -> None:
             assert alike == "trained"
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_processes_of_torchrun(name: str, two_processes: list[Told]) -> None:

@@ -98,7 +98,7 @@ class _Stop(lockstep.Callback):
             raise KeyError("the end")
 
 
-@pytest.mark.parametrize("outer", core_of([None, lockstep.Nesterov()], [lockstep.Nesterov()]))
+@pytest.mark.parametrize("outer", core_of([None, lockstep.Nesterov()], [lockstep.Nesterov()], []))
 def test_a_checkpoint_has_the_optimizer_of_each_replica(outer: Any, tmp_path: Path) -> None:
     one = case("gpt_tied")
     one = replace(one, optimizer=partial(torch.optim.Adam, lr=1e-3))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers import on_loopback
-from tests.launching import LOCKSTEP, STRICT, STRICT_BUT_KERAS, call
+from tests.launchers import on_loopback, run_script
+from tests.launching import STRICT, STRICT_BUT_KERAS
 from tests.parity import keras_loop
 from tests.parity.loop_processes import (
     KERAS_SCRIPT,
@@ -45,7 +45,7 @@ def test_replicas_train_what_one_device_trains(layout: str) -> None:
     assert_exact(run_as_torchrun([*STRICT, SCRIPT, engine, *loops], count), loops)
 
 
-@pytest.mark.parametrize("layout", core_of(KERAS_LAYOUTS, ("2 of torchrun", "2 over gloo")))
+@pytest.mark.parametrize("layout", core_of(KERAS_LAYOUTS, ["2 of torchrun"], ["2 over gloo"]))
 def test_replicas_of_a_keras_loop_train_what_one_device_trains(layout: str) -> None:
     count, engine, loops = KERAS_LAYOUTS[layout]
     words = [*STRICT_BUT_KERAS, KERAS_SCRIPT, engine, *loops]
@@ -72,12 +72,10 @@ def test_replicas_of_a_keras_loop_on_several_hosts() -> None:
         assert_exact([each.check(SECONDS) for each in processes], KERAS_FEW)
 
 
-@pytest.mark.fresh
 @pytest.mark.thorough
 def test_lockstep_run_starts_replicas(tmp_path: Path) -> None:
-    words = [*LOCKSTEP, "run", "--processes", "2", SCRIPT, "shared", "mlp, clipped"]
-    done = call(words, tmp_path, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stderr
-    lines = [line.removeprefix("[process 1] ") for line in done.stdout.splitlines()]
+    words = ["-m", "lockstep", "run", "--processes", "2", SCRIPT, "shared", "mlp, clipped"]
+    said = run_script(words, tmp_path, {"PYTHONPATH": str(ROOT)})
+    lines = [line.removeprefix("[process 1] ") for line in said.splitlines()]
     assert sorted(json.loads(line)["rank"] for line in lines) == [0, 1]
     assert_exact(lines, ["mlp, clipped"])

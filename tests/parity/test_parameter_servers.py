@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.errors import ModelError, OptionError
+from lockstep.train.runtime import session
 from tests.thorough import core_of
 from tests.zoo import case, make_job
 
@@ -532,6 +533,7 @@ def test_roles_that_do_not_fit_are_refused(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(session, "_DISMISSAL_SECONDS", 0.1)  # nobody comes who would be told
     with pytest.raises(OptionError, match=message):
         trained(make(), Sums())
 

@@ -424,7 +424,7 @@ def quick_compilation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 # Compilation takes its time, above all where other tests have the cores.
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", ["cnn_batch_norm"])

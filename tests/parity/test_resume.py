@@ -164,9 +164,21 @@ CORE = [
     ("mirrored-2", "averages of bfloat16"),
     ("pipeline-2", "cosine"),
 ]
+# Each kind of state that a feature adds, and each strategy, once.
+MORE = [
+    ("mirrored-2-shares-4", "Adam"),
+    ("mirrored-2-gloo", "whole parameters"),
+    ("hybrid-2x2", "Adam"),
+    ("pipeline-2", "one cycle"),
+    *(
+        ("mirrored-2", feature)
+        for feature in ("two groups", "an optimizer of one's own", "a rate that is a tensor")
+    ),
+    *(("mirrored-2", feature) for feature in ("plateau", "float16", "skipping")),
+]
 
 
-@pytest.mark.parametrize(("strategy", "feature"), core_of(ROWS, CORE))
+@pytest.mark.parametrize(("strategy", "feature"), core_of(ROWS, CORE, MORE))
 def test_one_more_epoch_has_the_bits_of_the_second(strategy: str, feature: str) -> None:
     whole, first = make_trainer(feature, strategy), make_trainer(feature, strategy)
     expected = fit(whole, 2)
@@ -338,9 +350,17 @@ WITHIN_CORE = [
     ("single", "Adam", "within an epoch"),
     ("mirrored-2", "averages of bfloat16", "within an epoch"),
 ]
+WITHIN_MORE = [
+    *(("mirrored-2", "Adam", place) for place in PLACES if place != "within an epoch"),
+    ("mirrored-2-gloo", "one cycle", "within an epoch"),
+    ("pipeline-2", "float16", "within an epoch"),
+    ("hybrid-2x2", "skipping", "within an epoch"),
+]
 
 
-@pytest.mark.parametrize(("strategy", "feature", "place"), core_of(WITHIN_ROWS, WITHIN_CORE))
+@pytest.mark.parametrize(
+    ("strategy", "feature", "place"), core_of(WITHIN_ROWS, WITHIN_CORE, WITHIN_MORE)
+)
 def test_a_fit_goes_on_within_an_epoch(strategy: str, feature: str, place: str) -> None:
     onlooker = lockstep.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True)
     again = lockstep.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True)

@@ -1,15 +1,16 @@
 """Workers and parameter servers whose roles a launcher says: by TF_CONFIG, or ``lockstep run``."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launchers import BEGINNING, SECRET
+from tests import warm
+from tests.launchers import BEGINNING, ROOT, SECRET
 from tests.launching import TIMEOUT_SECONDS, clean_environment, free_port
+from tests.netns import HostProcess
 from tests.thorough import core_of
 
 SCRIPT = f"""{BEGINNING}
@@ -33,30 +34,24 @@ tell([numbers, own, trained(lockstep.SingleDeviceStrategy())[1]])
 """
 
 
-def started(folder: Path, variables: dict[str, str], command: list[str]) -> Any:
+def started(folder: Path, variables: dict[str, str], command: list[str]) -> HostProcess:
     if not (
         folder / "script.py"
     ).exists():  # else it would be empty for a moment, as another reads it
         (folder / "script.py").write_text(SCRIPT)
-    return subprocess.Popen(
-        [sys.executable, *command],
-        cwd=folder,
-        env=clean_environment() | {"OMP_NUM_THREADS": "1"} | variables,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    environment = clean_environment() | warm.VARIABLES | {"PYTHONPATH": str(ROOT)} | variables
+    return HostProcess([sys.executable, *command], environment, folder, like="torch")
 
 
-def told(processes: list[Any]) -> list[Any]:
+def told(processes: list[HostProcess]) -> list[Any]:
     try:
-        said = [each.communicate(timeout=TIMEOUT_SECONDS) for each in processes]
+        said = [each.finish(TIMEOUT_SECONDS) for each in processes]
     finally:
         for each in processes:
-            each.kill()
-    assert [each.returncode for each in processes] == [0] * len(processes), said
-    return [json.loads(out) for out, _ in said]
+            each.end()
+            each.close()
+    assert [status for status, _, _ in said] == [0] * len(processes), said
+    return [json.loads(out) for _, out, _ in said]
 
 
 def assert_near(own: list[list[float]], others: list[list[float]]) -> None:
@@ -64,7 +59,7 @@ def assert_near(own: list[list[float]], others: list[list[float]]) -> None:
         assert all(abs(a - b) <= 1e-12 for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("staleness", core_of([0, 2], [0]))
+@pytest.mark.parametrize("staleness", core_of([0, 2], [0], []))
 def test_the_tasks_of_tf_config_are_workers_and_servers(staleness: int, tmp_path: Path) -> None:
     """A chief, a worker and two servers; all end with the weights of one device."""
     roles = {"chief": 1, "worker": 1, "ps": 2}
@@ -88,7 +83,7 @@ def test_the_tasks_of_tf_config_are_workers_and_servers(staleness: int, tmp_path
             assert_near(own, alone)
 
 
-@pytest.mark.parametrize("staleness", core_of([0, 2], [0]))
+@pytest.mark.parametrize("staleness", core_of([0, 2], [2], []))
 def test_lockstep_run_says_how_many_there_are(staleness: int, tmp_path: Path) -> None:
     command = ["-m", "lockstep", "run", "--devices", "2", "--servers", "3", "script.py"]
     ((numbers, own, alone),) = told([started(tmp_path, {}, [*command, str(staleness)])])
@@ -97,7 +92,7 @@ def test_lockstep_run_says_how_many_there_are(staleness: int, tmp_path: Path) ->
         assert_near(own, alone)
 
 
-@pytest.mark.parametrize("staleness", core_of([0, 2], [2]))
+@pytest.mark.parametrize("staleness", core_of([0, 2], [2], []))
 def test_lockstep_run_has_servers_on_the_last_of_several_hosts(
     staleness: int, tmp_path: Path
 ) -> None:

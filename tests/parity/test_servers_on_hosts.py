@@ -145,6 +145,7 @@ def on_hosts(hosts: int | str, script: list[str]) -> AbstractContextManager[list
             ("3 hosts, 2 servers", ("resnet",)),
         ],
         lambda layout, _: layout == "2 hosts, a server",
+        lambda layout, _: layout == "2 hosts of 2, 2 servers",
     ),
     indirect=["layout"],
 )
@@ -176,6 +177,7 @@ def num_workers_of(layout: str) -> int:
             ("3 hosts of 2, 2 servers", (2, 2, 4)),
         ],
         lambda layout, _: layout == "a server",
+        lambda layout, _: layout == "3 hosts of 2, 2 servers",
     ),
     indirect=["layout"],
 )
@@ -388,6 +390,7 @@ except lockstep.LockstepError as error:
             ("servers beside a worker", 3, 2, "Rank 3 "),
         ],
         [("servers beside a worker", 3, 2, "Rank 3 ")],
+        [("a server", 2, 2, "Host 2 (")],
     ),
 )
 def test_a_task_that_dies_is_named(

@@ -103,7 +103,7 @@ def exact(seconds: float) -> int:
     return int(units)
 
 
-@pytest.mark.parametrize("num_examples", [100, pytest.param(1000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("num_examples", [100, pytest.param(1000, marks=pytest.mark.exhaustive)])
 def test_the_best_cut_is_what_trying_all_finds(num_examples: int) -> None:
     examples = given(problem=cut_problems(), data=st.data())
     settings(max_examples=num_examples)(examples(check_best_cut))()

@@ -93,7 +93,7 @@ def test_random_bytes(payload: bytes) -> None:
 
 
 @pytest.mark.thorough
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(st.data())
 def test_mutated_bytes(data: st.DataObject) -> None:
     payload = bytearray(data.draw(st.sampled_from(RICH)))

@@ -29,7 +29,7 @@ def test_the_page_is_up_to_date() -> None:
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_page_that_is_not_up_to_date_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -105,7 +105,7 @@ def forget_trials(monkeypatch: pytest.MonkeyPatch, found: int) -> list[int]:
 # --- what is found ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("devices", core_of([1, 2], [1]))
+@pytest.mark.parametrize("devices", core_of([1, 2], [2], []))
 def test_a_size_is_found_said_and_trained_with(
     devices: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.launchers import lines_of_all, on_loopback, run_script
 from tests.pages import imports_lockstep_first, read_page, undefined_names
+from tests.thorough import core_of
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "keras"
@@ -23,6 +24,7 @@ ON_HOSTS: dict[str, dict[str, tuple[int, ...]]] = {
     "parameter_servers.py": {"chief": (0,), "worker": (0,), "ps": (0,)},
 }
 ON_TPUS = "tpu.py"  # tests/tpu runs it
+ALONE = [name for name in PROGRAMS if name not in (*ON_HOSTS, ON_TPUS)]
 VARIABLES = {"KERAS_BACKEND": None, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 PAGE = (ROOT / "docs" / "migrating.md").read_text()
@@ -37,7 +39,7 @@ DATA = re.compile(r"\btf\.data\b|\bDataLoader\b")
 
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in (*ON_HOSTS, ON_TPUS)])
+@pytest.mark.parametrize("name", core_of(ALONE, ["pipelined_cnn.py"], []))
 def test_example(name: str, tmp_path: Path) -> None:
     text = (FOLDER / name).read_text()
     like = "keras" if "import keras" in text else "torch"
@@ -45,7 +47,7 @@ def test_example(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ON_HOSTS)
+@pytest.mark.parametrize("name", core_of(ON_HOSTS, ["parameter_servers.py"], []))
 def test_example_on_hosts(name: str, tmp_path: Path) -> None:
     script, roles = [str(FOLDER / name)], ON_HOSTS[name]
     with on_loopback(

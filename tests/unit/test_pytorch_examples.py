@@ -41,6 +41,7 @@ def test_a_net_resumes_from_its_checkpoint_to_the_same_end(tmp_path: Path) -> No
     assert "Epoch 1/2" not in second
 
 
+@pytest.mark.exhaustive
 def test_a_pipeline_learns_to_write(tmp_path: Path) -> None:
     told = run("character_gpt.py", tmp_path)
     assert re.search(r"^blocks\.0\.\S+ .* 0$", told, re.MULTILINE)

@@ -344,8 +344,8 @@ def start_filling(path: Path) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.thorough
-def test_many_processes_make_and_fill_one_file(tmp_path: Path) -> None:
-    started = [start_filling(tmp_path / "cached") for _ in range(3)]
+def test_processes_make_and_fill_one_file(tmp_path: Path) -> None:
+    started = [start_filling(tmp_path / "cached") for _ in range(2)]
     for process in started:
         out, _ = process.communicate(timeout=60)
         assert (process.returncode, out) == (0, "ready\nTrue\n")

@@ -90,7 +90,7 @@ def test_every_public_name_loads_and_is_documented(name: str) -> None:
     assert value.__doc__
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_every_public_name_is_what_it_is_in_whatever_order_names_are_loaded() -> None:
     """By a star import, which gives the public names only, and one by one from the last."""
     show = "print({name: type(value).__name__ for name, value in found.items()})"
