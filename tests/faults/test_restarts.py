@@ -128,7 +128,7 @@ def trained(
 
 
 # Of others, that run less often, `sharded replicas`, `tensor` and `local-pipelines` have all.
-RARE = ("sharded", "sharded, one copy", "tensor gloo", "local")
+RARE = ("sharded, one copy", "tensor gloo", "local")
 CASES = [
     *core_of([name for name in STRATEGIES if name not in RARE], ["mirrored", "pipeline", "tensor"]),
     *(pytest.param(name, marks=pytest.mark.exhaustive) for name in RARE),

@@ -7,7 +7,7 @@ parts, in files that are named after Keras, are not counted.
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import import_module
 from operator import attrgetter
@@ -177,19 +177,18 @@ def test_an_object_has(holder: str, name: str) -> None:
 
 @pytest.mark.thorough
 def test_no_others_are_used() -> None:
-    trees = {
-        path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")
-    }
-    own = {name for tree in trees.values() for name in _defined(tree)}
     known = {f"torch.{name}" for name in (*FUNCTIONS, *OBJECTS)} | OF_PYTHON | OF_CLOUDPICKLE
     known |= {name for names in ATTRIBUTES.values() for name in names}
-    others = {
-        f"{path}:{line}: {name}"
-        for path, tree in trees.items()
-        for line, name in _used(tree, is_of_keras="keras" in path.as_posix())
-        if name not in known | own
-    }
-    assert not others
+    used: dict[str, str] = {}
+    for path in PACKAGE.rglob("*.py"):
+        where = path.relative_to(PACKAGE).as_posix()
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        known.update(_defined(nodes))
+        used |= {
+            f"{where}:{line}: {name}": name
+            for line, name in _used(nodes, is_of_keras="keras" in where)
+        }
+    assert not {place for place, name in used.items() if name not in known}
 
 
 def test_all_that_is_named_is_used() -> None:
@@ -200,9 +199,9 @@ def test_all_that_is_named_is_used() -> None:
     assert named <= words
 
 
-def _defined(tree: ast.Module) -> Iterator[str]:
+def _defined(nodes: Sequence[ast.AST]) -> Iterator[str]:
     """Names that Lockstep gives."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -211,14 +210,14 @@ def _defined(tree: ast.Module) -> Iterator[str]:
             yield node.id
 
 
-def _used(tree: ast.Module, *, is_of_keras: bool) -> Iterator[tuple[int, str]]:
+def _used(nodes: Sequence[ast.AST], *, is_of_keras: bool) -> Iterator[tuple[int, str]]:
     """Private names that code reaches for: with their path if that begins with ``torch``."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
-            path = ast.unparse(node)
-            if re.fullmatch(r"torch\.[\w.]+", path):
+            path = _dotted(node)
+            if path.startswith("torch."):
                 if _is_private(path) and not _is_private(path.rpartition(".")[0]):
-                    yield node.lineno, _whole(tree, node)
+                    yield node.lineno, _whole(nodes, node)
             elif _is_private(node.attr) and not is_of_keras:
                 yield node.lineno, node.attr
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
@@ -226,13 +225,18 @@ def _used(tree: ast.Module, *, is_of_keras: bool) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, path) for path in paths if _is_private(path))
 
 
-def _whole(tree: ast.Module, part: ast.Attribute) -> str:
+def _whole(nodes: Sequence[ast.AST], part: ast.Attribute) -> str:
     """The longest path that begins with this one."""
-    longer = (
-        node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.value is part
-    )
+    longer = (node for node in nodes if isinstance(node, ast.Attribute) and node.value is part)
     following = next(longer, None)
-    return ast.unparse(part) if following is None else _whole(tree, following)
+    return _dotted(part) if following is None else _whole(nodes, following)
+
+
+def _dotted(node: ast.expr) -> str:
+    """``a.b.c``; begins with a dot where what has the attributes is no name."""
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _is_private(path: str) -> bool:
