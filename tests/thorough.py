@@ -14,6 +14,9 @@ import pytest
 # What `make test` gives pytest as ``-m``.
 CORE = "not thorough"
 
+# ``pytestmark`` of files whose like is in the core: CI runs all of their tests, `make test` none.
+OUTER = pytest.mark.thorough(is_chosen=True)
+
 Core = Collection[Any] | Callable[..., bool]
 
 
@@ -31,12 +34,11 @@ def core_of(cases: Iterable[Any], core: Core, more: Core | None = None) -> list[
     assert always, "of every test something runs"
     others = [case for case in every if case not in always]
     in_ci = [] if more is None else _chosen(others, more)
-    chosen = pytest.mark.thorough(is_chosen=True)
     rest = pytest.mark.thorough if more is None else pytest.mark.exhaustive
     return [
         case
         if case in always
-        else pytest.param(*_values(case), marks=chosen if case in in_ci else rest)
+        else pytest.param(*_values(case), marks=OUTER if case in in_ci else rest)
         for case in every
     ]
 

@@ -14,6 +14,9 @@ import pytest
 
 from lockstep.cli.main import main
 from tests.netns import Hosts
+from tests.thorough import OUTER
+
+pytestmark = OUTER
 
 MakeHosts = Callable[[int], Hosts]
 

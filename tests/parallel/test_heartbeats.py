@@ -12,6 +12,9 @@ from lockstep.launch.health.heartbeats import Heartbeats
 from lockstep.launch.workers import process_state
 from tests.channels import channel_pair
 from tests.faults.processes import is_alive
+from tests.thorough import OUTER
+
+pytestmark = OUTER
 
 Pair = tuple[Heartbeats, Heartbeats]
 

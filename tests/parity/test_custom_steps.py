@@ -12,8 +12,10 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.errors import LockstepError, NonFiniteLossError, OptionError
 from lockstep.strategies.base import Strategy
-from tests.thorough import core_of
+from tests.thorough import OUTER, core_of
 from tests.zoo import build_seeded
+
+pytestmark = OUTER
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "single": lockstep.SingleDeviceStrategy,

@@ -27,6 +27,9 @@ from lockstep.comm.collectives.shm_gradient_buffer import SharedGradientBuffer
 from lockstep.comm.transports.process_group_transport import ProcessGroupTransport
 from lockstep.parallel.loss.share_losses import ShareLoss
 from lockstep.parallel.worker import Worker
+from tests.thorough import OUTER
+
+pytestmark = OUTER
 
 GLOO = partial(lockstep.MirroredStrategy, engine="gloo")
 DATA = (

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import ModelError, OptionError
+from tests.thorough import OUTER
+
+pytestmark = OUTER
 
 
 class Tied(nn.Module):

@@ -16,7 +16,9 @@ from keras import layers
 import lockstep
 from lockstep.errors import DataError, ModelError, OptionError
 from tests import keras_zoo as zoo
-from tests.thorough import core_of
+from tests.thorough import OUTER, core_of
+
+pytestmark = OUTER
 
 TIME, SAMPLES = 5, 22
 X = zoo.vectors(SAMPLES * TIME, 6).reshape(SAMPLES, TIME, 6)

@@ -11,7 +11,9 @@ from keras import layers
 
 import lockstep
 from tests import keras_zoo as zoo
-from tests.thorough import core_of
+from tests.thorough import OUTER, core_of
+
+pytestmark = OUTER
 
 SAMPLES, BATCH = 50, 12
 X, Y = zoo.vectors(SAMPLES), zoo.classes(SAMPLES)

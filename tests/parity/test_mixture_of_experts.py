@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import LossError
-from tests.thorough import core_of
+from tests.thorough import OUTER, core_of
+
+pytestmark = OUTER
 
 EXPERTS, CHOSEN, TOKENS, WIDTH, CLASSES = 4, 2, 5, 8, 3
 SAMPLES, BATCH, STEPS = 22, 9, 6  # the last batch is one of four samples

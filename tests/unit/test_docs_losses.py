@@ -7,6 +7,9 @@ from typing import Any
 import torch
 
 import lockstep
+from tests.thorough import OUTER
+
+pytestmark = OUTER
 
 PAGE = Path(__file__).parents[2] / "docs" / "losses-and-schedules.md"
 

@@ -12,6 +12,9 @@ import lockstep
 from lockstep.cli.main import main
 from lockstep.report.html_page import html_of
 from lockstep.report.run_report import report_of, text_of
+from tests.thorough import OUTER
+
+pytestmark = OUTER
 
 # Elements without an end.
 VOID = {"meta", "rect", "polyline"}
