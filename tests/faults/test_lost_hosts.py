@@ -105,8 +105,8 @@ def whole_epochs(strategy: str) -> object:
             *(("replicas on 2 hosts", 1, False), ("stages on 2 hosts", 0, True)),
             *(("Keras on 2 hosts", 0, True), ("Keras on 2 hosts", 1, False)),
         ],
-        [("replicas on 2 hosts", 0, True)],
         [("stages on 2 hosts", 0, True)],
+        [],
     ),
 )
 def test_between_two_checkpoints_the_memory_of_the_other_host_is_gone_on_from(

@@ -41,7 +41,7 @@ LAYOUTS = {
     ("2 + 1", "sharded"): [("mlp", "momentum"), ("gpt_tied", "adam")],
     ("2 + 2", "sharded replicas"): [("mlp", "adam"), ("unused_branch", "momentum")],
 }
-MORE = [("3 + 2", "a third"), ("2 + 1", "sharded"), ("2 + 2", "sharded replicas")]
+MORE = [("3 + 2", "a third"), ("2 + 1", "sharded")]
 RANKS = {2: IN_TURN[::2], 4: [*CORE, *IN_TURN[2:]], 8: IN_TURN[1::2]}
 
 Job = tuple[str, str]

@@ -37,7 +37,7 @@ STRATEGIES = {"pipeline": 1, "hybrid": 2, "uneven": 2, "mirrored": 1, "sharded r
     core_of(
         [(*row, every) for row in STRATEGIES.items() for every in ("2 steps", "epoch")],
         [("pipeline", 1, "2 steps")],
-        [("uneven", 2, "epoch"), ("sharded replicas", 2, "2 steps")],
+        [("uneven", 2, "epoch")],
     ),
 )
 def test_a_fit_on_several_hosts_goes_on(

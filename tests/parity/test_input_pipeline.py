@@ -71,7 +71,7 @@ def test_training_equals_one_device(wrapper: str, strategy: str) -> None:
     verify(WRAPPERS[wrapper](rows_of("cnn_dropout")), strategy)
 
 
-@pytest.mark.parametrize("strategy", core_of(STRATEGIES, ["mirrored-2", "data-2-pipe-2"]))
+@pytest.mark.parametrize("strategy", core_of(STRATEGIES, ["mirrored-2", "data-2-pipe-2"], []))
 def test_augmented_at_random_training_equals_one_device(strategy: str) -> None:
     """The reference reads for itself: its draws are those that the reader processes make."""
     rows = rows_of("cnn_dropout")
@@ -197,7 +197,7 @@ def test_with_a_cache_every_sample_is_read_once_on_the_host(
 
 
 @pytest.mark.parametrize("workers", core_of([0, 2], [2]))
-@pytest.mark.parametrize("strategy", core_of(STRATEGIES, ["mirrored-2", "pipeline-2"]))
+@pytest.mark.parametrize("strategy", core_of(STRATEGIES, ["mirrored-2", "pipeline-2"], []))
 def test_every_read_is_foreseen(
     strategy: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

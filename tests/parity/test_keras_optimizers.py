@@ -96,6 +96,7 @@ def test_mirrored(optimizer: str) -> None:
     core_of(
         [name for name in OPTIMIZERS if name not in ("clipped norm", "own class")],
         ["sgd", "amsgrad", "averages"],
+        ["nadam", "muon"],
     ),
 )
 def test_in_stages(optimizer: str) -> None:

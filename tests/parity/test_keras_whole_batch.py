@@ -32,6 +32,7 @@ CELLS = core_of(
         (strategy == "mirrored 2" and job in MIRRORED)
         or (strategy == "pipeline 2" and job in ("siamese", "extended"))
     ),
+    [],
 )
 
 
