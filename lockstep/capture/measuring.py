@@ -19,7 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from lockstep import accelerators
 from lockstep.capture.instructions import references, run_instruction
 from lockstep.capture.recording import storage_of
-from lockstep.capture.seeding import gradients_of, seeded
+from lockstep.capture.seeding import (
+    gradients_from,
+    gradients_of,
+    has_reentrant_checkpoint,
+    seeded,
+)
 from lockstep.capture.state import ModelState, set_mode
 from lockstep.capture.tracing import Trace
 from lockstep.data.trees import Tree, map_tensors, tensors_of
@@ -56,7 +61,7 @@ def measure_layers(
     """
     is_meta = any(one.is_meta for one in (*tensors_of(inputs), *model.parameters()))
     layers = _layer_runs(model, trace, map_tensors(_copied, inputs))
-    count: _Count = _count_operations if is_meta else _time
+    count: _Count = _count_operations if is_meta else timed
     state = ModelState(model)
     try:
         set_mode(model, training=trace.training)
@@ -107,12 +112,24 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-def _time(body: Callable[[], Any]) -> float:
+def timed(body: Callable[[], Any]) -> float:
+    """Seconds of a call, without those in which other programs had this thread's core."""
     accelerators.synchronize()
-    begin = time.perf_counter()
+    waited, computed, begin = _waited_seconds(), time.thread_time(), time.perf_counter()
     body()
     accelerators.synchronize()
-    return time.perf_counter() - begin
+    took = time.perf_counter() - begin
+    computed, waited = time.thread_time() - computed, _waited_seconds() - waited
+    return max(took - waited, computed)  # it may have waited between two of these calls
+
+
+def _waited_seconds() -> float:
+    """How long this thread has waited for a core so far; 0 where the kernel does not count it."""
+    try:
+        with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 class _WholeModel:
@@ -226,6 +243,8 @@ class _LayerRun:
     _leaves: list[torch.Tensor] = field(default_factory=list)
     _roots: list[torch.Tensor] = field(default_factory=list)
     _directions: list[torch.Tensor] = field(default_factory=list)
+    _wanted: list[torch.Tensor] = field(default_factory=list)
+    _reenters: bool = False
 
     def begin(self, values: Mapping[int, Any]) -> None:
         """Take the values of earlier layers that it needs."""
@@ -262,20 +281,26 @@ class _LayerRun:
         }
         self._roots = list(made.values())
         self._directions = [torch.ones_like(root) for root in self._roots]
+        leaves = [one for one in self._leaves if one.requires_grad]
+        self._wanted = [*leaves, *(one for one in self.parameters if one.requires_grad)]
+        passed = [*self._directions, *leaves]
+        self.gradient_bytes = sum(one.numel() * one.element_size() for one in passed)
+        self._reenters = has_reentrant_checkpoint(self._roots)
         return bool(self._roots)
 
     def backward(self) -> None:
         """Gradients of its parameters and inputs; they are not kept."""
-        wanted = [one for one in (*self._leaves, *self.parameters) if one.requires_grad]
-        passed = [*self._directions, *(one for one in self._leaves if one.requires_grad)]
-        self.gradient_bytes = sum(one.numel() * one.element_size() for one in passed)
-        root = seeded(self._roots, self._directions)
-        gradients_of([root], wanted, [*self.model.parameters()])
+        if self._reenters:
+            root = seeded(self._roots, self._directions)
+            gradients_of([root], self._wanted, [*self.model.parameters()])
+        else:
+            gradients_from(self._roots, self._directions, self._wanted)
 
     def finish(self) -> dict[int, Any]:
         """Release everything; returns the values that others use, without their history."""
         results = {number: map_tensors(_bare, self._values[number]) for number in self.outputs}
-        self._values, self._leaves, self._roots, self._directions = {}, [], [], []
+        self._values, self._leaves = {}, []
+        self._roots, self._directions, self._wanted = [], [], []
         return results
 
 

@@ -53,6 +53,31 @@ def go_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tenso
     )
 
 
+def gradients_from(
+    tensors: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of the wanted tensors, as fast as autograd can; none is left in ``.grad``.
+
+    Args:
+        tensors: to begin from; no reentrant checkpoint may have made them.
+        gradients: of each, of its shape and dtype.
+        wanted: leaves, at least one; the result has None for those that were not used.
+    """
+    found: tuple[torch.Tensor | None, ...]
+    found = torch.autograd.Variable._execution_engine.run_backward(
+        tuple(tensors),
+        tuple(gradients),
+        False,  # keep_graph
+        False,  # create_graph
+        tuple(wanted),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return found
+
+
 def gradients_of(
     roots: Sequence[torch.Tensor],
     tensors: Sequence[torch.Tensor],
@@ -68,7 +93,7 @@ def gradients_of(
         tensors: whose gradients are wanted.
         parameters: all that backward may reach.
     """
-    if not _has_reentrant_checkpoint(roots):
+    if not has_reentrant_checkpoint(roots):
         return list(torch.autograd.grad(roots, tensors, allow_unused=True))
     found: dict[int, torch.Tensor] = {}
     inner = {id(one): one for one in tensors if not one.is_leaf}
@@ -84,8 +109,8 @@ def gradients_of(
     return [found.get(id(one)) for one in tensors]
 
 
-def _has_reentrant_checkpoint(roots: Sequence[torch.Tensor]) -> bool:
-    """Whether there is one of torch's, or another library's copy of it."""
+def has_reentrant_checkpoint(roots: Sequence[torch.Tensor]) -> bool:
+    """Whether one made them: torch's, or another library's copy of it."""
     left = [root.grad_fn for root in roots]
     seen: set[object] = set()
     while left:

@@ -1,7 +1,11 @@
 """Measuring layers: what counts as whose time and memory, and what is left as it was."""
 
 import copy
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,6 +95,12 @@ class Slow(torch.autograd.Function):
         return gradients[0], None, None
 
 
+def use_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.perf_counter", lambda: Slow.clock)
+    monkeypatch.setattr("time.thread_time", lambda: 0.0)
+    monkeypatch.setattr(measuring, "_waited_seconds", lambda: 0.0)
+
+
 class Timed(nn.Module):
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
@@ -102,7 +112,7 @@ class Timed(nn.Module):
 
 
 def test_time_is_that_of_the_layer_that_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.perf_counter", lambda: Slow.clock)
+    use_clock(monkeypatch)
     model = nn.Sequential(Timed(2.0, 5.0), Timed(1.0, 0.0), Timed(0.5, 0.25))
     found = measured(model, torch.randn(4, 3))
     assert [one.forward_seconds for one in found.values()] == [2.0, 1.0, 0.5]
@@ -114,7 +124,7 @@ def test_time_is_that_of_the_layer_that_takes_it(monkeypatch: pytest.MonkeyPatch
 
 
 def test_times_are_medians_without_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.perf_counter", lambda: Slow.clock)
+    use_clock(monkeypatch)
     seconds = iter([100.0, 3.0, 1.0, 50.0, 2.0, 4.0])
 
     class Jittery(nn.Module):
@@ -137,7 +147,7 @@ def test_times_are_medians_without_the_first(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_gradients_that_nobody_needs_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.perf_counter", lambda: Slow.clock)
+    use_clock(monkeypatch)
     model = nn.Sequential(Timed(1.0, 1.0), Timed(1.0, 1.0), Timed(1.0, 1.0))
     model[:2].requires_grad_(False)
     found = measured(model, torch.randn(4, 3))
@@ -248,7 +258,7 @@ def test_a_device_has_done_its_work_when_a_time_is_taken(monkeypatch: pytest.Mon
     monkeypatch.setattr(accelerators, "in_use", lambda: torch.cuda)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: events.append("waited"))
     monkeypatch.setattr(time, "perf_counter", timed)
-    measuring._time(lambda: events.append("ran"))
+    measuring.timed(lambda: events.append("ran"))
     assert events == ["waited", "timed", "ran", "waited", "timed"]
 
 
@@ -281,3 +291,33 @@ def test_an_automatic_strategy_measures_what_it_can(model: nn.Module) -> None:
     )
     plan = trainer.plan_for(*data, batch_size=4)
     assert any("Chosen of" in note for note in plan.notes), plan
+
+
+def test_seconds_in_which_others_have_the_core_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited = iter([1.0, 6.0])  # so the kernel's count for this thread grows by 5 in the call
+    use_clock(monkeypatch)
+    monkeypatch.setattr(measuring, "_waited_seconds", lambda: next(waited))
+
+    def body() -> None:
+        Slow.clock += 8.0
+
+    assert measuring.timed(body) == 3.0
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="asks Linux")
+def test_linux_counts_the_seconds_in_which_a_thread_waits_for_a_core() -> None:
+    code = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+    core = min(os.sched_getaffinity(0))
+    other = subprocess.Popen([sys.executable, "-c", code, str(core)])
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        before = measuring._waited_seconds()
+        while measuring._waited_seconds() == before:  # until it has had to wait
+            pass
+    finally:
+        os.sched_setaffinity(0, mine)
+        other.kill()
+        other.wait()

@@ -6,9 +6,9 @@ read is written anew.
 
 import os
 import statistics
-import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch import nn
 
+from lockstep.capture.measuring import timed
 from lockstep.cluster.devices import processor_name
 from lockstep.cluster.topology import Cluster, Host
 from lockstep.comm.shared_memory.memory_usage import resident_memory
@@ -142,7 +143,5 @@ def _step_seconds(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> flo
     times = []
     for _ in range(_STEPS + 1):
         weight.grad = torch.ones_like(weight)
-        began = time.perf_counter()
-        step_in_fastest_form(optimizer, optimizer.step)
-        times.append(time.perf_counter() - began)
+        times.append(timed(partial(step_in_fastest_form, optimizer, optimizer.step)))
     return statistics.median(times[1:])

@@ -47,6 +47,7 @@ from lockstep.parallel.data_parallel.forward import (
 )
 from lockstep.parallel.pipeline.partition import Partition, partition
 from lockstep.parallel.settings import num_threads
+from lockstep.parallel.storage.allocator import keep_freed_memory
 from lockstep.parallel.storage.cpu_quirks import breaks_channels_last
 from lockstep.parallel.tensor.observing import has_hooks, observed_splits
 from lockstep.parallel.transfer.serialization import describe
@@ -269,6 +270,7 @@ class Planning:
         fewer = map_tensors(lambda tensor: tensor[:few], inputs)
         announce(f"Measuring {len(trace.layers)} layers")
         given = self._given(inputs)
+        keep_freed_memory()  # as ranks do: without it, each layer's memory is mapped anew
         with num_threads(1):  # as ranks on cores will have
             graph = profile_graph(
                 self._model,
