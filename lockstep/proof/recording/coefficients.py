@@ -70,7 +70,6 @@ def multipliers() -> np.ndarray:
     return (_random_words(7, NUM_WORDS) | np.uint64(1)).view(np.int64)
 
 
-@lru_cache(maxsize=64)
 def repeated_multipliers(lengths: Sequence[int]) -> np.ndarray:
     """Those of several tensors' words, one after the other."""
     many = np.tile(multipliers(), -(-max(lengths) // NUM_WORDS))

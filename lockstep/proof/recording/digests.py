@@ -19,8 +19,9 @@ the norm, and blocks are summed in float64.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ _SMALL = 4096  # elements; below, calls cost more than arithmetic
 _BLOCK = 1 << 18  # elements that are read once from memory for all parts of a digest
 _PERIOD = 8 * NUM_WORDS  # bytes
 _SAME = 1e-4  # of the norm: projections of the same bits, on other processors
+_Part = tuple[int, torch.Tensor, Shard]  # its number, the elements, and which these are
 
 
 class Pending:
@@ -42,8 +44,8 @@ class Pending:
 
     def __init__(self, parts: Sequence[tuple[torch.Tensor, Shard]]) -> None:
         self._count = len(parts)
-        small: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor, Shard]]] = {}
-        large: dict[torch.device, list[tuple[int, torch.Tensor, Shard]]] = {}
+        small: dict[tuple[torch.dtype, torch.device], list[_Part]] = {}
+        large: dict[torch.device, list[_Part]] = {}
         for index, (tensor, shard) in enumerate(parts):
             local = _plain(tensor)
             count = local.numel()
@@ -100,38 +102,69 @@ def distance(one: np.ndarray, other: np.ndarray) -> float:
 def _plain(local: torch.Tensor) -> torch.Tensor:
     """Without gradients, and with complex numbers as pairs in a last dim."""
     local = local.detach()
-    if local.is_sparse:
+    if local.layout is not torch.strided:
         local = local.to_dense()
-    return torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
+    return torch.view_as_real(local.resolve_conj()) if local.dtype.is_complex else local
 
 
 # --- small tensors, of one dtype and device -----------------------------------------------------
 
 
 class _Small:
-    """A copy of all elements."""
+    """A copy of all elements, in which those of equal shards are neighbours: a matrix."""
 
-    def __init__(self, parts: Sequence[tuple[int, torch.Tensor, Shard]]) -> None:
-        self._indices = [index for index, _, _ in parts]
-        self._shards = [shard for _, _, shard in parts]
-        self._lengths = tuple(local.numel() for _, local, _ in parts)
-        self._copy = torch.cat([local.reshape(-1) for _, local, _ in parts])
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self._layout = _layout_of(tuple(shard for _, _, shard in parts))
+        ordered = [parts[place] for place in self._layout.order]
+        self._indices = [index for index, _, _ in ordered]
+        self._copy = torch.cat([local.reshape(-1) for _, local, _ in ordered])
 
     def finish(self, result: np.ndarray) -> None:
         """Write the digests into their rows."""
-        copy = self._copy.cpu()
+        copy, layout = self._copy.cpu(), self._layout
         values = copy.double().numpy()
-        starts = np.cumsum((0, *self._lengths))
-        for index, shard, start, stop in zip(
-            self._indices, self._shards, starts, starts[1:], strict=False
-        ):
-            row, own = result[index], values[start:stop]
-            row[1] = own.dot(own)
-            row[2:] = coefficients.of_elements(shard) @ own
+        rows = np.empty((len(self._indices), WIDTH))
         words = copy.view(_INTEGERS[copy.element_size()]).numpy()
-        products = words * coefficients.repeated_multipliers(self._lengths)
-        hashes = np.add.reduceat(products, starts[:-1])
-        result[self._indices, 0] = hashes.view(np.float64)
+        hashes = np.add.reduceat(words * layout.multipliers, layout.starts)
+        rows[:, 0] = hashes.view(np.float64)
+        rows[:, 1] = np.add.reduceat(values * values, layout.starts)
+        for first, last, start, stop, columns in layout.matrices:
+            rows[first:last, 2:] = values[start:stop].reshape(last - first, -1) @ columns
+        result[self._indices] = rows
+
+
+class _Layout(NamedTuple):
+    """Where parts are in a copy.
+
+    Attributes:
+        order: of the parts.
+        starts: first element of each.
+        multipliers: of the elements, for their hashes.
+        matrices: of equal shards the first part and the one behind the last, their first element
+            and the one behind the last, and the coefficients.
+    """
+
+    order: list[int]
+    starts: np.ndarray
+    multipliers: np.ndarray
+    matrices: list[tuple[int, int, int, int, np.ndarray]]
+
+
+@lru_cache(maxsize=256)
+def _layout_of(shards: tuple[Shard, ...]) -> _Layout:
+    places: dict[Shard, list[int]] = {}
+    for place, shard in enumerate(shards):
+        places.setdefault(shard, []).append(place)
+    matrices, first, start = [], 0, 0
+    for shard, own in places.items():
+        last, stop = first + len(own), start + len(own) * shard.num_elements
+        matrices.append((first, last, start, stop, coefficients.of_elements(shard).T))
+        first, start = last, stop
+    order = [place for own in places.values() for place in own]
+    lengths = [shards[place].num_elements for place in order]
+    return _Layout(
+        order, np.cumsum([0, *lengths[:-1]]), coefficients.repeated_multipliers(lengths), matrices
+    )
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -143,23 +176,28 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class _Large:
     """Sums over rows, of squares, and of words, block by block."""
 
-    def __init__(self, parts: Sequence[tuple[int, torch.Tensor, Shard]]) -> None:
+    def __init__(self, parts: Sequence[_Part]) -> None:
         self._indices = [index for index, _, _ in parts]
         self._shards = [shard for _, _, shard in parts]
         self._starts: list[int] = []  # each tensor's first block
         sums: list[torch.Tensor] = []
         squares: list[torch.Tensor] = []
         words: list[torch.Tensor] = []
+        is_exact = torch.get_float32_matmul_precision() == "highest"
         for _, local, shard in parts:
             self._starts.append(len(words))
+            dtype = _product_dtype(local.dtype, is_exact=is_exact)
+            blocks = _blocks(local.contiguous(), shard)
+            rows = coefficients.row_tensor(shard, dtype, local.device)
             total = []
-            for rows, values, block in _blocks(local, shard):
-                total.append(torch.mv(values.T, rows))
+            for own, block in zip(_split(rows, blocks), blocks, strict=True):
+                values = block if block.dtype == dtype else block.to(dtype)
+                total.append(torch.mv(values.T, own))
                 flat = values.view(-1)
-                squares.append(torch.dot(flat, flat).view(1))
+                squares.append(torch.dot(flat, flat))
                 words.append(_words(block))
             sums.append(_sum(total))
-        self._sums, self._squares = torch.cat(sums), torch.cat(squares)
+        self._sums, self._squares = torch.cat(sums), torch.stack(squares)
         self._words = torch.stack(words)
 
     def finish(self, result: np.ndarray) -> None:
@@ -180,47 +218,44 @@ def _sum(found: list[torch.Tensor]) -> torch.Tensor:
     return found[0] if len(found) == 1 else torch.stack(found).sum(0, dtype=torch.float64)
 
 
-def _product_dtype(dtype: torch.dtype) -> torch.dtype:
+def _product_dtype(dtype: torch.dtype, *, is_exact: bool) -> torch.dtype:
     """Float32 where it is exact enough: not where the user allows shorter products."""
     is_short = dtype.is_floating_point and dtype.itemsize <= 4
-    return torch.float32 if is_short and _is_float32_exact() else torch.float64
+    return torch.float32 if is_short and is_exact else torch.float64
 
 
-def _is_float32_exact() -> bool:
-    return torch.get_float32_matmul_precision() == "highest"
+def _split(rows: torch.Tensor, blocks: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The rows' coefficients, block by block."""
+    return (rows,) if len(blocks) == 1 else rows.split([len(each) for each in blocks])
 
 
-def _blocks(
-    local: torch.Tensor, shard: Shard
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Blocks of whole rows: the rows' coefficients, the values to multiply, and the bits."""
-    dtype = _product_dtype(local.dtype)
-    rows, first = coefficients.row_tensor(shard, dtype, local.device), 0
-    for matrix in _matrices(local.contiguous(), shard):
-        size = _rows_of_block(matrix.shape[1], matrix.element_size())
-        for start in range(0, len(matrix), size):
-            block = matrix[start : start + size]
-            values = block if block.dtype == dtype else block.to(dtype)
-            yield rows[first + start : first + start + len(block)], values, block
-        first += len(matrix)
+def _blocks(local: torch.Tensor, shard: Shard) -> list[torch.Tensor]:
+    """Blocks of whole rows, in the order of memory."""
+    found: list[torch.Tensor] = []
+    for matrix in _matrices(local, shard):
+        count, columns = matrix.shape
+        size = _rows_of_block(columns, matrix.dtype.itemsize)
+        found += [matrix] if count <= size else matrix.split(size)
+    return found
 
 
-def _matrices(local: torch.Tensor, shard: Shard) -> Iterator[torch.Tensor]:
+def _matrices(local: torch.Tensor, shard: Shard) -> list[torch.Tensor]:
     """A part as rows; of one long row, those that it has only some of are filled up with zeros."""
     if not is_flat(shard.shape):
-        yield local.view(len(local), -1)
-        return
+        return [local if local.dim() == 2 else local.view(len(local), -1)]
     flat, (start, stop) = local.view(-1), shard.flat_range()
     before = start % COLUMNS
     head = min(-start % COLUMNS, stop - start)
     num_rows = (stop - start - head) // COLUMNS
     tail = stop - start - head - num_rows * COLUMNS
+    found = []
     if head:
-        yield pad(flat[:head], (before, COLUMNS - before - head))[None]
+        found.append(pad(flat[:head], (before, COLUMNS - before - head))[None])
     if num_rows:
-        yield flat[head : len(flat) - tail].view(num_rows, COLUMNS)
+        found.append(flat[head : len(flat) - tail].view(num_rows, COLUMNS))
     if tail:
-        yield pad(flat[-tail:], (0, COLUMNS - tail))[None]
+        found.append(pad(flat[-tail:], (0, COLUMNS - tail))[None])
+    return found
 
 
 @lru_cache(maxsize=1024)
@@ -232,8 +267,8 @@ def _rows_of_block(columns: int, itemsize: int) -> int:
 
 def _words(block: torch.Tensor) -> torch.Tensor:
     """The sums of words of 8 bytes, modulo 2**64, that have the same multiplier."""
-    flat = block.view(-1)
-    num_bytes = flat.numel() * flat.element_size()
-    if num_bytes % _PERIOD or flat.storage_offset() * flat.element_size() % 8:
-        flat = pad(flat.view(torch.uint8), (0, -num_bytes % _PERIOD)).clone()
-    return flat.view(torch.int64).view(-1, NUM_WORDS).sum(0)
+    num_bytes = block.nbytes
+    if num_bytes % _PERIOD or block.storage_offset() * block.dtype.itemsize % 8:
+        raw = block.view(-1).view(torch.uint8)
+        block = pad(raw, (0, -num_bytes % _PERIOD)).clone()
+    return block.view(-1).view(torch.int64).view(-1, NUM_WORDS).sum(0)

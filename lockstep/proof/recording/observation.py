@@ -3,7 +3,6 @@
 import os
 import zlib
 from collections.abc import Iterable, Iterator
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from lockstep.proof.recording.digests import WIDTH, Pending
 from lockstep.proof.recording.keras_variables import layers_of
 from lockstep.proof.recording.names import Names
 from lockstep.proof.recording.record_file import Entries, Entry, Group, Module, RecordWriter
-from lockstep.proof.recording.shards import Piece, local_part
+from lockstep.proof.recording.shards import Piece, Shard, local_part
 
 _MATTERING = (
     torch.nn.modules.batchnorm._BatchNorm,
@@ -28,15 +27,16 @@ class Table:
 
     def __init__(self, writer: RecordWriter) -> None:
         self._writer = writer
-        self._numbers: dict[Entry, int] = {}
+        self._numbers: dict[tuple[str, str, torch.dtype, Shard], int] = {}
         self._new: list[Entry] = []
 
-    def number_of(self, entry: Entry) -> int:
+    def number_of(self, kind: str, name: str, dtype: torch.dtype, shard: Shard) -> int:
         """The entry's number in this file."""
-        number = self._numbers.get(entry)
+        key = kind, name, dtype, shard
+        number = self._numbers.get(key)
         if number is None:
-            number = self._numbers[entry] = len(self._numbers)
-            self._new.append(entry)
+            number = self._numbers[key] = len(self._numbers)
+            self._new.append(Entry(kind, name, str(dtype).removeprefix("torch."), shard))
         return number
 
     def write_new(self) -> None:
@@ -53,6 +53,7 @@ class Observation:
         self._table = table
         self._is_full = is_full
         self._numbers: list[int] = []
+        self._parts: list[tuple[torch.Tensor, Shard]] = []
         self._pending: list[Pending] = []
         self._tensors: list[torch.Tensor] = []
 
@@ -61,13 +62,16 @@ class Observation:
         parts = []
         for name, value in values:
             part = value if isinstance(value, Piece) else local_part(torch.as_tensor(value))
-            self._numbers.append(
-                self._table.number_of(Entry(kind, name, _name_of(part[0].dtype), part[1]))
-            )
+            self._numbers.append(self._table.number_of(kind, name, part[0].dtype, part[1]))
             parts.append(part)
-        self._pending.append(Pending(parts))
+        self._parts += parts
         if self._is_full:
             self._tensors += [local.detach().cpu().clone() for local, _ in parts]
+
+    def read(self) -> None:
+        """Read all tensors that were added, which may change then."""
+        self._pending.append(Pending(self._parts))
+        self._parts.clear()
 
     def encode(self) -> dict[str, Any]:
         """The fields of a frame."""
@@ -76,11 +80,6 @@ class Observation:
         digests = np.concatenate(rows).astype("<f8", copy=False).tobytes()
         tensors = tuple(map(_raw, self._tensors))
         return {"numbers": numbers, "digests": digests, "tensors": tensors}
-
-
-@cache
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _raw(tensor: torch.Tensor) -> bytes:

@@ -10,7 +10,7 @@ nor the optimizer alive.
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -132,6 +132,8 @@ class Recorder:
         self._first_state = 0
         self._losses: list[tuple[Any, Any]] = []
         self._samples: list[Samples] = []
+        kinds = {"cpu", *(each.device.type for each in model.parameters())}
+        self._devices = tuple(filter(torch.amp.is_autocast_available, kinds))
         self._is_done = False
         self._has_begun = False
         self._has_stepped = False  # an optimizer, on a parameter of the model
@@ -248,7 +250,7 @@ class Recorder:
         model = self._model()
         if self._is_done or model is None or self._file is not None:
             return
-        with _plain_arithmetic(model):
+        with _plain_arithmetic(self._devices):
             self._file, self._has_begun = self._open(model), True
             self._file.write_start(model, self._first_state)
 
@@ -261,7 +263,7 @@ class Recorder:
             return
         self.start()
         assert self._file is not None
-        with _plain_arithmetic(model):
+        with _plain_arithmetic(self._devices):
             self._file.begin(update)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -271,7 +273,7 @@ class Recorder:
         model = self._model()
         if self._is_done or model is None or self._file is None:
             return
-        with _plain_arithmetic(model):
+        with _plain_arithmetic(self._devices):
             self._file.finish(model, slots, *self._taken())
         if self._order is not None and self._order.has_seen:
             self._file.writer.write(self._order.remove())
@@ -331,12 +333,14 @@ class _RankRecord:
         seen = self._observe()
         self._canonical = Names(model)
         seen.add(PARAMETER, parameters_of(model, self._canonical))
-        self._write(seen, Step(step=START, random_state=state))
+        seen.read()
+        self._write(seen, step=START, random_state=state)
 
     def begin(self, update: Update) -> None:
         """Take the gradients of an update."""
         seen = self._observe()
         seen.add(GRADIENT, update.gradients)
+        seen.read()
         self._begun = update._replace(gradients=()), seen, random_state()
 
     def finish(
@@ -353,6 +357,7 @@ class _RankRecord:
         seen.add(SLOT, slots)
         seen.add(PARAMETER, ((name, each) for name, each in parameters if each.requires_grad))
         seen.add(BUFFER, buffers_of(model, self._canonical))
+        seen.read()
         self._write_step(update, seen, state, losses, samples, is_complete=True)
 
     def close(self, losses: tuple[Loss, ...], samples: tuple[Samples, ...]) -> None:
@@ -376,7 +381,8 @@ class _RankRecord:
     ) -> None:
         is_new = self._groups.get(update.optimizer) != update.groups
         self._groups[update.optimizer] = update.groups
-        step = Step(
+        self._write(
+            seen,
             step=self.num_steps,
             optimizer=update.optimizer,
             is_complete=is_complete,
@@ -385,24 +391,22 @@ class _RankRecord:
             groups=update.groups if is_new else None,
             random_state=state,
         )
-        self._write(seen, step)
         self._begun = None
         self.num_steps += 1
 
     def _observe(self) -> Observation:
         return Observation(self._table, is_full=self._is_full)
 
-    def _write(self, seen: Observation, step: Step) -> None:
-        fields = {name: getattr(step, name) for name in step.__struct_fields__}
+    def _write(self, seen: Observation, **fields: Any) -> None:
+        digests = seen.encode()
         self._table.write_new()
-        self.writer.write(Step(**{**fields, **seen.encode()}))
+        self.writer.write(Step(**fields, **digests))
 
 
 @contextmanager
-def _plain_arithmetic(model: nn.Module) -> Iterator[None]:
+def _plain_arithmetic(devices: Iterable[str]) -> Iterator[None]:
     """No autocast of what the recorder computes."""
-    devices = {"cpu", *(each.device.type for each in model.parameters())}
     with ExitStack() as stack:
-        for each in filter(torch.amp.is_autocast_available, devices):
+        for each in filter(torch.is_autocast_enabled, devices):
             stack.enter_context(torch.autocast(each, enabled=False))
         yield

@@ -17,7 +17,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FEWEST_COLUMNS, _MOST_COLUMNS = 64, 1 << 20
 
 
-class Shard(msgspec.Struct, frozen=True, array_like=True):
+class Shard(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
     """A rank's part of a tensor.
 
     Attributes:
