@@ -3,7 +3,7 @@
 ``python recorded_loops.py FOLDER NAME...`` records the named trainings one after another, as one of
 ``WORLD_SIZE`` processes. A name is a training, or a training and a fault: ``ddp:no sampler``. Every
 training holds the global batch, whatever the number of processes: with one process it is the
-reference, and the fault is not there.
+reference, and the fault is not there. The fault "compiled" is none: it must agree.
 """
 
 import contextlib
@@ -211,6 +211,8 @@ class Loop:
         if self.fault == "groups of the wrapper":
             groups = self.groups(self.wrapped)
         self.optimizer = self.training.optimizer(groups)
+        if self.fault == "compiled":
+            self.wrapped = torch.compile(self.wrapped, backend="eager")  # type: ignore[assignment]
         if self.fault == "head replaced":
             self.model.head = copy.deepcopy(self.model.head)
         if self.training.library == "ddp" and self.training.model is not Frozen:

@@ -179,6 +179,15 @@ def test_the_ranks_of_a_right_run_agree_with_each_other(name: str, records: Path
     assert outcome.passed, outcome
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["ddp:compiled", "fsdp2:compiled"])
+def test_a_compiled_run_agrees_with_one_process_that_is_not(name: str, records: Path) -> None:
+    outcome = lockstep.compare(records / "of2" / name, records / "of1" / name.partition(":")[0])
+    assert outcome.passed, outcome
+    assert outcome.pairing.num_steps == 4
+    assert lockstep.compare(records / "of2" / name).passed
+
+
 @pytest.mark.parametrize("name", core_of(FAULTS, CORE_FAULTS))
 def test_a_planted_fault_is_named(name: str, records: Path) -> None:
     step, kind, tensor, cause = FAULTS[name]

@@ -233,16 +233,20 @@ def test_no_hook_is_left(tmp_path: Path) -> None:
     assert len(optimizer._optimizer_step_post_hooks) == 1
 
 
-def test_it_keeps_nothing_alive(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("tensors", ["digest", "full"])
+def test_it_keeps_nothing_alive(is_given: bool, tensors: Any, tmp_path: Path) -> None:
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters())
-    recorder = lockstep.record(model, optimizer, tmp_path)
+    given = optimizer if is_given else None
+    recorder = lockstep.record(model, given, tmp_path, tensors=tensors)
+    del given
     with recorder:
         step(model, optimizer, 0, recorder)
-        references = [weakref.ref(model), weakref.ref(optimizer)]
+        references = [weakref.ref(each) for each in (model, optimizer, *model.parameters())]
         del model, optimizer
         gc.collect()
-        assert [each() for each in references] == [None, None]
+        assert {each() for each in references} == {None}
 
 
 def test_an_error_in_the_loop_leaves_what_is_there(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """Blocks of ``lockstep.record``: run again, one within another, and those that record nothing."""
 
 import code
+import os
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +18,9 @@ import lockstep
 from lockstep.errors import OptionError
 from lockstep.proof.recording import watches
 from lockstep.proof.records.run import Run
+from tests import warm
+from tests.launchers import ROOT
+from tests.netns import HostProcess
 
 X, Y = torch.randn(10, 4, generator=torch.Generator().manual_seed(0)), torch.arange(10) % 3
 
@@ -25,6 +31,9 @@ def no_hooks_for_other_files() -> Iterator[None]:
     yield
     while watches._hooks:
         watches._hooks.pop().remove()
+
+
+VARIABLES = {**os.environ, **warm.VARIABLES, "PYTHONPATH": str(ROOT)}
 
 
 def make_model() -> Any:
@@ -57,6 +66,40 @@ def test_cells_of_a_notebook_that_are_run_again(tmp_path: Path) -> None:
     console.push("loop(None)")
     assert Run(tmp_path).num_steps == 5
     assert not console.locals["optimizer"]._optimizer_step_pre_hooks
+
+
+_KILLED = """
+import os, signal
+import torch
+import lockstep
+
+for name in ("whole", "killed"):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lockstep.record(model, optimizer, name):
+        def kill(*_):
+            if name == "killed" and step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        optimizer.register_step_pre_hook(kill)  # behind the recorder's, which has read gradients
+        for step in range(5):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+"""
+
+
+def test_of_a_process_that_is_killed_all_updates_can_be_compared(tmp_path: Path) -> None:
+    (tmp_path / "killed.py").write_text(_KILLED)
+    process = HostProcess([sys.executable, "killed.py"], VARIABLES, tmp_path, like="torch")
+    try:
+        assert process.finish(200)[0] == -signal.SIGKILL
+    finally:
+        process.close()
+    outcome = lockstep.compare(tmp_path / "killed", tmp_path / "whole")
+    assert outcome.has_same_bits
+    assert outcome.pairing.num_steps == 3
+    assert Run(tmp_path / "whole").num_steps == 5
 
 
 def test_one_block_at_a_time_writes_into_a_folder(tmp_path: Path) -> None:

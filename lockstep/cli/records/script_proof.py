@@ -96,6 +96,8 @@ def verify_script(options: argparse.Namespace) -> int:
             if not _record(options, size, paths[-1]):
                 return 2
         outcome = compare(paths[1], paths[0], tolerance=options.tolerance)
+        for run in (outcome.pairing.run, outcome.pairing.reference) if not options.keep else ():
+            run.path = Path(run.path.name)  # the folder will be gone
         return show(outcome, options)
     finally:
         if options.keep is None:

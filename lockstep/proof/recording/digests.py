@@ -36,7 +36,7 @@ _SMALL = 4096  # elements; below, calls cost more than arithmetic
 _BLOCK = 1 << 18  # elements that are read once from memory for all parts of a digest
 _PERIOD = 8 * NUM_WORDS  # bytes
 _SAME = 1e-4  # of the norm: projections of the same bits, on other processors
-_Part = tuple[int, torch.Tensor, Shard]  # its number, the elements, and which these are
+_Local = tuple[int, torch.Tensor, Shard]  # its number, the elements, and which these are
 
 
 class Pending:
@@ -44,8 +44,8 @@ class Pending:
 
     def __init__(self, parts: Sequence[tuple[torch.Tensor, Shard]]) -> None:
         self._count = len(parts)
-        small: dict[tuple[torch.dtype, torch.device], list[_Part]] = {}
-        large: dict[torch.device, list[_Part]] = {}
+        small: dict[tuple[torch.dtype, torch.device], list[_Local]] = {}
+        large: dict[torch.device, list[_Local]] = {}
         for index, (tensor, shard) in enumerate(parts):
             local = _plain(tensor)
             count = local.numel()
@@ -113,7 +113,7 @@ def _plain(local: torch.Tensor) -> torch.Tensor:
 class _Small:
     """A copy of all elements, in which those of equal shards are neighbours: a matrix."""
 
-    def __init__(self, parts: Sequence[_Part]) -> None:
+    def __init__(self, parts: Sequence[_Local]) -> None:
         self._layout = _layout_of(tuple(shard for _, _, shard in parts))
         ordered = [parts[place] for place in self._layout.order]
         self._indices = [index for index, _, _ in ordered]
@@ -176,7 +176,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class _Large:
     """Sums over rows, of squares, and of words, block by block."""
 
-    def __init__(self, parts: Sequence[_Part]) -> None:
+    def __init__(self, parts: Sequence[_Local]) -> None:
         self._indices = [index for index, _, _ in parts]
         self._shards = [shard for _, _, shard in parts]
         self._starts: list[int] = []  # each tensor's first block

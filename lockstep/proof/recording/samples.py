@@ -80,7 +80,8 @@ def _hash_rows(words: np.ndarray) -> np.ndarray:
         np.uint64(1)
     )
     mixed = (multipliers ^ (multipliers >> np.uint64(31))).view(np.int64)
-    return words.astype(np.int64) @ mixed
+    hashes: np.ndarray = np.einsum("ij,j->i", words.astype(np.int64), mixed)
+    return hashes
 
 
 def _word_of_text(text: str) -> int:
