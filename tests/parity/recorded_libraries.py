@@ -50,8 +50,6 @@ def accelerate(path: Path, fault: str, *, batches: int = 1, schedule: bool = Fal
     loader = DataLoader(data(), batch_size=size if fault != "batch of all" else BATCH // batches)
     own = model if fault == "not prepared" else accelerator.prepare(model)
     optimizer = accelerator.prepare(optimizer)
-    if fault == "scheduler prepared":
-        scheduler = accelerator.prepare(scheduler)
     if fault == "loader not prepared":
         loader = DataLoader(data(), batch_size=BATCH // batches)
     else:
@@ -122,7 +120,7 @@ def trainer(path: Path, fault: str, *, batches: int = 1, precision: str = "32-tr
         max_steps=STEPS,
         accumulate_grad_batches=batches,
         precision=precision,
-        use_distributed_sampler=fault != "no distributed sampler",
+        use_distributed_sampler=True,
         gradient_clip_val=0.05 if fault == "clipped" else None,
         logger=False,
         enable_checkpointing=False,

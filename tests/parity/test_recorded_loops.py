@@ -82,13 +82,10 @@ FAULTS = {
     "accelerate:batch of all": (0, "samples", "", "batch size"),
     # https://github.com/huggingface/accelerate/issues/3533
     "accelerate, accumulation:divided twice": (0, "gradient", "0.weight", "constant factor"),
-    # https://github.com/huggingface/accelerate/issues/2926
-    "accelerate, schedule:scheduler prepared": (1, "option", "0.weight lr", "learning rate"),
     "fabric:bypassed": (0, "gradient", "0.weight", "not summed over ranks"),
     "fabric:loader not set up": (0, "samples", "", "samples repeated"),
     "fabric:sum": (0, "gradient", "0.weight", "constant factor"),
     "trainer:times ranks": (0, "gradient", "net.0.weight", "constant factor"),
-    "trainer:no distributed sampler": (0, "samples", "", "samples repeated"),
     "trainer:clipped": (0, "gradient", "net.0.weight", "clipping"),
     "keras:not wrapped": (0, "gradient", "net/body/kernel", "not summed over ranks"),
     "keras:no sampler": (0, "samples", "", "samples repeated"),
@@ -124,8 +121,9 @@ def start(program: Path, folder: Path, size: int, names: Sequence[str]) -> list[
     """Start the processes that record trainings of a program."""
     own = {**os.environ, **warm.VARIABLES, "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(size)}
     argv = [sys.executable, str(program), str(folder), *names]
+    like = "keras" if program.stem == "recorded_keras" else "torch"
     return [
-        HostProcess(argv, {**own, "RANK": str(rank)}, folder, like="torch") for rank in range(size)
+        HostProcess(argv, {**own, "RANK": str(rank)}, folder, like=like) for rank in range(size)
     ]
 
 

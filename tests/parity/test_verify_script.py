@@ -7,18 +7,23 @@ import pytest
 
 from lockstep.cli.main import main
 from lockstep.cli.records import script_proof
-from tests.launchers import ROOT, run_script
+from tests.launchers import ROOT
 from tests.pages import read_page
 
 SCRIPT = read_page((ROOT / "docs" / "prove-your-run.md").read_text()).files["ddp.py"]
 
 
 @pytest.mark.thorough
-def test_a_script_is_run_on_two_processes_and_on_one(tmp_path: Path) -> None:
+def test_a_script_is_run_on_two_processes_and_on_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Behind the recorded steps it is ended: what follows is not reached."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "ddp.py").write_text(f"{SCRIPT}\nprint('the end')\n")
-    words = ["-m", "lockstep.cli.main", "verify", "ddp.py", "--steps", "3", "--keep", "both"]
-    told = run_script([*words, "--json"], tmp_path)
+    assert main(["verify", "ddp.py", "--steps", "3", "--keep", "both", "--json"]) == 0
+    told = capfd.readouterr().out
     outcome = json.loads(told[told.index("{") :])
     assert (outcome["passed"], outcome["num_steps"], outcome["same_bits"]) == (True, 3, False)
     assert "2 ranks" in outcome["title"]
