@@ -9,7 +9,6 @@ import json
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,7 +73,7 @@ def by_torchrun(hosts: Hosts, index: int, script: list[str], devices: Sequence[i
         *("--master-addr", hosts.address(0), "--master-port", str(_MASTER_PORT), *script),
     ]
     # Its own store complains that it does not know the names of the hosts.
-    return hosts.run(index, command, environ({"TORCH_CPP_LOG_LEVEL": "ERROR"}))
+    return hosts.run(index, command, environ({"TORCH_CPP_LOG_LEVEL": "ERROR"}), like="torch")
 
 
 def tf_config(addresses: Sequence[str], index: int) -> dict[str, str]:
@@ -176,21 +175,14 @@ def finished(
         process.close()
 
 
-def by_standalone_torchrun(script: list[str], timeout_seconds: float) -> list[Any]:
+def by_standalone_torchrun(
+    script: list[str], timeout_seconds: float, *, like: str = "torch"
+) -> list[Any]:
     """All that two processes of this host have told; they must come to a good end."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", *script),
-        ],
-        env={**os.environ, **environ({"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"})},
-        capture_output=True,
-        text=True,
-        timeout=timeout_seconds,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script]
+    variables = environ({"TORCH_CPP_LOG_LEVEL": "ERROR"})
+    out = run_script(words, ROOT, variables, like=like, timeout_seconds=timeout_seconds)
+    return [json.loads(line) for line in out.splitlines()]
 
 
 def lines(process: HostProcess, timeout_seconds: float = 60.0) -> list[Any]:

@@ -46,6 +46,9 @@ class CommandError(RuntimeError):
 # What torchrun's agent logs where the one with the store has ended a moment before it.
 _OF_TORCHRUN = re.compile(r"[EW]\d{4} \S+ \d+ \S*torch/distributed/elastic/")
 
+# What its store logs of hosts without names, whatever TORCH_CPP_LOG_LEVEL is in a warm interpreter.
+_OF_ITS_STORE = re.compile(r"\[W\S+ \S+ socket\.cpp:\d+\] \[c10d\] The .* cannot be retrieved")
+
 # What a host shows where another one takes longer than 2 s to start, as on a busy machine.
 _NOTICE = re.compile(r"Waiting (for host 0 )?at \S+")
 
@@ -137,7 +140,7 @@ class HostProcess:
     def check(self, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
         """Its output; it must come to a good end, and have nothing to complain of."""
         status, out, err = self.finish(timeout_seconds)
-        expected = (_OF_TORCHRUN, _NOTICE)
+        expected = (_OF_TORCHRUN, _OF_ITS_STORE, _NOTICE)
         lines = err.splitlines()
         complaints = [line for line in lines if not any(one.match(line) for one in expected)]
         assert (status, complaints) == (0, []), self._story()

@@ -10,6 +10,7 @@ do for users.
 
 import fcntl
 import importlib
+import itertools
 import os
 import pickle
 import signal
@@ -23,6 +24,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from lockstep.launch.health.diagnostics import DiagnosticsFile
+from lockstep.launch.script import Script
 from lockstep.launch.workers import fork_server, interpreter
 from lockstep.launch.workers.helper import die_with
 from lockstep.pickling import search_path
@@ -32,6 +34,9 @@ _MOST_DESCRIPTORS = 8
 
 # A script that looks for a batch size starts a template more for each search.
 _NUM_SEEDS = 3
+# No test has torchrun start more scripts on a host.
+_NUM_SCRIPTS = 3
+_OF_TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler"
 
 # Its process id, and the descriptor of the link to it: a socket that nobody closed would be warned
 # of when the script ends.
@@ -54,7 +59,7 @@ def plant() -> None:
         fits = all(variables.get(name) == value for name, value in loaded_with.items())
         if os.getpid() != script or not seeds or not fits:
             return start_fresh(code, descriptors, diagnostics, threads)
-        return _Sprout(*seeds.pop(), code, descriptors, diagnostics, variables)
+        return _template(*seeds.pop(), code, descriptors, diagnostics, variables)
 
     vars(fork_server)["start_interpreter"] = start
 
@@ -73,11 +78,50 @@ def plant_in_scripts() -> None:
     command["supervise"] = supervise_and_plant
 
 
+def plant_in_torchrun() -> Script | None:
+    """Fork what torch's launcher is going to start, in place of new interpreters.
+
+    Returns:
+        In a fork that has been told what to be: its script. None in the launcher.
+    """
+    launcher = os.getpid()
+    waiting: list[_Seed] = []
+    for _ in range(_NUM_SCRIPTS):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = _fork_quietly()
+        if pid == 0:
+            for each in (ours.detach(), *(link for _, link in waiting)):
+                os.close(each)
+            return _told_what_to_be(theirs, launcher)
+        theirs.close()
+        waiting.append((pid, ours.detach()))
+
+    def start(_: Any, words: Sequence[str], variables: Mapping[str, str]) -> Any:
+        return _Sprout(*waiting.pop(), pickle.dumps((words, dict(variables))), ())
+
+    handler = importlib.import_module(f"{_OF_TORCHRUN}.subprocess_handler")
+    vars(handler)["SubprocessHandler"]._popen = start
+    return None
+
+
+def _told_what_to_be(link: socket.socket, launcher: int) -> Script:
+    die_with(launcher)
+    with link:
+        order = link.recv(_MOST_BYTES)
+    if not order:
+        os._exit(0)
+    words, variables = pickle.loads(order)
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(variables)
+    options = list(itertools.takewhile(lambda word: word in ("-u", "-m"), words[1:]))
+    target, *arguments = words[1 + len(options) :]
+    return Script(target=target, is_module="-m" in options, arguments=tuple(arguments))
+
+
 def _fork(script: int, others: Sequence[int]) -> _Seed:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # OpenBLAS has threads, and stops them
-        pid = os.fork()
+    pid = _fork_quietly()
     if pid == 0:
         for each in (ours.detach(), *others):
             os.close(each)
@@ -86,24 +130,32 @@ def _fork(script: int, others: Sequence[int]) -> _Seed:
     return pid, ours.detach()
 
 
-class _Sprout(subprocess.Popen[bytes]):
-    """The template's process, as if it had been started with a command line."""
+def _fork_quietly() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # OpenBLAS has threads, and stops them
+        return os.fork()
 
-    def __init__(
-        self,
-        pid: int,
-        link: int,
-        code: str,
-        descriptors: tuple[int, ...],
-        diagnostics: DiagnosticsFile,
-        variables: Mapping[str, str],
-    ) -> None:
-        self._seed, self._link = pid, link
-        out = [] if sys.__stdout__ is None else [1]
-        targets = [2, *out, *descriptors]
-        path, directory = search_path(), os.getcwd()
-        self._order = pickle.dumps((code, path, targets, directory, dict(variables)))
-        self._given = (diagnostics.descriptor, *out, *descriptors)
+
+def _template(
+    pid: int,
+    link: int,
+    code: str,
+    descriptors: tuple[int, ...],
+    diagnostics: DiagnosticsFile,
+    variables: Mapping[str, str],
+) -> "_Sprout":
+    out = [] if sys.__stdout__ is None else [1]
+    targets = [2, *out, *descriptors]
+    path, directory = search_path(), os.getcwd()
+    order = pickle.dumps((code, path, targets, directory, dict(variables)))
+    return _Sprout(pid, link, order, (diagnostics.descriptor, *out, *descriptors))
+
+
+class _Sprout(subprocess.Popen[bytes]):
+    """A fork that waits, as if it was started now, with a command line."""
+
+    def __init__(self, pid: int, link: int, order: bytes, given: tuple[int, ...]) -> None:
+        self._seed, self._link, self._order, self._given = pid, link, order, given
         super().__init__(["python"])
 
     def _execute_child(self, *_: Any) -> None:

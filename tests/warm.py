@@ -35,9 +35,12 @@ from tests import seed
 KINDS = {
     "torch": (
         *("lockstep.train.runtime.session", "lockstep.train.trainer"),
-        *("torch._dynamo", "tests.preloading"),
+        *("torch._dynamo", "tests.preloading", "torch.distributed.launcher.api"),
     ),
-    "keras": ("lockstep.frontends.keras.preloading", "torch._dynamo", "tensorflow"),
+    "keras": (
+        *("lockstep.frontends.keras.preloading", "torch._dynamo", "tensorflow"),
+        "torch.distributed.launcher.api",
+    ),
 }
 # With these it has started, and so have all scripts.
 VARIABLES = {
@@ -234,9 +237,12 @@ def _run(order: Order, out: int, err: int, *, parent: int) -> int:
     is_module = words[0] == "-m"
     if is_module:
         del words[0]
+    script = Script(target=words[0], is_module=is_module, arguments=tuple(words[1:]))
     # A launcher's script is a fork of it, each time that it is started.
-    (seed.plant_in_scripts if is_module and words[0] == "lockstep" else seed.plant)()
-    return Script(target=words[0], is_module=is_module, arguments=tuple(words[1:])).run()
+    if is_module and words[0] == "torch.distributed.run":
+        script = seed.plant_in_torchrun() or script
+    (seed.plant_in_scripts if script.target == "lockstep" else seed.plant)()
+    return script.run()
 
 
 if __name__ == "__main__":

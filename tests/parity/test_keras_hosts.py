@@ -53,7 +53,7 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
     """What the processes of one host tell, that torchrun has started."""
     folder = str(tmp_path_factory.mktemp("followed"))
     script = ["-m", "tests.parity.keras_host_jobs", folder, *FOLLOWED]
-    return by_standalone_torchrun(script, SECONDS)
+    return by_standalone_torchrun(script, SECONDS, like="keras")
 
 
 def assert_alike(told: list[Told]) -> None:

@@ -81,7 +81,7 @@ def like(page: Page, argv: Sequence[str]) -> str | None:
     """The kind of warm interpreter that may run it: a launcher starts processes of its own."""
     text = page.files.get(argv[-1], "")
     # In a warm interpreter Keras has chosen its PyTorch backend.
-    if "torch.distributed.run" in argv or "import tensorflow" in text:
+    if "import tensorflow" in text:
         return None
     return "keras" if "import keras" in text else "torch"
 
