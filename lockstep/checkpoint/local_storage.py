@@ -48,14 +48,19 @@ class LocalStorage(Storage):
         return os.path.lexists(self._folder / name)
 
     def read(self, name: str, most: int) -> bytes:
-        with self._opened(name) as file:
+        with self.opened(name) as file:
             size = os.fstat(file.fileno()).st_size
             if size > most:
                 raise CheckpointError(f"{name} has {size} bytes, more than {most}")
             return file.read()
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[BinaryIO]:
+    def opened(self, name: str) -> Iterator[BinaryIO]:
+        """A file, open within the block.
+
+        Raises:
+            CheckpointError, OSError: it is not a file, or cannot be opened.
+        """
         # Opening a pipe would block, and a link could lead out of the folder.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(self._folder / name, flags)
@@ -64,28 +69,35 @@ class LocalStorage(Storage):
                 raise CheckpointError(f"{name} is not a file")
             yield file
 
-    def mapped(self, name: str, spans: Sequence[Span], share: tuple[int, int] = (0, 1)) -> Tensors:
-        """The tensors of a file, which is read when they are; its bytes are checked first.
+    def mapped(self, name: str, spans: Sequence[Span]) -> Tensors:
+        """The tensors of a file, which is read when they are; its bytes are not checked.
 
         Args:
             name: the file's.
             spans: of the whole file.
-            share: the number of the share of them that is checked, and how many shares there are.
 
         Raises:
-            CheckpointError: it is not a file, or not one with these spans.
+            CheckpointError: it is not a file, or not one of their size.
             OSError: it cannot be read.
         """
-        with self._opened(name) as file:
+        with self.opened(name) as file:
             if os.fstat(file.fileno()).st_size != spans[-1].stop:
                 raise CheckpointError(f"{name} does not have {spans[-1].stop} bytes")
-            first, last = (len(spans) * end // share[1] for end in (share[0], share[0] + 1))
-            starts = [0, *(span.stop for span in spans)]
-            file.seek(starts[first])
-            for start, span in zip(starts[first:last], spans[first:last], strict=True):
+            return mapped_tensors(f"/proc/self/fd/{file.fileno()}")
+
+    def check_spans(self, name: str, spans: Sequence[Span]) -> None:
+        """Check the hashes of a file's spans.
+
+        Raises:
+            CheckpointError: bytes are damaged.
+            OSError: it cannot be read.
+        """
+        with self.opened(name) as file:
+            start = 0
+            for span in spans:
                 if hashlib.sha256(file.read(span.stop - start)).hexdigest() != span.sha256:
                     raise CheckpointError(f"bytes {start} to {span.stop} of {name} are damaged")
-            return mapped_tensors(f"/proc/self/fd/{file.fileno()}")
+                start = span.stop
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -10,7 +10,8 @@ followed (``local_storage``).
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ from lockstep.checkpoint.trees import Tensors
 from lockstep.errors import CheckpointError, level_of_user
 
 _LARGEST_MANIFEST = 1 << 30
+
+
+class DamagedPartError(CheckpointError):
+    """Bytes of a file that several processes have written are damaged."""
 
 
 class DamagedCheckpointWarning(UserWarning):
@@ -93,15 +98,30 @@ def found_generations(path: str | os.PathLike[str]) -> list[Folder]:
     return found
 
 
-def read_newest(folder: Folder, *, is_finished: bool | None = None) -> Saved | None:
-    """The newest complete generation in a folder; see ``first_whole``."""
-    return first_whole(folder, generations(folder), is_finished=is_finished)
+def read_newest(
+    folder: Folder,
+    *,
+    is_finished: bool | None = None,
+    without: Collection[str] = (),
+    checks_parts: bool = True,
+) -> Saved | None:
+    """The newest complete generation in a folder; see ``first_whole`` and ``read_generation``.
+
+    Args:
+        folder: the folder.
+        is_finished: see ``first_whole``.
+        without: names of generations that are left out.
+        checks_parts: see ``read_generation``.
+    """
+    every = [one for one in generations(folder) if one.name not in without]
+    read = partial(read_generation, checks_parts=checks_parts)
+    return first_whole(folder, every, read, is_finished=is_finished)
 
 
 def first_whole(
     folder: Folder,
     every: Sequence[Folder],
-    read: "Callable[[Folder], Saved] | None" = None,
+    read: Callable[[Folder], Saved],
     *,
     is_finished: bool | None = None,
 ) -> Saved | None:
@@ -110,7 +130,7 @@ def first_whole(
     Args:
         folder: the folder.
         every: its generations, the oldest first.
-        read: reads one; None is ``read_generation``.
+        read: reads one.
         is_finished: True or False for only those written after, or before, the end of training.
 
     Warns:
@@ -121,7 +141,7 @@ def first_whole(
     """
     if is_finished is not None:
         every = [one for one in every if _may_be(one, is_finished=is_finished)]
-    return _first_whole(folder, every, read or read_generation) if every else None
+    return _first_whole(folder, every, read) if every else None
 
 
 def _may_be(generation: Folder, *, is_finished: bool) -> bool:
@@ -147,13 +167,13 @@ def _first_whole(folder: Folder, every: Sequence[Folder], read: Callable[[Folder
     )
 
 
-def read_generation(generation: Folder, share: tuple[int, int] = (0, 1)) -> Saved:
-    """One generation, with all its hashes checked.
+def read_generation(generation: Folder, *, checks_parts: bool = True) -> Saved:
+    """One generation, with its hashes checked.
 
     Args:
         generation: the folder.
-        share: of files that several processes have written, the number of the share whose bytes
-            are checked here, and how many shares there are.
+        checks_parts: also those of files that several processes have written. Else whoever reads
+            these must check them (``part_reader``, or ``check_parts``).
 
     Raises:
         CheckpointError: it is damaged.
@@ -165,7 +185,9 @@ def read_generation(generation: Folder, share: tuple[int, int] = (0, 1)) -> Save
         tensors: Tensors = {}
         for name, entry in manifest.files.items():
             if entry.spans and isinstance(storage, LocalStorage):
-                shard = storage.mapped(name, entry.spans, share)
+                if checks_parts:
+                    storage.check_spans(name, entry.spans)
+                shard = storage.mapped(name, entry.spans)
             else:
                 shard = _parsed(_read_whole(storage, name, entry), name)
             _check_shard(name, shard, manifest)
@@ -173,8 +195,23 @@ def read_generation(generation: Folder, share: tuple[int, int] = (0, 1)) -> Save
     except ConnectionError:
         raise
     except (CheckpointError, OSError) as error:
-        raise _damaged(generation, error) from error
+        raise damaged(generation, error) from error
     return Saved(manifest=manifest, tensors=tensors, place=str(generation))
+
+
+def check_parts(generation: Folder) -> None:
+    """Check the hashes of files that several processes have written.
+
+    Raises:
+        DamagedPartError: one is damaged, or cannot be read.
+    """
+    storage = storage_of(generation)
+    try:
+        for name, entry in read_manifest(generation).files.items():
+            if entry.spans and isinstance(storage, LocalStorage):
+                storage.check_spans(name, entry.spans)
+    except (CheckpointError, OSError) as error:
+        raise DamagedPartError(str(error)) from error
 
 
 def read_manifest(generation: Folder) -> Manifest:
@@ -223,7 +260,8 @@ def _check_shard(name: str, shard: Tensors, manifest: Manifest) -> None:
         raise CheckpointError(f"{name} does not have the tensors that {NAME} lists: {strange[:5]}")
 
 
-def _damaged(generation: Folder, error: BaseException) -> CheckpointError:
+def damaged(generation: object, error: BaseException) -> CheckpointError:
+    """The error for a generation that cannot be used, with the reason."""
     return CheckpointError(
         f"{generation} is not a complete checkpoint.",
         received=str(error).rstrip("."),

@@ -5,7 +5,7 @@ gradients themselves, and hand them in here.
 """
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -236,6 +236,41 @@ class UpdateWorker:
         """Of parameters that have been set, keep this rank's parts only; it has no others."""
         assert self._residency is not None
         self._residency.keep_parts(names)
+
+    def begin_loading(self) -> None:
+        """Free all but this rank's parts of parameters, which are to be set; collective."""
+        if self._residency is not None:
+            self.exchange.open()
+            self._residency.release()
+
+    def kept_parts(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Parts of trained parameters that this rank is to have before others get them.
+
+        Gives the parameter's name, the number of the element before which a part begins, and its
+        memory, in which it is contiguous.
+        """
+        sharding = self.plan.sharding
+        whole = [(name, one) for own in self._groups for name, one in self._named(own)]
+        if self._residency is not None:
+            yield from self._residency.kept_parts()
+            away = self._residency.gathered
+            yield from ((name, 0, one.detach()) for name, one in whole if name not in away)
+        elif self.plan.num_ranks > 1 and sharding is not None and sharding.shares_parameters:
+            yield from ((one.name, one.piece.start, one.tensor.detach()) for one in self.pieces)
+        elif self.rank == self.exchange.ranks_here.start:
+            yield from ((name, 0, one.detach()) for name, one in whole)
+
+    @staticmethod
+    def _named(group: OwnedGroup) -> Iterator[tuple[str, torch.Tensor]]:
+        return zip(group.names, group.members, strict=True)
+
+    def stored_parts(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """This rank's parts of stored slots: number of the slot, first element, and memory."""
+        stored = [] if self.updater is None else self.updater.stored()
+        for number, (name, place) in enumerate(stored):
+            for bound in self.pieces:
+                if bound.name == name:
+                    yield number, bound.piece.start, cut_piece(place.detach(), bound.piece)
 
     def write_to(self, values: Mapping[str, torch.Tensor]) -> None:
         """Show this rank's parts of parameters in the script's own, given by name."""

@@ -114,6 +114,11 @@ class Residency:
         own = [values[name] for name in self._parameters]
         self.memory.copy_pieces(own)
 
+    def kept_parts(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Name, first element and memory of each piece that this rank keeps."""
+        for piece, place in self.memory.places():
+            yield self._parameters[piece.parameter], piece.start, place
+
     def keep_parts(self, names: Collection[str]) -> None:
         """Of parameters that have been set, keep this rank's pieces only; no rank has others."""
         self._is_shown = False

@@ -96,6 +96,10 @@ class UnitMemory:
     def _places_of(self, pieces: Iterable[Piece]) -> dict[Piece, torch.Tensor]:
         return {one: self._places[one] for one in pieces if one in self._places}
 
+    def places(self) -> Iterable[tuple[Piece, torch.Tensor]]:
+        """The pieces that this rank keeps, and their memory, while their units are away."""
+        return self._places.items()
+
     @torch.no_grad()
     def copy_pieces(self, values: Sequence[torch.Tensor]) -> None:
         """Copy this rank's pieces from the values of all parameters; it has no others."""

@@ -25,7 +25,7 @@ def set_values(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
     """Give parameters and buffers these values; others stay as they are."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         value = values.get(name, tensor)
-        if value is not tensor:
+        if value is not tensor and not value.is_meta:  # else it gets its value later
             tensor.copy_(value)
 
 

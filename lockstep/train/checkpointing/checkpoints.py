@@ -8,6 +8,7 @@ a thread writes it.
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -22,12 +23,17 @@ from torch import nn
 from lockstep.checkpoint.generations import PartedGeneration, write_generation, writing_alone
 from lockstep.checkpoint.manifest import Manifest, Summary
 from lockstep.checkpoint.parted_files import WrittenSpan
-from lockstep.checkpoint.reading import read_newest
+from lockstep.checkpoint.reading import (
+    DamagedCheckpointWarning,
+    DamagedPartError,
+    damaged,
+    read_newest,
+)
 from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.storage import Folder, Url, folder_of
 from lockstep.checkpoint.trees import Tensors, flattened, pointer
 from lockstep.checkpoint.weights import mapped_tensors
-from lockstep.errors import OptionError, Problems
+from lockstep.errors import OptionError, Problems, level_of_user
 from lockstep.events import LOGGER
 from lockstep.launch.background import Background
 from lockstep.options import check_choice, check_count
@@ -157,6 +163,7 @@ class CheckpointWriter:
         found: the checkpoint from which all hosts resume; None afterwards, and without one.
         shared: the folder, if all hosts write there together, each its part of a divided training;
             None if this host writes alone, or none does.
+        is_divided: ranks divide the training; they check the hashes of parts that they read.
         only_parts: see ``FitHooks``.
         last_steps: steps made, those before the ``fit`` included, when one was last written.
         interrupt: the state of Ctrl-C, after which a last one is written; set before training.
@@ -168,7 +175,7 @@ class CheckpointWriter:
     shared: SharedFolder | None = None
     last_steps = 0
     interrupt = Interrupt()
-    only_parts = has_last = False
+    is_divided = only_parts = has_last = False
     _is_last = _is_open = False
     _writing: "Future[Folder] | None" = None
     _end: End | None = None
@@ -189,6 +196,7 @@ class CheckpointWriter:
         self.show_line = show_line
         self._background = Background("lockstep: checkpoints")
         self._last_seconds = time.monotonic()
+        self._damaged: set[str] = set()  # names of checkpoints
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -217,9 +225,11 @@ class CheckpointWriter:
         Raises:
             CheckpointError: no checkpoint is complete.
         """
-        read: Any = partial(read_newest, self.checkpoint.directory)
-        if self.shared is not None:
-            read = self.shared.newest
+        read: Any = self.shared and self.shared.newest
+        if self.shared is None:
+            folder, checks = self.checkpoint.directory, not self.is_divided
+            read = partial(read_newest, folder, checks_parts=checks)
+        read = partial(read, without=self._damaged)
         saved = read()
         if saved is None:
             return None
@@ -228,6 +238,20 @@ class CheckpointWriter:
             saved = read(is_finished=False) or saved
             found = FitState.of(saved.tree(), saved.place)
         return found
+
+    def older(self, found: FitState, error: DamagedPartError) -> FitState:
+        """The checkpoint before one of which a part is damaged.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        damage = damaged(found.place, error)
+        warnings.warn(str(damage), DamagedCheckpointWarning, stacklevel=level_of_user())
+        self._damaged.add(Path(found.place).name)
+        older = self.newest()
+        if older is None:
+            raise damage
+        return older
 
     # --- between the steps -----------------------------------------------------------------------
 

@@ -26,7 +26,6 @@ from lockstep.checkpoint.storage import PARTED_PATH
 from lockstep.checkpoint.trees import Path, Tensors, Tree, pointer
 from lockstep.checkpoint.weights import mapped_tensors
 from lockstep.cluster.nameless_files import nameless_file
-from lockstep.comm.collectives.gradients import cut_piece
 from lockstep.comm.shared_memory.file_region import unnamed_file
 from lockstep.errors import HostError
 from lockstep.parallel.worker import Worker
@@ -145,20 +144,11 @@ class PartedCopy:
 
     def begin(self, worker: Worker) -> WriteRequest:
         """Lay out the files for what ranks divide."""
-        trained = {*worker.trained_names}
-        updater = worker.updater
-        places = [] if updater is None else [place for _, place in updater.stored()]
-        stored = {place.data_ptr(): number for number, place in enumerate(places)}
-        parameters: dict[str, str] = {}
-        numbers: dict[int, str] = {}
-        for path, tensor in _leaves(self._state):
-            if path[0] == "parameters" and path[1] in trained:
-                parameters[path[1]] = pointer(path)
-            elif path[0] != "parameters" and tensor.data_ptr() in stored:
-                numbers[stored[tensor.data_ptr()]] = pointer(path)
-            else:
-                continue
-            self._tensors[pointer(path)] = tensor
+        parameters, numbers = divided_names(self._state, worker)
+        divided = {*parameters.values(), *numbers.values()}
+        self._tensors = {
+            pointer(path): one for path, one in leaves(self._state) if pointer(path) in divided
+        }
         self._target = self._make_target(self._tensors)
         return WriteRequest(
             files=self._target.files,
@@ -215,6 +205,25 @@ def write_requested(worker: Worker, request: WriteRequest, folder: str) -> Found
         return FailedWrite.of(error)
 
 
+def divided_names(state: TrainingState, worker: Worker) -> tuple[dict[str, str], dict[int, str]]:
+    """The tensors of a state that ranks divide.
+
+    Returns:
+        Their names in files, by the parameter's name; and by the number of the stored slot.
+    """
+    trained, updater = {*worker.trained_names}, worker.updater
+    places = [] if updater is None else [place for _, place in updater.stored()]
+    stored = {place.data_ptr(): number for number, place in enumerate(places)}
+    parameters: dict[str, str] = {}
+    numbers: dict[int, str] = {}
+    for path, tensor in leaves(state):
+        if path[0] == "parameters" and path[1] in trained:
+            parameters[path[1]] = pointer(path)
+        elif path[0] != "parameters" and tensor.data_ptr() in stored:
+            numbers[stored[tensor.data_ptr()]] = pointer(path)
+    return parameters, numbers
+
+
 def check_paths(files: Sequence[PartedFile]) -> None:
     """Check that files that host 0 has named lie in the folder of checkpoints.
 
@@ -232,7 +241,7 @@ def check_paths(files: Sequence[PartedFile]) -> None:
 
 def whole_tensors(state: TrainingState) -> Tensors:
     """The tensors of a whole training that processes write together, by name."""
-    return {pointer(path): tensor for path, tensor in _leaves(state)}
+    return {pointer(path): tensor for path, tensor in leaves(state)}
 
 
 def divides_copies(plan: Plan) -> bool:
@@ -248,16 +257,13 @@ def _parts(worker: Worker, request: WriteRequest) -> Iterator[TensorPart]:
         if bound.name in request.parameters:
             name = request.parameters[bound.name]
             yield TensorPart(name=name, start=bound.piece.start, elements=bound.tensor.detach())
-    stored = [] if worker.updater is None else worker.updater.stored()
-    for number, name in request.stored.items():
-        parameter, place = stored[number]
-        for bound in pieces:
-            if bound.name == parameter:
-                elements = cut_piece(place.detach(), bound.piece)
-                yield TensorPart(name=name, start=bound.piece.start, elements=elements)
+    for number, start, elements in worker.stored_parts():
+        if number in request.stored:
+            yield TensorPart(name=request.stored[number], start=start, elements=elements)
 
 
-def _leaves(state: TrainingState) -> Iterator[tuple[Path, torch.Tensor]]:
+def leaves(state: TrainingState) -> Iterator[tuple[Path, torch.Tensor]]:
+    """The tensors of a state that processes can write together, and the keys that lead to them."""
     return ((path, one) for path, one in _tensors_in(state.parts()) if can_be_parted(one))
 
 

@@ -154,7 +154,7 @@ class TrainerState:
             CheckpointError: it does not fit; nothing is changed then.
         """
         has_schedule = self._schedule is not None
-        check_state(state, self.runner.state(), self.callbacks, has_schedule=has_schedule)
+        check_state(state, self.runner.forms(), self.callbacks, has_schedule=has_schedule)
         self._set_whole(state)
         self.resumed = state if state.position["fit"] is not None else None
 

@@ -131,7 +131,7 @@ def resumed_from_newest(
     with ExitStack() as stack:
         if is_chief:
             stack.enter_context(writer.opened())
-        folder = writer.checkpoint.directory
+        folder, writer.is_divided = writer.checkpoint.directory, is_divided
         writer.shared = SharedFolder.find(hosts, folder) if is_divided else None
         if is_divided and writer.shared is None and hosts is not None and len(hosts.names) > 1:
             writer.show_line(

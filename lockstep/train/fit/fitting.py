@@ -58,6 +58,7 @@ from lockstep.train.resume.fit_facts import (
     plain,
     schedule_facts,
 )
+from lockstep.train.resume.part_loading import PartLoading
 from lockstep.train.torch_front_end import TorchFrontEnd
 from lockstep.train.trainer_protocol import TrainerProtocol
 from lockstep.train.validation.checks import (
@@ -137,7 +138,9 @@ class Fit:
             if writer is not None:
                 is_new = writer.found is None
                 before = self._runner.epochs_trained, self._runner.steps_trained
-                ended = checkpoints.resume_found(writer, partial(self._facts, fit), *before)
+                loading = PartLoading(self._runner, fit.feed, fit.loss)
+                facts = partial(self._facts, fit)
+                ended = checkpoints.resume_found(writer, facts, *before, loading)
                 if ended is not None:
                     return ended
                 if is_new and asked.restarts:

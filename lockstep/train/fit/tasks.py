@@ -40,9 +40,11 @@ class Task(ABC):
         kept: names of the fields that the call cache compares and keeps
         (``train.runtime.call_cache``).
         source: the data for the model.
+        brings_values: it gives parameters their values.
     """
 
     name: ClassVar[str]
+    brings_values: ClassVar[bool] = False
     kept: ClassVar[frozenset[str]] = frozenset()
     source: Source | SharedStream
 

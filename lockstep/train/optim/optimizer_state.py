@@ -90,7 +90,7 @@ def place_slots(optimizer: optim.Optimizer) -> None:
         for parameter in group["params"]:
             slots = optimizer.state.get(parameter, {})
             for name, value in slots.items():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor) and not value.is_meta:
                     slots[name] = value.to("cpu" if name in on_host else parameter.device)
 
 

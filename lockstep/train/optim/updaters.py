@@ -168,7 +168,9 @@ class TorchUpdater(Updater):
             self._store[key.parameter][key.slot] = stored
             slots = self.optimizer.state.get(self.parameters[key.parameter], {})
             value = slots.get(key.slot)
-            if value is not stored and getattr(value, "shape", None) == stored.shape:
+            if isinstance(value, torch.Tensor) and value.is_meta:  # it gets its values there
+                slots[key.slot] = stored
+            elif value is not stored and getattr(value, "shape", None) == stored.shape:
                 # Clone all before any is moved: some may be views of the same memory.
                 moved.append((slots, key.slot, stored, value.clone()))
         for slots, slot, stored, value in moved:

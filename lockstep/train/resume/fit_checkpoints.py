@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from lockstep.checkpoint.storage import Folder
+from lockstep.checkpoint.reading import DamagedPartError, check_parts
+from lockstep.checkpoint.storage import Folder, folder_of
 from lockstep.errors import OptionError
 from lockstep.events import LOGGER
 from lockstep.plan.makers.averaging import AveragedUpdate
@@ -19,7 +20,7 @@ from lockstep.train.checkpointing.checkpoints import Checkpoint, CheckpointWrite
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.checkpointing.run_state import check_tensors
 from lockstep.train.checkpointing.trainer_state import TrainerState
-from lockstep.train.checkpointing.training_state import copied
+from lockstep.train.checkpointing.training_state import TrainingState, copied
 from lockstep.train.fault_tolerance.copies import Copies
 from lockstep.train.fault_tolerance.lost_hosts import check_host_restarts, resumed_from_newest
 from lockstep.train.fault_tolerance.run_record import VARIABLE, RunRecord, checked_folder
@@ -30,6 +31,7 @@ from lockstep.train.logging.progress import OutputConsole
 from lockstep.train.resume.differences import Difference, describe, differences, resolve
 from lockstep.train.resume.fit_facts import Facts
 from lockstep.train.resume.fit_record import FitRecord, FitState
+from lockstep.train.resume.part_loading import PartLoading
 from lockstep.train.runtime.helper_watchdog import STATE_OF_AVERAGE, what_is_left
 
 
@@ -119,7 +121,12 @@ class FitCheckpoints:
             self.memory, self.writer, self.record = around
 
     def resume_found(
-        self, writer: CheckpointWriter, make_facts: Callable[[], Facts], epochs: int, steps: int
+        self,
+        writer: CheckpointWriter,
+        make_facts: Callable[[], Facts],
+        epochs: int,
+        steps: int,
+        loading: PartLoading | None = None,
     ) -> History | None:
         """Resume from the checkpoint that was found, if any; the history if the ``fit`` had ended.
 
@@ -128,6 +135,7 @@ class FitCheckpoints:
             make_facts: returns the facts of the script, unless the ``fit`` was begun before.
             epochs: trained before the ``fit``.
             steps: made before it.
+            loading: has ranks read their parts of a divided training; None if this process reads.
 
         Raises:
             CheckpointError: it is of another ``fit``, or the script has changed.
@@ -141,10 +149,27 @@ class FitCheckpoints:
         asked = self._runner.job_context.from_chief(asked)
         writer.record = FitRecord(epochs=epochs, steps=steps, asked=asked)
         writer.last_steps = steps
-        found, writer.found = writer.found, None
-        if found is None:
-            return None
-        check_tensors(found.state, self._runner.state())
+        while writer.found is not None:
+            found, writer.found = writer.found, None
+            try:
+                return self._resume_from(writer, found, loading)
+            except DamagedPartError as error:
+                writer.found = writer.older(found, error)
+        return None
+
+    def _resume_from(
+        self, writer: CheckpointWriter, found: FitState, loading: PartLoading | None
+    ) -> History | None:
+        """See ``resume_found``.
+
+        Raises:
+            DamagedPartError: a part of the training is damaged.
+        """
+        check_tensors(found.state, self._runner.forms())
+        own = None
+        if writer.is_divided and found.place:
+            own = _prepared(found, loading)
+            found = replace(found, state=own or found.state)
         found.record.check_beginning(writer.record)
         asked, now = found.record.asked, writer.record.asked
         found = found.reaching(now["epochs"])
@@ -160,6 +185,8 @@ class FitCheckpoints:
         kept = {one.name: asked[one.name] for one in differing if one not in taken}
         writer.record = msgspec.structs.replace(writer.record, asked={**now, **kept})
         self._resume_changed(found, writer.record.asked, taken)
+        if own is not None and loading is not None:
+            loading.load(found.place)
         if (
             self._runner.is_chief and not found.place
         ):  # host 0 was restarted in an empty folder, say
@@ -290,6 +317,14 @@ class FitCheckpoints:
             return RunRecord(beside, logs=True)
         named = asked or os.environ.get(VARIABLE)
         return RunRecord(checked_folder(named) if named else None, logs=True)
+
+
+def _prepared(found: FitState, loading: PartLoading | None) -> TrainingState | None:
+    """See ``PartLoading``."""
+    if loading is not None:
+        return loading.prepared(found.place, found.state)
+    check_parts(folder_of(found.place))
+    return None
 
 
 def _resume_message(found: FitState, directory: str, taken: Sequence[Difference]) -> str:

@@ -130,7 +130,9 @@ def initialize_own(assignment: Assignment, worker: Worker) -> None:
 
     Where ranks divide parameters, each draws all of them, layer by layer, and keeps its parts.
     """
-    if assignment.blank and divides_parameters(assignment):
+    if assignment.task.brings_values:
+        pass
+    elif assignment.blank and divides_parameters(assignment):
         worker.keep_parts(())
         initialize(assignment.model, assignment.blank, assignment.seed, worker.keep_parts)
     elif assignment.blank:

@@ -178,6 +178,10 @@ class Runner:
     def state(self) -> TrainingState:
         """The current state of this run; no copy."""
         self.initialize()
+        return self.forms()
+
+    def forms(self) -> TrainingState:
+        """The same; parameters of a model that a function has made may have no values yet."""
         scale = self.update_config.rules.loss_scale
         return replace(
             state_of(self.model, self._own_updater()),
@@ -189,7 +193,8 @@ class Runner:
 
     def set_state(self, state: TrainingState) -> None:
         """Continue from a state that fits; the state is not changed."""
-        self.initialize()
+        if not all(one.is_meta for one in state.parameters.values()):  # else ranks will set them
+            self.initialize()
         set_state(self.model, self._own_updater(), state)
         if state.loss_scale is not None:
             vars(self.update_config.rules.loss_scale).update(state.loss_scale)
@@ -201,9 +206,10 @@ class Runner:
 
     def _own_updater(self) -> Any:
         """The updater with the optimizer's state; None without an optimizer."""
-        return None if self.front_end.optimizer is None else self._make_updater()
+        return None if self.front_end.optimizer is None else self.make_updater()
 
-    def _make_updater(self) -> Any:
+    def make_updater(self) -> Any:
+        """An updater of the front end's optimizer."""
         return self.front_end.make_updater(self.maker())
 
     # --- with all processes --------------------------------------------------------------------
@@ -250,7 +256,7 @@ class Runner:
         self.epochs_trained += task.start.epoch
         while resume is not None and resume.epoch < task.epochs:
             task = replace(task, start=resume, first_step=first_step)
-            driver.updater = updater = self._make_updater()
+            driver.updater = updater = self.make_updater()
             hosts = self.job_context.hosts if task.hooks.callbacks else None
             before = (
                 None if hosts is None else ModelLayout(self.model, self.front_end.torch_optimizers)
@@ -400,7 +406,7 @@ class Runner:
             dims=self.dims,
             residuals=None if updater is None else self._fitted_residuals(plan, groups),
         )
-        if is_made_in_parts(assignment):
+        if is_made_in_parts(assignment) or task.brings_values:
             return replace(assignment, blank=blank_names(self.model))
         self.initialize()
         return assignment

@@ -134,8 +134,9 @@ class Session:
                 return self._run_alone(assignment, driver)
             if hosts is not None:
                 hosts.check_equal(assignment_facts(assignment))
-                are_blank = bool(assignment.blank)
-                hosts.share_values(assignment.model, assignment.updater, are_blank=are_blank)
+                are_blank, updater = bool(assignment.blank), assignment.updater
+                if not assignment.task.brings_values:
+                    hosts.share_values(assignment.model, updater, are_blank=are_blank)
             fingerprint = None if hosts is not None else fingerprint
             return self._lead(assignment, driver, hosts, calls or CallCache(), fingerprint)
 
@@ -219,6 +220,7 @@ class Session:
         if isinstance(assignment.task, FitTask):
             look = partial(states_of, None, None, 0)
             driver.begin_run(assignment.task.start, look)
+        clear_meta(assignment.model)
         return run_task(assignment, worker, SoloControl(), driver)
 
     def _lead(

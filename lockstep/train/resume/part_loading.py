@@ -1,0 +1,147 @@
+"""Resumes a divided training from files that several processes have written, each part by its rank.
+
+The script's process sets all else, and leaves the divided tensors without memory. A call of all
+ranks follows, in which each reads its parts into its own memory, and checks their hashes.
+"""
+
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from lockstep.checkpoint.part_reader import PartReader
+from lockstep.checkpoint.reading import DamagedPartError, check_parts
+from lockstep.checkpoint.storage import Url, folder_of
+from lockstep.checkpoint.trees import Path, pointer
+from lockstep.data.map_style.sources import Source
+from lockstep.parallel.exchange.control import Control
+from lockstep.parallel.loss.share_losses import LossAdapter
+from lockstep.parallel.worker import Worker
+from lockstep.plan.devices import is_cpu
+from lockstep.train.callbacks.driver import TaskDriver
+from lockstep.train.checkpointing.parted_state import divided_names, divides_copies, leaves
+from lockstep.train.checkpointing.run_state import state_of
+from lockstep.train.checkpointing.training_state import TrainingState, copied
+from lockstep.train.fit.tasks import Task
+from lockstep.train.input.data_adapter import DataPipeline
+from lockstep.train.input.stream_broadcast import SharedStream
+from lockstep.train.runtime.runner import Runner
+
+
+@dataclass(kw_only=True)
+class LoadTask(Task):
+    """Every rank reads its parts of a training.
+
+    Attributes:
+        source: the training data, for the Plan.
+        generation: the folder of the checkpoint, on this host.
+    """
+
+    name: ClassVar[str] = "resume"
+    brings_values: ClassVar[bool] = True
+    source: Source | SharedStream
+    generation: str
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "source": None}
+
+    def sources(self) -> list[Any]:
+        return []
+
+    def run(self, worker: Worker, control: Control, driver: TaskDriver) -> str:
+        """Read; returns the damage that a rank has found, "" if none has."""
+        own = None
+        if worker.rank == 0:
+            own = divided_names(state_of(worker.model, worker.updater), worker)
+        parameters, stored = control.broadcast(own)
+        worker.begin_loading()
+        reason = ""
+        try:
+            with closing(PartReader(self.generation)) as reader:
+                for name, start, memory in worker.kept_parts():
+                    reader.read_into(memory, parameters[name], start)
+                for number, start, memory in worker.stored_parts():
+                    if number in stored and stored[number] in reader.tensors:
+                        reader.read_into(memory, stored[number], start)
+        except (DamagedPartError, OSError) as error:
+            reason = str(error)
+        reasons: list[str] = control.broadcast([one for one in control.gather(reason) if one])
+        if not reasons:
+            worker.show_parameters()
+            worker.gather_slots()
+        worker.barrier()
+        return reasons[0] if reasons else ""
+
+
+@dataclass(frozen=True)
+class PartLoading:
+    """Loads divided tensors for one ``fit``.
+
+    Attributes:
+        runner: trains.
+        feed: the training data.
+        loss: the training loss.
+    """
+
+    runner: Runner
+    feed: DataPipeline
+    loss: LossAdapter | None
+
+    def prepared(self, place: str, state: TrainingState) -> TrainingState | None:
+        """A checkpoint's state, its divided tensors without memory.
+
+        None if this process reads all: then all hashes are checked.
+
+        Args:
+            place: the checkpoint's folder.
+            state: its state.
+
+        Raises:
+            DamagedPartError: bytes that this process has read are damaged.
+        """
+        folder = folder_of(place)
+        if isinstance(folder, Url) or not self._is_divided():
+            check_parts(folder)
+            return None
+        parameters = dict(self.runner.model.named_parameters())
+        slots: dict[Path, torch.dtype] = {
+            ("optimizer", key.parameter, key.slot): key.dtype or parameters[key.parameter].dtype
+            for key in self.runner.make_updater().slot_keys()
+        }
+
+        def may_wait(path: Path, tensor: torch.Tensor) -> bool:
+            own = parameters.get(path[1])
+            if own is None or own.shape != tensor.shape or not own.is_contiguous():
+                return False
+            if path[0] == "parameters":
+                return own.requires_grad and own.dtype == tensor.dtype
+            return slots.get(path) == tensor.dtype
+
+        known = {}
+        with closing(PartReader(place)) as reader:
+            for path, tensor in leaves(state):
+                if (name := pointer(path)) not in reader.tensors:
+                    continue
+                waits = may_wait(path, tensor)
+                known[id(tensor)] = tensor.to("meta") if waits else reader.whole(name, tensor)
+        return TrainingState(**copied(state.parts(), known=known))
+
+    def _is_divided(self) -> bool:
+        if self.runner.job_context.num_hosts > 1:
+            return True
+        plan = self.runner.plan_for(self.feed)
+        return divides_copies(plan) and is_cpu(plan.devices)
+
+    def load(self, place: str) -> None:
+        """Have all ranks read their parts.
+
+        Raises:
+            DamagedPartError: on all hosts, a part is damaged.
+        """
+        task = LoadTask(source=self.feed.source, generation=place)
+        updater = self.runner.make_updater()
+        driver, batch_size = TaskDriver(), self.feed.batch_size
+        reason: str = self.runner.run(task, self.loss, updater, driver, batch_size)
+        if reason:
+            raise DamagedPartError(reason)
