@@ -3,6 +3,8 @@
 Arguments: a folder, which is the host's own if it ends in a slash; the number of epochs.
 """
 
+import json
+import os
 import sys
 from functools import partial
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.checkpoint import parted_files
+from lockstep.checkpoint import part_reader, parted_files
 from lockstep.train.checkpointing.training_state import TrainingState
 from tests.launching import be_strict
 
@@ -46,28 +48,33 @@ def train(strategy: lockstep.Strategy, folder: str, epochs: int, **options: Any)
     return TrainingState.of(trainer.state_dict()).digest()
 
 
-def counted() -> list[int]:
-    """Bytes that this process writes to files that several write, write by write."""
-    found: list[int] = []
-    write_at = parted_files._write_at
+def count_traffic() -> tuple[list[int], list[int]]:
+    """Bytes that this process writes to files that several write, and reads, time by time."""
+    written: list[int] = []
+    read: list[int] = []
+    write_at, span_of = parted_files._write_at, part_reader._File._span
 
-    def counting(descriptor: int, data: Any, start: int) -> None:
-        found.append(len(data))
+    def writing(descriptor: int, data: Any, start: int) -> None:
+        written.append(len(data))
         write_at(descriptor, data, start)
 
-    parted_files._write_at = counting
-    return found
+    def reading(file: Any, index: int) -> memoryview:
+        found = span_of(file, index)
+        read.append(len(found))
+        return found
+
+    parted_files._write_at = writing
+    part_reader._File._span = reading  # type: ignore[method-assign,assignment]
+    return written, read
 
 
 if __name__ == "__main__":
-    import json
-    import os
-
     be_strict()
     folder, epochs = sys.argv[1], int(sys.argv[2])
     if folder.endswith("/"):
-        folder += json.loads(os.environ["TF_CONFIG"])["task"]["index"].__str__()
-    written = counted()
+        folder += str(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
+    written, read = count_traffic()
     digest = train(lockstep.FullyShardedStrategy(timeout_seconds=120), folder, epochs)
-    sys.stdout.write(json.dumps({"digest": digest, "written": sum(written)}) + "\n")
+    told = {"digest": digest, "written": sum(written), "read": sum(read)}
+    sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()

@@ -62,7 +62,7 @@ def test_a_fit_on_several_hosts_goes_on(
 
 
 @pytest.mark.parametrize("folder", core_of(["run", "run/"], ["run"]), ids=["shared", "own"])
-def test_hosts_write_their_parts_of_a_checkpoint(folder: str, tmp_path: Path) -> None:
+def test_hosts_write_and_read_their_parts_of_a_checkpoint(folder: str, tmp_path: Path) -> None:
     """Host 0 writes all of it where each host has a folder of its own."""
     place = f"{tmp_path}/{folder}"
     parameters = sum(one.nbytes for one in shared_folder_job.make_model().parameters())
@@ -74,5 +74,9 @@ def test_hosts_write_their_parts_of_a_checkpoint(folder: str, tmp_path: Path) ->
         # After each of two steps, and at the end, with Adam's two slots.
         assert sum(written) >= 3 * 3 * parameters if folder == "run" else not any(written)
         assert max(written) <= 0.55 * 3 * 3 * parameters
+        read = [first["read"], second["read"]]
+        # A small layer stays on every rank.
+        assert max(read) <= 0.7 * 3 * parameters
+        assert bool(sum(read)) == (epochs == 2 and folder == "run")
     here = lockstep.FullyShardedStrategy(2)
     assert shared_folder_job.train(here, str(tmp_path / "here"), 2) == first["digest"]

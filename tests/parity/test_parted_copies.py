@@ -1,6 +1,7 @@
 """Copies of a divided training: each rank writes its part, and any number of ranks goes on."""
 
 import os
+import shutil
 import signal
 from collections.abc import Sequence
 from functools import partial
@@ -64,9 +65,21 @@ def num_bytes(spans: Sequence[WrittenSpan]) -> int:
     return sum(span.stop - span.start for span in spans)
 
 
+class BeginsAnew(lockstep.Callback):
+    """Gives weights other values when training begins, also where it resumes."""
+
+    def on_train_begin(self) -> None:
+        with torch.no_grad():
+            for one in self.model.parameters():
+                one.fill_(0.5)
+
+
 @pytest.mark.parametrize("level", LEVELS)
-def test_no_rank_writes_more_than_its_part_of_a_checkpoint(
-    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_no_rank_writes_or_reads_more_than_its_part_of_a_checkpoint(
+    level: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     written = Written(monkeypatch)
     trainer = make_trainer(3, level)
@@ -80,9 +93,30 @@ def test_no_rank_writes_more_than_its_part_of_a_checkpoint(
         assert max(own) <= parameters + HEADERS
     alone = list(tmp_path.glob("generation-*/tensors-*"))
     assert max(file.stat().st_size for file in alone) < HEADERS
-    resumed = make_trainer(2, level)
-    resumed.fit((INPUTS, TARGETS), batch_size=24, verbose=0, checkpoint=checkpoint)
+    shutil.rmtree(max(tmp_path.glob("generation-*")))  # that of the end
+    resumed = make_trainer(3, level)
+    with caplog.at_level("INFO", "lockstep"):
+        resumed.fit((INPUTS, TARGETS), batch_size=24, verbose=0, checkpoint=checkpoint)
     assert digest(resumed) == digest(trainer)
+    (line,) = [one.getMessage() for one in caplog.records if "bytes of each rank" in one.msg]
+    read = [int(one) for one in line.partition("rank: [")[2].rstrip("]").split(", ")]
+    assert sum(read) >= 3 * parameters
+    assert max(read) <= parameters + HEADERS
+
+
+def test_weights_are_the_checkpoints_whatever_callbacks_did_when_training_began(
+    tmp_path: Path,
+) -> None:
+    expected = make_trainer(2, "parameters", BeginsAnew())
+    expected.fit((INPUTS, TARGETS), batch_size=24, verbose=0)
+    checkpoint = lockstep.Checkpoint(tmp_path, every="1 steps")
+    make_trainer(2, "parameters", BeginsAnew()).fit(
+        (INPUTS, TARGETS), batch_size=24, verbose=0, checkpoint=checkpoint
+    )
+    shutil.rmtree(max(tmp_path.glob("generation-*")))
+    resumed = make_trainer(2, "parameters", BeginsAnew())
+    resumed.fit((INPUTS, TARGETS), batch_size=24, verbose=0, checkpoint=checkpoint)
+    assert digest(resumed) == digest(expected)
 
 
 def test_all_processes_write_what_is_saved_after_training(

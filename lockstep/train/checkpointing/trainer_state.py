@@ -1,12 +1,12 @@
 """The state of a training as a whole, and the position in a ``fit`` from which it resumes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from lockstep.errors import OptionError
-from lockstep.train.callbacks.callback import Callback
+from lockstep.train.callbacks.callback import Callback, acting
 from lockstep.train.callbacks.driver import TaskDriver
 from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.run_state import (
@@ -36,6 +36,7 @@ class TrainerState:
         resumed: a state from within a ``fit``, from which the next one resumes; None without.
         recorded: the position in the ``fit`` at which callbacks are called; None if training cannot
             resume there.
+        load: has ranks load what they divide of that state; None if it is all here.
         num_shares_before: of the checkpoint it is from, until the user is informed.
     """
 
@@ -43,13 +44,14 @@ class TrainerState:
         self.runner = runner
         self.callbacks = list(callbacks)
         self.resumed: TrainingState | None = None
+        self.load: Callable[[], None] | None = None
         self.num_shares_before: int | None = None
         self._first_epoch: int | None = None  # epochs before the present fit; None outside of one
         self.recorded: FitPosition | None = None
         self._history = History()  # up to that position
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "callbacks": [], "resumed": None, "recorded": None}
+        return {**vars(self), "callbacks": [], "resumed": None, "load": None, "recorded": None}
 
     @property
     def own_callbacks(self) -> list[Callback]:
@@ -135,6 +137,11 @@ class TrainerState:
         if start.is_begun:
             driver.begin_epoch(start.epoch)
         self._set_whole(state)
+        load, self.load = self.load, None
+        if load is not None and self.runner.job_context.from_chief(
+            bool(acting(self.own_callbacks, "on_train_begin"))
+        ):
+            load()  # they may have changed the weights
         place = copied(state.position["fit"])
         driver.history = History(place["history"], place["epochs"])
 
@@ -156,6 +163,7 @@ class TrainerState:
         has_schedule = self._schedule is not None
         check_state(state, self.runner.forms(), self.callbacks, has_schedule=has_schedule)
         self._set_whole(state)
+        self.load = None
         self.resumed = state if state.position["fit"] is not None else None
 
     def position(self) -> dict[str, Any]:

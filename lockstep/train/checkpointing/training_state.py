@@ -147,8 +147,8 @@ def copy_onto(present: object, value: torch.Tensor, like: torch.Tensor | None = 
         value: of the state, which is not changed.
         like: has the memory layout of the result, if their shapes are equal.
     """
-    if value.is_meta:  # it has no memory yet
-        return value
+    if value.is_meta:  # ranks set it
+        return present if isinstance(present, torch.Tensor) else value
     with torch.no_grad():
         if isinstance(present, torch.Tensor) and _form(present) == _form(value):
             return present.copy_(value)

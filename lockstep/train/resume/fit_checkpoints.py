@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,8 @@ class FitCheckpoints:
         writer.record = msgspec.structs.replace(writer.record, asked={**now, **kept})
         self._resume_changed(found, writer.record.asked, taken)
         if own is not None and loading is not None:
-            loading.load(found.place)
+            self.state.load = partial(loading.load, found.place)
+            self.state.load()
         if (
             self._runner.is_chief and not found.place
         ):  # host 0 was restarted in an empty folder, say

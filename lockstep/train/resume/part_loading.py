@@ -15,6 +15,7 @@ from lockstep.checkpoint.reading import DamagedPartError, check_parts
 from lockstep.checkpoint.storage import Url, folder_of
 from lockstep.checkpoint.trees import Path, pointer
 from lockstep.data.map_style.sources import Source
+from lockstep.events import LOGGER
 from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.loss.share_losses import LossAdapter
 from lockstep.parallel.worker import Worker
@@ -56,7 +57,22 @@ class LoadTask(Task):
             own = divided_names(state_of(worker.model, worker.updater), worker)
         parameters, stored = control.broadcast(own)
         worker.begin_loading()
-        reason = ""
+        found = control.gather(self._read(worker, parameters, stored))
+        reasons: list[str] = control.broadcast([reason for reason, _ in found if reason])
+        if not reasons:
+            worker.show_parameters()
+            worker.gather_slots()
+        worker.barrier()
+        if found:
+            read = [num_bytes for _, num_bytes in found]
+            LOGGER.info("checkpoint read: %s, bytes of each rank: %s", self.generation, read)
+        return reasons[0] if reasons else ""
+
+    def _read(
+        self, worker: Worker, parameters: dict[str, str], stored: dict[int, str]
+    ) -> tuple[str, int]:
+        """Read a rank's parts; returns the damage found, or "", and the number of bytes read."""
+        num_bytes = 0
         try:
             with closing(PartReader(self.generation)) as reader:
                 for name, start, memory in worker.kept_parts():
@@ -64,14 +80,10 @@ class LoadTask(Task):
                 for number, start, memory in worker.stored_parts():
                     if number in stored and stored[number] in reader.tensors:
                         reader.read_into(memory, stored[number], start)
+                num_bytes = reader.num_bytes
         except (DamagedPartError, OSError) as error:
-            reason = str(error)
-        reasons: list[str] = control.broadcast([one for one in control.gather(reason) if one])
-        if not reasons:
-            worker.show_parameters()
-            worker.gather_slots()
-        worker.barrier()
-        return reasons[0] if reasons else ""
+            return str(error), 0
+        return "", num_bytes
 
 
 @dataclass(frozen=True)
