@@ -68,7 +68,7 @@ def num_bytes(spans: Sequence[WrittenSpan]) -> int:
 class BeginsAnew(lockstep.Callback):
     """Gives weights other values when training begins, also where it resumes."""
 
-    def on_train_begin(self) -> None:
+    def on_train_begin(self, logs: Any = None) -> None:
         with torch.no_grad():
             for one in self.model.parameters():
                 one.fill_(0.5)

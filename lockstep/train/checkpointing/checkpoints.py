@@ -9,7 +9,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -17,24 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
-from torch import nn
 
-from lockstep.checkpoint.generations import PartedGeneration, write_generation, writing_alone
-from lockstep.checkpoint.manifest import Manifest, Summary
-from lockstep.checkpoint.parted_files import WrittenSpan
+from lockstep.checkpoint.generations import PartedGeneration, writing_alone
 from lockstep.checkpoint.reading import (
     DamagedCheckpointWarning,
     DamagedPartError,
     damaged,
     read_newest,
 )
-from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.storage import Folder, Url, folder_of
-from lockstep.checkpoint.trees import Tensors, flattened, pointer
-from lockstep.checkpoint.weights import mapped_tensors
+from lockstep.checkpoint.trees import Tensors
 from lockstep.errors import OptionError, Problems, level_of_user
-from lockstep.events import LOGGER
 from lockstep.launch.background import Background
 from lockstep.options import check_choice, check_count
 from lockstep.plan.spec import Plan
@@ -45,6 +38,7 @@ from lockstep.train.callbacks.interrupt import (
     Interrupt,
     Termination,
 )
+from lockstep.train.checkpointing.checkpoint_files import PartedCheckpoint, saved_of, write_one
 from lockstep.train.checkpointing.parted_state import (
     FailedWrite,
     PartedCopy,
@@ -58,7 +52,6 @@ from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.history import History
 from lockstep.train.resume.differences import ON_DIFFERENCE, OnDifference
 from lockstep.train.resume.fit_record import End, FitRecord, FitState, at_end
-from lockstep.version import __version__
 
 _EVERY = re.compile(r"(?P<steps>\d+) steps?|(?P<epoch>epoch)|(?P<seconds>\d+(\.\d+)?) ?s")
 
@@ -313,7 +306,7 @@ class CheckpointWriter:
         if self._is_last:
             raise SystemExit(STATUS_OF_SIGTERM)
 
-    def parted(self, copy: FitState, tensors: Tensors) -> "PartedCheckpoint":
+    def parted(self, copy: FitState, tensors: Tensors) -> PartedCheckpoint:
         """Files for a copy that ranks write together.
 
         Args:
@@ -321,7 +314,7 @@ class CheckpointWriter:
             tensors: that ranks divide, by name.
         """
         assert isinstance(self.checkpoint.directory, Path)
-        saved = _saved(copy, self._state.runner.model)
+        saved = saved_of(copy, self._state.runner.model)
         generation = PartedGeneration(self.checkpoint.directory, saved, tensors)
         return PartedCheckpoint(generation, self.checkpoint.keep)
 
@@ -382,10 +375,10 @@ class CheckpointWriter:
         Raises:
             OSError: the one before could not be written.
         """
-        saved = _saved(copy, self._state.runner.model)
+        saved = saved_of(copy, self._state.runner.model)
         self.wait()
         folder, keep = self.checkpoint.directory, self.checkpoint.keep
-        self._writing = self._background.submit(partial(_write_one, folder, saved, keep))
+        self._writing = self._background.submit(partial(write_one, folder, saved, keep))
         return self._writing
 
     def wait(self) -> None:
@@ -404,63 +397,3 @@ class CheckpointWriter:
             self.wait()
         except Exception as other:
             error.add_note(f"The last checkpoint was not written: {other}")
-
-
-class PartedCheckpoint:
-    """A checkpoint that ranks write together; see ``parted_state.Target``.
-
-    Args:
-        generation: the files.
-        keep: how many are kept.
-    """
-
-    def __init__(self, generation: PartedGeneration, keep: int) -> None:
-        self._generation, self._keep = generation, keep
-        self.files, self.folder = generation.files, str(generation.folder)
-
-    def finish(self, spans: Sequence[WrittenSpan]) -> Tensors:
-        """The tensors in the files."""
-        written = self._generation.finish(spans, self._keep)
-        LOGGER.info("checkpoint written: %s", written)
-        files = [written / os.path.basename(one.path) for one in self.files]
-        return {name: one for file in files for name, one in mapped_tensors(str(file)).items()}
-
-    def give_up(self, error: BaseException) -> None:
-        self._generation.give_up(error)
-
-
-def _write_one(folder: Folder, saved: Saved, keep: int) -> Folder:
-    written = write_generation(folder, saved, keep)
-    LOGGER.info("checkpoint written: %s, step %d", written, saved.manifest.summary.step)
-    return written
-
-
-def _saved(copy: FitState, model: nn.Module) -> Saved:
-    tensors, values = flattened(copy.tree())
-    position, plan = copy.state.position, copy.plan
-    place = position["fit"]
-    summary = Summary(
-        epoch=position["epochs"] + (0 if place is None else place["epoch"]),
-        step=position["steps"],
-        is_finished=copy.record.is_finished,
-        strategy="" if plan is None else plan.strategy,
-        num_devices=0 if plan is None else plan.num_ranks,
-        lockstep=__version__,
-    )
-    weights, plan_values = _weights(model), msgspec.to_builtins(plan)
-    manifest = Manifest(
-        summary=summary, weights=weights, values=values, plan=plan_values, files={}, tensors={}
-    )
-    return Saved(manifest=manifest, tensors=tensors)
-
-
-def _weights(model: nn.Module) -> dict[str, str]:
-    """For each name in the model's ``state_dict()``, the tensor's name in the training's state."""
-    parts = {"parameters": model.named_parameters(), "buffers": model.named_buffers()}
-    names = {id(one): pointer((part, name)) for part, every in parts.items() for name, one in every}
-    found = model.state_dict(keep_vars=True).items()
-    return {
-        name: names[id(one)]
-        for name, one in found
-        if isinstance(one, torch.Tensor) and id(one) in names
-    }
