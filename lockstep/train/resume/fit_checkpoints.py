@@ -167,10 +167,10 @@ class FitCheckpoints:
             DamagedPartError: a part of the training is damaged.
         """
         check_tensors(found.state, self._runner.forms())
-        own = None
+        waiting: frozenset[str] = frozenset()
         if writer.is_divided and found.place:
-            own = _prepared(found, loading)
-            found = replace(found, state=own or found.state)
+            state, waiting = _prepared(found, loading)
+            found = replace(found, state=state)
         found.record.check_beginning(writer.record)
         asked, now = found.record.asked, writer.record.asked
         found = found.reaching(now["epochs"])
@@ -186,8 +186,8 @@ class FitCheckpoints:
         kept = {one.name: asked[one.name] for one in differing if one not in taken}
         writer.record = msgspec.structs.replace(writer.record, asked={**now, **kept})
         self._resume_changed(found, writer.record.asked, taken)
-        if own is not None and loading is not None:
-            self.state.load = partial(loading.load, found.place)
+        if waiting and loading is not None:
+            self.state.load = partial(loading.load, found.place, waiting)
             self.state.load()
         if (
             self._runner.is_chief and not found.place
@@ -321,12 +321,12 @@ class FitCheckpoints:
         return RunRecord(checked_folder(named) if named else None, logs=True)
 
 
-def _prepared(found: FitState, loading: PartLoading | None) -> TrainingState | None:
+def _prepared(found: FitState, loading: PartLoading | None) -> tuple[TrainingState, frozenset[str]]:
     """See ``PartLoading``."""
     if loading is not None:
         return loading.prepared(found.place, found.state)
     check_parts(folder_of(found.place))
-    return None
+    return found.state, frozenset()
 
 
 def _resume_message(found: FitState, directory: str, taken: Sequence[Difference]) -> str:

@@ -37,12 +37,14 @@ class LoadTask(Task):
     Attributes:
         source: the training data, for the Plan.
         generation: the folder of the checkpoint, on this host.
+        waiting: names of the tensors that are read.
     """
 
     name: ClassVar[str] = "resume"
     brings_values: ClassVar[bool] = True
     source: Source | SharedStream
     generation: str
+    waiting: frozenset[str]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "source": None}
@@ -78,7 +80,7 @@ class LoadTask(Task):
                 for name, start, memory in worker.kept_parts():
                     reader.read_into(memory, parameters[name], start)
                 for number, start, memory in worker.stored_parts():
-                    if number in stored and stored[number] in reader.tensors:
+                    if stored.get(number) in self.waiting:
                         reader.read_into(memory, stored[number], start)
                 num_bytes = reader.num_bytes
         except (DamagedPartError, OSError) as error:
@@ -100,10 +102,10 @@ class PartLoading:
     feed: DataPipeline
     loss: LossAdapter | None
 
-    def prepared(self, place: str, state: TrainingState) -> TrainingState | None:
-        """A checkpoint's state, its divided tensors without memory.
+    def prepared(self, place: str, state: TrainingState) -> tuple[TrainingState, frozenset[str]]:
+        """A checkpoint's state, its divided tensors without memory; and their names.
 
-        None if this process reads all: then all hashes are checked.
+        There are none if this process reads all: then all hashes are checked.
 
         Args:
             place: the checkpoint's folder.
@@ -115,7 +117,7 @@ class PartLoading:
         folder = folder_of(place)
         if isinstance(folder, Url) or not self._is_divided():
             check_parts(folder)
-            return None
+            return state, frozenset()
         parameters = dict(self.runner.model.named_parameters())
         slots: dict[Path, torch.dtype] = {
             ("optimizer", key.parameter, key.slot): key.dtype or parameters[key.parameter].dtype
@@ -130,14 +132,21 @@ class PartLoading:
                 return own.requires_grad and own.dtype == tensor.dtype
             return slots.get(path) == tensor.dtype
 
-        known = {}
         with closing(PartReader(place)) as reader:
-            for path, tensor in leaves(state):
-                if (name := pointer(path)) not in reader.tensors:
-                    continue
-                waits = may_wait(path, tensor)
-                known[id(tensor)] = tensor.to("meta") if waits else reader.whole(name, tensor)
-        return TrainingState(**copied(state.parts(), known=known))
+            found = {
+                pointer(path): (path, one)
+                for path, one in leaves(state)
+                if pointer(path) in reader.tensors
+            }
+            waiting = {name for name, one in found.items() if may_wait(*one)}
+            trained = {name for name, one in parameters.items() if one.requires_grad}
+            if not waiting >= {pointer(("parameters", name)) for name in trained}:
+                waiting.clear()  # ranks load all parameters or none
+            known = {
+                id(one): one.to("meta") if name in waiting else reader.whole(name, one)
+                for name, (_, one) in found.items()
+            }
+        return TrainingState(**copied(state.parts(), known=known)), frozenset(waiting)
 
     def _is_divided(self) -> bool:
         if self.runner.job_context.num_hosts > 1:
@@ -145,13 +154,13 @@ class PartLoading:
         plan = self.runner.plan_for(self.feed)
         return divides_copies(plan) and is_cpu(plan.devices)
 
-    def load(self, place: str) -> None:
-        """Have all ranks read their parts.
+    def load(self, place: str, waiting: frozenset[str]) -> None:
+        """Have all ranks read their parts of the tensors that have no memory.
 
         Raises:
             DamagedPartError: on all hosts, a part is damaged.
         """
-        task = LoadTask(source=self.feed.source, generation=place)
+        task = LoadTask(source=self.feed.source, generation=place, waiting=waiting)
         updater = self.runner.make_updater()
         driver, batch_size = TaskDriver(), self.feed.batch_size
         reason: str = self.runner.run(task, self.loss, updater, driver, batch_size)
