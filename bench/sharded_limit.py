@@ -130,7 +130,9 @@ def run(what: str, folder: str, layers: int, width: int, num_hosts: int = NUM_HO
                 {
                     **os.environ,
                     **({} if num_hosts == 1 else tf_config(addresses, host)),
-                    **{"LOCKSTEP_SECRET": secret, "HOST": str(host), "OMP_NUM_THREADS": "1"},
+                    "LOCKSTEP_SECRET": secret,
+                    "HOST": str(host),
+                    "OMP_NUM_THREADS": "1",
                 }
                 for host in range(num_hosts)
             ]

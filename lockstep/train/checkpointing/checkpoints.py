@@ -62,7 +62,8 @@ class Checkpoint:
 
     The same script started again resumes at the very next batch, with the bits that it would have
     had; a ``fit`` that had ended trains nothing and returns the same history. Each ``fit`` has a
-    folder of its own. On several hosts host 0 reads and writes.
+    folder of its own. On several hosts host 0 reads and writes; of a sharded training each host its
+    part, if all share the folder.
 
     Args:
         directory: the folder, which need not exist yet; or a URL that fsspec opens, as in
