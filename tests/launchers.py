@@ -181,7 +181,7 @@ def by_standalone_torchrun(
     """All that two processes of this host have told; they must come to a good end."""
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script]
     variables = environ({"TORCH_CPP_LOG_LEVEL": "ERROR"})
-    out = run_script(words, ROOT, variables, like=like, timeout_seconds=timeout_seconds)
+    out = run_script(words, Path.cwd(), variables, like=like, timeout_seconds=timeout_seconds)
     return [json.loads(line) for line in out.splitlines()]
 
 

@@ -132,6 +132,7 @@ CELLS = [(strategy, "rows") for strategy in STRATEGIES] + [("mirrored", data) fo
     core_of(
         list(dict.fromkeys(CELLS)),
         [("single", "rows"), ("mirrored", "thread"), ("pipeline", "rows"), ("mirrored", "cache")],
+        [("shares", "rows")],
     ),
 )
 def test_bad_records_are_left_out(strategy: str, data: str) -> None:

@@ -129,7 +129,7 @@ told("killed", step)
         assert f"eplica {killed} has ended {ENDED}" in out
 
 
-@pytest.mark.parametrize("stopped", core_of(range(3), (0,)))
+@pytest.mark.parametrize("stopped", core_of(range(3), (0,), ()))
 def test_a_stopped_replica_is_named(tmp_path: Path, stopped: int) -> None:
     text = f"""
 from lockstep.launch.workers import process_state

@@ -217,7 +217,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", core_of(FAULTS, ["tensors 1"]))
+@pytest.mark.parametrize("name", core_of(FAULTS, ["tensors 1"], []))
 def test_training_ends_with_an_error_on_both_hosts(name: str) -> None:
     ends, has_fired = fit(FAULTS[name])
     assert has_fired, ends

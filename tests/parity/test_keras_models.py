@@ -151,6 +151,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Any]] = {
     core_of(
         [(name, strategy) for name in MODELS for strategy in STRATEGIES],
         lambda name, strategy: strategy == "mirrored" and name != "deep",
+        lambda name, strategy: (name, strategy) == ("deep", "one"),
     ),
 )
 def test_weights_and_outputs_are_those_of_plain_keras(name: str, strategy: str) -> None:

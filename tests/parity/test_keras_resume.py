@@ -88,9 +88,10 @@ ROWS = [
     if one == other or name != "Adafactor"
 ]
 CORE = [("Adam", "mirrored-2", "single"), ("one's own", "single", "mirrored-2")]
+MORE = [("Adafactor", "mirrored-2", "mirrored-2")]
 
 
-@pytest.mark.parametrize(("optimizer", "saving", "loading"), core_of(ROWS, CORE))
+@pytest.mark.parametrize(("optimizer", "saving", "loading"), core_of(ROWS, CORE, MORE))
 def test_another_model_goes_on(optimizer: str, saving: str, loading: str) -> None:
     (whole, _), (first, trainer) = (make(optimizer, STRATEGIES[saving]) for _ in range(2))
     keras.utils.set_random_seed(3)

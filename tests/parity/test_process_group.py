@@ -72,7 +72,7 @@ FEW = ("cnn_batch_norm", "gpt_tied", "wide", "unet")
     core_of(
         [*((name, 2) for name in FEW), ("wide", 4), ("cnn_batch_norm", 8)],
         [("cnn_batch_norm", 2), ("wide", 2)],
-        [("gpt_tied", 2)],
+        [],
     ),
 )
 def test_the_bits_are_those_of_shared_memory(name: str, devices: int) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from tests.launchers import BEGINNING, by_tf_config, lines_of_all
 from tests.netns import Hosts
+from tests.thorough import core_of
 
 MakeHosts = Callable[[int], Hosts]
 
@@ -51,7 +52,7 @@ for name in sys.argv[2:]:
 
 
 @pytest.mark.thorough  # the core has one of them in test_host_options
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", core_of(ROWS, ["a stage on each host"], []))
 def test_hosts_equal_one_device(name: str, make_hosts: MakeHosts, tmp_path: Path) -> None:
     devices, strategy = ROWS[name]
     hosts = make_hosts(len(devices))

@@ -46,7 +46,7 @@ def test_example(name: str, tmp_path: Path) -> None:
     run_script([FOLDER / name], tmp_path, VARIABLES, like=like)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", core_of(ON_HOSTS, ["parameter_servers.py"], []))
 def test_example_on_hosts(name: str, tmp_path: Path) -> None:
     script, roles = [str(FOLDER / name)], ON_HOSTS[name]
