@@ -133,11 +133,13 @@ class Exchange:
 
     def _open_rows(self, group: GroupSpec, offset: int) -> SharedGradientBuffer:
         assert self._region is not None
-        here = group.rows_of(self._domain)
+        here, device = group.rows_of(self._domain), self._device
         if not here:  # of a rank that leads no share; it sees the first row of its host
             first = group.rows_of(self.ranks_here).start
             here = range(first, first)
-        return SharedGradientBuffer(group.gradients, self._region, offset, here, self._device)
+            if group.divisions and device is None:  # its sums must not lie in another's row
+                device = torch.device("cpu")
+        return SharedGradientBuffer(group.gradients, self._region, offset, here, device)
 
     def rows_of(self, number: int) -> SharedGradientBuffer:
         """The rows of a group in this host's memory, as this rank sees them."""

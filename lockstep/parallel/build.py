@@ -33,12 +33,13 @@ from lockstep.parallel.sharding.residency import Residency
 from lockstep.parallel.sharding.sharded_passes import ShardedPasses
 from lockstep.parallel.sharding.unit_memory import UnitMemory
 from lockstep.parallel.sharding.units import modules_of_units, separate_storages
+from lockstep.parallel.tensor.sharded_tensor_passes import ShardedTensorPasses
 from lockstep.parallel.tensor.tensor_passes import TensorPasses
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
 from lockstep.parallel.workload import Workload
 from lockstep.plan.layout import Piece, block_sizes
-from lockstep.plan.mesh import coordinates
+from lockstep.plan.mesh import coordinates, division_axis
 from lockstep.plan.spec import Plan
 
 
@@ -101,10 +102,13 @@ def open_passes(
     }
     if work.plan.pipeline is None:
         options["group"] = endpoint.spec.groups[0]
-        if work.plan.tensor is not None:
-            return TensorPasses(work, endpoint=endpoint, process=process, **options)
         if residency is not None:
-            return ShardedPasses(work, residency=residency, **options)
+            options["residency"] = residency
+        if work.plan.tensor is not None:
+            tensor_passes = TensorPasses if residency is None else ShardedTensorPasses
+            return tensor_passes(work, endpoint=endpoint, process=process, **options)
+        if residency is not None:
+            return ShardedPasses(work, **options)
         return ModelPasses(work, **options)
     mail_channels = endpoint.mail_channels()
     mail = _open_mail(mail_specs(work), endpoint, exchange, mail_channels, process)
@@ -158,7 +162,11 @@ def _kept_pieces(plan: Plan, group: OwnedGroup, rank: int) -> dict[str, Any]:
 
     return {
         "kept": kept_by(rank),
-        "others": {one: kept_by(one) for one in plan.ranks_along("shard", rank) if one != rank},
+        "others": {
+            one: kept_by(one)
+            for one in plan.ranks_along(division_axis(plan.mesh), rank)
+            if one != rank
+        },
         "copies": {
             one: group.divided[one] for one in plan.ranks_along("data", rank) if one != rank
         },
@@ -242,7 +250,8 @@ def divided_pieces(plan: Plan, group: GroupSpec, updater: Updater | None) -> dic
 
 def _in_order_of_slices(plan: Plan, ranks: Sequence[int]) -> list[int]:
     """Ranks in the order in which they get slices: those that keep the same pieces side by side."""
-    return sorted(ranks, key=lambda rank: coordinates(plan.mesh, rank).get("shard", 0))
+    axis = division_axis(plan.mesh) if plan.sharding else "shard"
+    return sorted(ranks, key=lambda rank: coordinates(plan.mesh, rank).get(axis, 0))
 
 
 def _renumbered(divided: list[list[Piece]], numbers: Sequence[int]) -> list[list[Piece]]:

@@ -145,10 +145,12 @@ class Worker(UpdateWorker):
     def trial_memory(self, step: int = 0) -> AbstractContextManager[None]:
         """Around trials of the model, before or in a step: sharded ranks free their memory at once.
 
+        In every step they do where parts of gradients are brought together before they are summed.
+
         Args:
             step: the training step.
         """
-        is_scarce = self.plan.sharding is not None and is_tried(step)
+        is_scarce = self.plan.sharding is not None and (is_tried(step) or bool(self.plan.tensor))
         return temporary_memory() if is_scarce else nullcontext()
 
     def _train_once_or_twice(self, batch: StepBatch) -> StepResult:

@@ -18,3 +18,8 @@ def coordinates(mesh: Sequence[Axis], rank: int) -> dict[str, int]:
     for axis in reversed(mesh):
         rank, places[axis.name] = divmod(rank, axis.size)
     return places
+
+
+def division_axis(mesh: Sequence[Axis]) -> str:
+    """The axis along which ranks divide parameters: ``shard``, or ``tensor``."""
+    return "shard" if any(axis.name == "shard" for axis in mesh) else "tensor"

@@ -17,6 +17,7 @@ from lockstep.plan.decision import (
     Stage,
 )
 from lockstep.plan.makers.averaging import AveragedUpdate
+from lockstep.plan.mesh import division_axis
 from lockstep.units import format_bytes, format_count, format_time
 
 _MOST_LAYERS = 40
@@ -102,7 +103,8 @@ def _sharding(plan: Decision) -> str:
     units = f", in {len(plan.sharding.units)} units" if plan.sharding.units else ""
     shared = "; all have one copy of the parameters" if plan.sharding.shares_parameters else ""
     if plan.sharding.divides_parameters and len(plan.ranks_along("data", 0)) > 1:
-        shared = f", parameters within groups of {len(plan.ranks_along('shard', 0))} ranks"
+        size = len(plan.ranks_along(division_axis(plan.mesh), 0))
+        shared = f", parameters within groups of {size} ranks"
     place = f"; slots in a file in {plan.sharding.offload}" if plan.sharding.offload else ""
     if plan.num_ranks == 1:
         return f"\nSharding: on one device{place}"

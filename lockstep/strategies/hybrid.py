@@ -58,6 +58,7 @@ class HybridStrategy(StagedStrategy):
     """
 
     _sharded: FullyShardedStrategy | None = None
+    _divided: TensorParallelStrategy | None = None
 
     def __init__(
         self,
@@ -147,6 +148,8 @@ class HybridStrategy(StagedStrategy):
         )
 
     def maker(self, precision: str = "fp32") -> Maker:
+        if self._divided is not None:
+            return self._divided.placed(replace(self._maker, precision=precision))
         return super().maker(precision) if self._sharded is None else self._sharded.maker(precision)
 
     @property
@@ -177,6 +180,7 @@ class HybridStrategy(StagedStrategy):
         self.reach = "all hosts" if devices is None else "one host"
         self.engine = own.engine
         self.timeout_seconds = own.timeout_seconds
+        self._divided = own
         self._maker = replace(own.tensor_maker(), replicas=data, num_shares=num_shares)
 
 

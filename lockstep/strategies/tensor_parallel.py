@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from lockstep.cluster.devices import discover
 from lockstep.errors import OptionError, Problems
 from lockstep.options import check_count, check_timeout
-from lockstep.plan.devices import check_devices, device_names
+from lockstep.plan.devices import check_devices, device_names, is_cpu
 from lockstep.plan.engines import backend_for, check_engine, check_leave, over
 from lockstep.plan.makers.data_parallel import Maker
+from lockstep.plan.makers.sharded import FullySharded
 from lockstep.plan.makers.tensor import TensorParallel
 from lockstep.strategies.base import Strategy
 from lockstep.tracebacks import public_methods
@@ -64,6 +65,7 @@ class TensorParallelStrategy(Strategy):
             check_number(devices, degree)
         names = device_names(devices or degree, discover().hosts[0])
         backend_for(engine, names)
+        self._shares_memory = engine is None and is_cpu(names)
         self.degree = len(names)
         self.devices = None if devices is None else tuple(devices)
         self.engine = engine
@@ -78,7 +80,14 @@ class TensorParallelStrategy(Strategy):
             )
 
     def maker(self, precision: str = "fp32") -> Maker:
-        return over(self.engine, self.tensor_maker(precision))
+        return self.placed(self.tensor_maker(precision))
+
+    def placed(self, maker: Maker) -> Maker:
+        """A maker whose ranks, if they share no memory, keep only their part of the parameters."""
+        maker = over(self.engine, maker)
+        if self._shares_memory:
+            return maker
+        return FullySharded(maker=maker, level="parameters", units=None)
 
     def tensor_maker(self, precision: str = "fp32") -> TensorParallel:
         """The maker, to be combined with others."""

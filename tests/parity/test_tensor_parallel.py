@@ -112,10 +112,13 @@ def test_images_in_channels_last_whose_shards_have_one_and_two_channels() -> Non
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 def test_the_same_shards_give_the_same_bits(precision: str) -> None:
-    found = [
-        fit(trainer(TENSOR(degree, num_tensor_shards=4, engine=engine), precision=precision))
-        for degree, engine in [(1, None), (2, None), (4, None), (2, "gloo"), (3, "gloo")]
-    ]
+    found = []
+    for degree, engine in [(1, None), (2, None), (4, None), (2, "gloo"), (3, "gloo")]:
+        strategy = TENSOR(degree, num_tensor_shards=4, engine=engine)
+        one = trainer(strategy, precision=precision, clip_norm=0.1)
+        found.append(fit(one))
+        sharding = one.plan.sharding
+        assert (sharding is not None and sharding.divides_parameters) is (engine == "gloo")
     for other in found[1:]:
         assert all(torch.equal(value, other[name]) for name, value in found[0].items())
 

@@ -16,7 +16,7 @@ sum of the pieces that it updates (reduce-scatter), and the updated pieces are b
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -146,6 +146,10 @@ class GroupGradients(ABC):
     def places(self, row: int) -> Sequence[torch.Tensor] | None:
         """Memory in which to form a row's gradients, to be put without a copy; None if none."""
         return None
+
+    def open_places(self, parameters: Iterable[int]) -> None:
+        """Have memory for what is formed in ``places`` of these parameters."""
+        return
 
     def commit(self) -> None:
         """The sums of the last ``reduce_scatter`` are used, and not thrown away."""

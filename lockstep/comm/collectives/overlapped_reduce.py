@@ -92,6 +92,7 @@ class OverlappedReduce(ReduceScatter):
         self._bucket_of = buckets
         self._num_rows = num_rows
         self._own_rows = self._rows_of([self._rank])
+        self._sums_row = self._own_rows.start if self._own_rows else self._rows.base_row
         self._buckets: dict[int, Bucket] = {}
         self._waiting: dict[int, Bucket] = {}  # not sent, in the order of sending
         self._num_filled = 0  # rows of the step under way
@@ -141,7 +142,7 @@ class OverlappedReduce(ReduceScatter):
 
     def _apart(self, peer: int, rows: range, pieces: Sequence[Piece]) -> BucketSlice:
         """A part in new memory."""
-        own = [self._rows.cut(self._own_rows.start, piece) for piece in pieces]
+        own = [self._rows.cut(self._sums_row, piece) for piece in pieces]
         runs, places = _alike(own, self._allocate)
         found = dict(zip(pieces, places, strict=True))
         return BucketSlice(peer=peer, rows=rows, runs=runs, pieces=found)

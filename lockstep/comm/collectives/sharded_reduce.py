@@ -71,12 +71,12 @@ class ShardedReduce(OverlappedReduce):
             kept = (piece for one in self._keeping_as(rank) for piece in pieces[one])
             self._kept[rank] = sorted(kept, key=lambda piece: (piece.parameter, piece.start))
         super().divide(pieces)
-        first = self._own_rows.start
+        rows = self._own_rows or [self._sums_row]
         for number, bucket in self._buckets.items():
             own = self._own_pieces(bucket)
             memory = piece_memory(
-                [self._memory_of(row, one) for row in self._own_rows for one in bucket.parameters],
-                [self._rows.cut(first, piece) for piece in own],
+                [self._memory_of(row, one) for row in rows for one in bucket.parameters],
+                [self._rows.cut(self._sums_row, piece) for piece in own],
             )
             self._memories[number] = memory
             self._sums |= zip(own, memory.kept, strict=True)
@@ -135,6 +135,10 @@ class ShardedReduce(OverlappedReduce):
                 'share a parameter as one unit; or use level="slots".',
             )
         self._memories[bucket.number].take()
+
+    def open_places(self, parameters: Iterable[int]) -> None:
+        for bucket in {self._bucket_of[number] for number in parameters}:
+            self._memories[bucket].take()
 
     def bound(self) -> float:
         """Unknown: the memory of other ranks' pieces is free already."""
@@ -217,8 +221,9 @@ class ShardedReduce(OverlappedReduce):
     def _end(self, transfer: "_Transfer") -> None:
         """Put the sums of this rank's pieces in its row, and free the rest."""
         own = self._own_pieces(transfer.bucket)
+        self._memories[transfer.bucket.number].take()
         for piece, total in _added_up(transfer.sums, own).items():
-            place = self._rows.cut(self._own_rows.start, piece)
+            place = self._rows.cut(self._sums_row, piece)
             if place is not total:
                 place.copy_(total)
         self._memories[transfer.bucket.number].free()

@@ -38,7 +38,7 @@ from lockstep.comm.collectives.gradients import (
 )
 from lockstep.comm.collectives.prepared_sums import PreparedSums
 from lockstep.comm.collectives.products import multiply
-from lockstep.comm.collectives.shm_gradient_memory import GradientMemory, row_on_device
+from lockstep.comm.collectives.shm_gradient_memory import GradientMemory, row_apart
 from lockstep.comm.collectives.shm_touched_rows import TouchedRows, sum_of_rows
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.plan.layout import Piece, row_blocks
@@ -69,6 +69,9 @@ class SharedGradientBuffer(GroupGradients):
         offset_bytes: from where on.
         here: the rows whose gradients are kept here; None for all.
         device: in whose memory these lie, in place of the region; None for the region.
+
+    Attributes:
+        base_row: the first of these rows.
     """
 
     def __init__(
@@ -89,12 +92,12 @@ class SharedGradientBuffer(GroupGradients):
             for extent in spec.extents
         ]
         self._cuts: dict[tuple[int, Piece], torch.Tensor] = {}
-        start = self._here.start  # whole sums lie in the first row
-        with_memory = self._here or range(start, start + 1)
+        self.base_row = self._here.start  # whole sums lie there
+        with_memory = self._here or [self.base_row]
         self._rows = [
             self._memory.row(share)
             if device is None or share not in with_memory
-            else row_on_device(spec, device)
+            else row_apart(spec, device)
             for share in range(spec.num_shares)
         ]
         self._own: dict[tuple[int, int], _Own] = {}
@@ -179,7 +182,7 @@ class SharedGradientBuffer(GroupGradients):
     def _gradient_row(self, share: int, parameter: int, own: _Own) -> torch.Tensor:
         """Where a share's whole gradient goes; factors that it has published become one first."""
         row = self._rows[share][parameter]
-        if share != self._here.start and self._spec.row_limits[parameter]:
+        if share != self.base_row and self._spec.row_limits[parameter]:
             self._memory.reserve_row(share, parameter)
         if own.kind in _PRODUCTS:
             inputs, gradients = self._factors(share, parameter, own.kind, own.num_rows)
@@ -262,7 +265,7 @@ class SharedGradientBuffer(GroupGradients):
 
     def base(self, parameter: int) -> torch.Tensor:
         """The first row's gradient, for which there is always memory here."""
-        return self._rows[self._here.start][parameter]
+        return self._rows[self.base_row][parameter]
 
     def sum_rows(self, pieces: Sequence[Piece]) -> None:
         """Sum the gradients of each subtree of the rows here, in place, piece by piece."""

@@ -110,8 +110,20 @@ class GradientMemory:
             self._reserved[start] = num_bytes
 
 
-def row_on_device(spec: GradientSpec, device: torch.device) -> list[torch.Tensor]:
-    """A share's gradients in a device's memory: in one storage, or in one for each bucket."""
+def row_apart(spec: GradientSpec, device: torch.device) -> list[torch.Tensor]:
+    """A share's gradients in memory of this rank alone: of the host, or of a device.
+
+    In host memory they lie as in a region that ranks share. On a device they lie in one storage, or
+    in one for each bucket.
+    """
+    if device.type == "cpu":
+        offsets, num_bytes = flat_offsets([tensor.extent for tensor in spec.tensors])
+        region = SharedRegion.create(num_bytes, [(0, num_bytes)])
+        region.close()
+        return [
+            region.tensor(offset, one.dtype, one.shape, one.stride)
+            for offset, one in zip(offsets, spec.tensors, strict=True)
+        ]
     row: dict[int, torch.Tensor] = {}
     for numbers in spec.numbers_by_bucket():
         tensors = [spec.tensors[number] for number in numbers]

@@ -178,7 +178,9 @@ class Endpoint:
             crossing=None if self.neighbours is None else self.neighbours.crossing,
         )
 
-    def tensor_transport(self, replica: int, groups: ProcessGroups | None) -> Transport | None:
+    def tensor_transport(
+        self, replica: int, groups: ProcessGroups | None
+    ) -> ProcessGroupTransport | None:
         """Between the ranks that divide the layers of a replica; None if they share memory."""
         if groups is None:
             return None

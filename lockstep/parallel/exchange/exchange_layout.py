@@ -28,6 +28,7 @@ from lockstep.plan.devices import is_cpu
 from lockstep.plan.layout import num_buckets
 from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.plan.makers.replicas import plan_of_replica
+from lockstep.plan.mesh import division_axis
 from lockstep.plan.program.lowering import lower_stages, stage_graph
 from lockstep.plan.program.rank_program import (
     Backward,
@@ -208,7 +209,8 @@ def group_spec(
 
 def _divisions(plan: Plan) -> tuple[tuple[int, ...], ...]:
     """The ranks that divide parameters, group by group."""
-    return tuple(tuple(plan.ranks_along("shard", first)) for first in plan.ranks_along("data", 0))
+    axis = division_axis(plan.mesh)
+    return tuple(tuple(plan.ranks_along(axis, first)) for first in plan.ranks_along("data", 0))
 
 
 def _bucket_of(unit: int | None) -> int:

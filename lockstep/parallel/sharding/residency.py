@@ -64,6 +64,7 @@ class Residency:
     Attributes:
         memory: of the units.
         gathered: names of the parameters in units.
+        complete: called with the number of a bucket once backward has left its unit.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Residency:
         self.memory = memory
         self.gathered = frozenset(parameters[number] for number in memory.numbers)
         self._gradients = gradients
+        self.complete: Callable[[int], None] = gradients.complete
         self._norms = norms
         self._order = list(range(len(names)))
         self._staying: set[int] = set()  # units that every rank has in all passes
@@ -359,7 +361,7 @@ class Residency:
             before, self._at = self._at, self._at + self._direction
             is_inside = 0 <= before <= self._last
             if is_inside and self._direction == _BACKWARD and self._rounds == self._num_rounds:
-                self._gradients.complete(self._order[before] + 1)
+                self.complete(self._order[before] + 1)
             self.memory.gather(self._order[self._at])
             if is_inside:
                 self.memory.free(self._order[before])

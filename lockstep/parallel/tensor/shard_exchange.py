@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from lockstep.comm.transport import Transport
+from lockstep.comm.transports.process_group_transport import ProcessGroupTransport
 from lockstep.plan.program.sum_tree import subtrees, tree_sum
 from lockstep.plan.shares import share_bounds
 from lockstep.plan.splits import Split
@@ -138,7 +138,7 @@ class SentShards(ShardExchange):
         place: int,
         shards: Sequence[range],
         ranks: Sequence[int],
-        transport: Transport,
+        transport: ProcessGroupTransport,
     ) -> None:
         super().__init__(num_shards, shards[place])
         self._place = place
@@ -214,10 +214,11 @@ class SentShards(ShardExchange):
             place: [one for shard in own for one in shards.get(shard, ())]
             for place, own in enumerate(self._shards)
         }
+        first, others = self._ranks[0], {self._ranks[peer]: of_ranks[peer] for peer in self._peers}
         if self._place:
-            self._transfer({0: of_ranks[self._place]}, {})
+            self._transport.begin({first: of_ranks[self._place]}, {}, tag=0)()
         else:
-            self._transfer({}, {peer: of_ranks[peer] for peer in self._peers})
+            self._transport.begin({}, others, tag=0)()
 
     def _transfer(self, sends: Mapping[int, Tensors], receives: Mapping[int, Tensors]) -> None:
         self._transport.transfer(

@@ -29,7 +29,8 @@ from lockstep.parallel.tensor.shard_exchange import (
 from lockstep.parallel.workload import Workload
 from lockstep.plan.splits import TensorSplits
 
-_GROUP = 0
+GROUP = 0
+"""The only group of a Plan without stages."""
 
 
 class TensorPasses(ModelPasses):
@@ -125,10 +126,7 @@ class TensorPasses(ModelPasses):
             super()._put_loss(share)
 
     def _put(self, run: Run, share: int, gradients: list[torch.Tensor | None]) -> None:
-        rest = list(gradients)
-        for number, name in self._parts.items():
-            self._layers.keep(name, rest[number])
-            rest[number] = None
+        rest = self._keep(gradients)
         if self.leads:
             super()._put(run, share, rest)
         else:
@@ -136,12 +134,22 @@ class TensorPasses(ModelPasses):
         self._clear_gradients()
         row = self._row_of(share)
         if share + 1 == min(self._mine.stop, run.num_filled) or self._row_of(share + 1) != row:
-            self._put_parts(row)
+            self._put_parts(row, self._parts)
 
-    def _put_parts(self, row: int) -> None:
+    def _keep(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Keep gradients of divided parameters' uses as a whole; returns the others."""
+        rest = list(gradients)
+        for number, name in self._parts.items():
+            self._layers.keep(name, rest[number])
+            rest[number] = None
+        return rest
+
+    def _put_parts(self, row: int, numbers: Iterable[int]) -> None:
         """Put this rank's parts of the gradients of a row's shares in their places."""
-        taken = {number: self._layers.take_gradient(name) for number, name in self._parts.items()}
+        taken = {number: self._layers.take_gradient(self._parts[number]) for number in numbers}
         found = {number: one for number, one in taken.items() if one is not None}
+        if not found:
+            return
         if self.leads or not self._layers.exchange.shards_elsewhere:
             self._place_parts(row, found)
         else:
@@ -149,7 +157,8 @@ class TensorPasses(ModelPasses):
 
     def _place_parts(self, row: int, found: Mapping[int, dict[int, list[torch.Tensor]]]) -> None:
         """Put parts in place, and those of other ranks that come here."""
-        places = self._exchange.gradients[_GROUP].places(row)
+        self._exchange.gradients[GROUP].open_places(found)
+        places = self._exchange.gradients[GROUP].places(row)
         formed: list[torch.Tensor | None] = [None] * len(self._trainable)
         blocks: list[tuple[torch.Tensor, torch.Tensor]] = []
         coming: dict[int, list[torch.Tensor]] = {}
@@ -160,14 +169,17 @@ class TensorPasses(ModelPasses):
             for shard, parts in own.items():
                 blocks += zip(of_shard(shard), parts, strict=True)
             for shard in self._layers.exchange.shards_elsewhere:
-                parts = [_blank(block) for block in of_shard(shard)]
+                theirs = of_shard(shard)
+                parts = [one if one.is_contiguous() else torch.empty_like(one) for one in theirs]
                 coming.setdefault(shard, []).extend(parts)
-                blocks += zip(of_shard(shard), parts, strict=True)
+                blocks += [
+                    pair for pair in zip(theirs, parts, strict=True) if pair[0] is not pair[1]
+                ]
         self._layers.exchange.bring_to_first(coming)
         for place, block in blocks:
             place.copy_(block)
         if self.leads and any(one is not None for one in formed):
-            self._exchange.write(_GROUP, row, formed)
+            self._exchange.write(GROUP, row, formed)
 
 
 def _by_shard(
@@ -179,10 +191,6 @@ def _by_shard(
         for shard, blocks in own.items():
             by_shard.setdefault(shard, []).extend(block.contiguous() for block in blocks)
     return by_shard
-
-
-def _blank(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.new_empty(tensor.shape)
 
 
 def _slots(endpoint: Endpoint, replica: int) -> torch.Tensor:

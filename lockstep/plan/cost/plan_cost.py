@@ -27,8 +27,9 @@ def cost_of(plan: Plan, graph: LayerGraph, cluster: Cluster, batch_size: int) ->
 
     Raises:
         PlanError: the graph has no costs; or a Plan whose costs are not known: replicas that
-            train locally, servers that do not wait, several replicas that divide layers, several
-            stages on a device, other schedules than 1F1B.
+            train locally, servers that do not wait, several replicas that divide layers, layers
+            that ranks without common memory divide, several stages on a device, other schedules
+            than 1F1B.
     """
     _check_known(plan)
     return corrected(_modelled(plan, graph, cluster, batch_size), cluster, family_of(plan))
@@ -83,6 +84,8 @@ def _check_known(plan: Plan) -> None:
         "replicas that train locally": isinstance(plan.update, AveragedUpdate),
         "servers for which workers do not wait": plan.is_stale,
         "replicas that divide layers": plan.tensor is not None and plan.num_replicas > 1,
+        "layers that ranks without common memory divide": plan.tensor is not None
+        and plan.sharding is not None,
         "several stages on a device": len(held) > len({*held}),
         "a schedule other than 1f1b": plan.pipeline is not None
         and plan.pipeline.schedule != "1f1b",

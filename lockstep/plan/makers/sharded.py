@@ -62,14 +62,19 @@ class FullySharded(Wrapping):
                 rank, which would use all units at once.
         """
         plan = self.maker(graph, cluster, batch_size)
+        if plan.tensor is not None and not _divides(plan):
+            return plan
         units = self._units(graph)
         if self.level == "slots":
             units = ()
         # Factors of gradients would go to all ranks, and each would have the whole gradient.
         layers = tuple(msgspec.structs.replace(layer, row_limit=0) for layer in plan.layers)
-        strategy = "fully sharded" if self.shard is None else "hybrid"
-        plan = msgspec.structs.replace(plan, strategy=strategy, layers=layers)
+        plan = msgspec.structs.replace(plan, layers=layers)
         self._check_groups(plan)
+        if plan.tensor is None:
+            strategy = "fully sharded" if self.shard is None else "hybrid"
+            mesh = self._mesh(plan.num_ranks)
+            plan = msgspec.structs.replace(plan, strategy=strategy, mesh=mesh)
         if plan.num_ranks == 1:
             alone = Sharding(level="slots", offload=self.offload) if self.offload else None
             return msgspec.structs.replace(plan, sharding=alone)
@@ -88,7 +93,7 @@ class FullySharded(Wrapping):
             offload=self.offload,
         )
         norms = [layer.name for layer in graph.layers if layer.uses_batch_statistics]
-        if sharding.divides_parameters and norms and plan.num_shares > plan.num_ranks:
+        if sharding.divides_parameters and norms and plan.num_shares > plan.num_replicas:
             raise OptionError(
                 "Sharded parameters allow one share per device where layers take statistics over "
                 "the batch: several shares of a device run together, layer by layer.",
@@ -96,7 +101,7 @@ class FullySharded(Wrapping):
                 f"{first_few(norms)}",
                 fix='Leave `num_shares` and `accumulate` out, or use level="gradients".',
             )
-        return msgspec.structs.replace(plan, mesh=self._mesh(plan.num_ranks), sharding=sharding)
+        return msgspec.structs.replace(plan, sharding=sharding)
 
     def _check_groups(self, plan: Plan) -> None:
         if self.shard is not None and self.data * self.shard != plan.num_ranks:
@@ -126,6 +131,11 @@ class FullySharded(Wrapping):
         given = [name for unit in self.units for name in unit]
         _check_modules("A unit", "units", given, graph)
         return self.units
+
+
+def _divides(plan: Plan) -> bool:
+    """Whether ranks that divide layers keep only their part of the parameters, too."""
+    return not plan.engine.shares_memory and (plan.num_hosts == 1 or is_cpu(plan.devices))
 
 
 def _check_modules(what: str, option: str, given: Sequence[str], graph: LayerGraph) -> None:
