@@ -5,7 +5,7 @@ which takes as long to import torch as the script took. A script that is a fork 
 interpreter has seeds: forks that have run nothing either, each of which waits to be told what a
 template is told on its command line. They are the script's children, as a template is: they die
 with it. Later templates of a script, and those whose libraries need other variables, start as they
-do for users.
+do for users. A launcher that is a fork has others, which become the scripts that it starts.
 """
 
 import fcntl

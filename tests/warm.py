@@ -3,8 +3,8 @@
 A fresh interpreter takes seconds for torch, Keras and what these import at their first use, and a
 page or a host is a script of its own. They are forked from one warm process for each kind, which
 has run nothing. Of every kind of script some start as users start them: those of tests marked
-``fresh``, most under a launcher (torchrun, ``lockstep run``, srun, ...), and those that something
-is done to while they start.
+``fresh``, some under each launcher (torchrun, ``lockstep run``, srun, ...), and those that
+something is done to while they start.
 """
 
 import atexit

@@ -489,7 +489,7 @@ def follow():
             script.process.kill()
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_fits_in_attached_processes_give_the_weights_of_one(tmp_path: Path) -> None:
     """Two fits and a prediction; a session takes the team as it takes helpers of its own."""
     source = """
