@@ -44,6 +44,8 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "mirrored": lambda: lockstep.MirroredStrategy(2),
     "pipeline": lambda: lockstep.PipelineStrategy(2, cuts=["3"], microbatches=2),
     "hybrid": lambda: lockstep.HybridStrategy(data=2, pipe=2, cuts=["3"], microbatches=2),
+    "sharded": lambda: lockstep.FullyShardedStrategy(2, engine="gloo"),
+    "sharded, one copy": lambda: lockstep.FullyShardedStrategy(2),
     "Keras": lambda: lockstep.MirroredStrategy(2),
 }
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
