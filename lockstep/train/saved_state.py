@@ -41,6 +41,7 @@ class StateMethods:
         """
         with self._runner.job_context.together("save") as hosts:
             self._runner.initialize()
+            self._runner.session.check_whole(self._runner.model)
             if self._runner.is_chief:
                 save_weights(self._runner.model, path, self._runner.session.write_together)
             if hosts is not None:

@@ -695,7 +695,7 @@ def test_a_loss_that_is_not_finite_leaves_whole_weights() -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_a_failure_leaves_no_zeros() -> None:
+def test_a_failure_leaves_no_zeros(tmp_path: Path) -> None:
     """Other ranks' parts of the weights are lost with them, and are not taken for weights."""
 
     class Fails(Blocks):
@@ -707,9 +707,24 @@ def test_a_failure_leaves_no_zeros() -> None:
             return super().forward(x)
 
     model = Fails()
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    trainer = lockstep.Trainer(
+        model, loss=nn.CrossEntropyLoss(), optimizer=ADAM, strategy=SHARDED(), precision="fp64"
+    )
     with pytest.raises(AssertionError) as raised:
-        trained(lambda: model, SHARDED())
+        trainer.fit((INPUTS, TARGETS), batch_size=16, epochs=4, verbose=0)
     assert "NaN here" in str(raised.value.__notes__)
     weight: Any = model.blocks[1].weight
     assert 0.4 < float(weight.isnan().double().mean()) < 0.6
     assert not (weight == 0).any()
+    # Nothing uses them, until they are set again.
+    for use in (
+        lambda: trainer.evaluate((INPUTS, TARGETS)),
+        trainer.state_dict,
+        lambda: trainer.save(tmp_path / "weights"),
+    ):
+        with pytest.raises(ModelError, match=r"weights were lost.*blocks\.1\.weight"):
+            use()
+    model.load_state_dict(before)
+    model.left = 99
+    assert trainer.evaluate((INPUTS, TARGETS))["loss"] > 0

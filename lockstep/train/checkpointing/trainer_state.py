@@ -200,6 +200,7 @@ class TrainerState:
         Raises:
             CheckpointError: it cannot be written.
         """
+        self.runner.session.check_whole(self.runner.model)
         state = self._at(position or self.position())
         own = callback_states(self.own_callbacks), state.schedule
         callbacks, schedule = self.runner.job_context.from_chief(own)

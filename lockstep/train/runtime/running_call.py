@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+from torch import nn
+
 from lockstep.comm.exchange_spec import ExchangeSpec
 from lockstep.comm.shared_memory.shared_region import SharedRegion
-from lockstep.errors import WorkerError
+from lockstep.errors import ModelError, WorkerError
 from lockstep.launch.health.failure import add_note
 from lockstep.launch.workers.team import Team
 from lockstep.parallel.data_parallel.batch_norm import note_lone_sample
@@ -30,6 +32,7 @@ from lockstep.train.runtime.helper_watchdog import (
     what_is_lost,
 )
 from lockstep.train.runtime.stores import Mapped
+from lockstep.units import first_few
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,22 +89,25 @@ class RunningCall:
         if local is not None and isinstance(error, WorkerError) and error.is_loss:
             local.hold_updates()
 
-    def abandon(self, error: BaseException, driver: TaskDriver) -> None:
-        """After a failure, when the helpers have ended: add to the error what is left."""
+    def abandon(self, error: BaseException, driver: TaskDriver) -> bool:
+        """After a failure, when the helpers have ended: add to the error what is left.
+
+        Returns True if parts of the weights are lost.
+        """
         worker = self.worker
         worker.abandon()
         if worker.updater is None:
-            return
+            return False
         if isinstance(self.assignment.plan.update, AveragedUpdate):
             add_note(error, STATE_OF_FIRST)
-            return
+            return False
         if isinstance(worker, AsyncWorker):
             stand = worker.progress()
             driver.record_progress(stand)
             if stand is None:
                 worker.updater.recover()
             add_note(error, STATE_OF_SERVERS if stand is None else STATE_AS_SERVERS_HAD_IT)
-            return
+            return False
         assert worker.board is not None
         lost = worker.updater.recover()
         plan = self.assignment.plan
@@ -123,3 +129,20 @@ class RunningCall:
         else:
             note = what_is_lost(last, lost, has_older=has_older)
         add_note(error, note)
+        return note == PARTS_ARE_LOST
+
+
+def check_not_lost(model: nn.Module) -> None:
+    """After parts of the weights were lost: check that they have been set again.
+
+    Raises:
+        ModelError: they have not.
+    """
+    lost = [name for name, one in model.named_parameters() if bool(one.isnan().any())]
+    if lost:
+        raise ModelError(
+            "Parts of the weights were lost with other processes when an earlier call failed.",
+            received=f"NaN in {first_few(lost)}",
+            fix="Load saved weights, or a state, or make the model anew. fit(checkpoint=...) saves "
+            "them, and fit(restarts=...) goes on by itself.",
+        )

@@ -65,7 +65,7 @@ from lockstep.train.runtime.helper_watchdog import (
     HelperWatchdog,
     Position,
 )
-from lockstep.train.runtime.running_call import RunningCall
+from lockstep.train.runtime.running_call import RunningCall, check_not_lost
 from lockstep.train.runtime.serving import TaskRequest, serve, serve_again
 from lockstep.train.runtime.stores import (
     Mapped,
@@ -105,6 +105,7 @@ class Session:
         self._is_attached = False  # a launcher has started the team's processes
         self._has_met = False  # they have joined the current call
         self._is_called = False  # helpers run a call
+        self._are_parts_lost = False  # of the weights, in a call that has failed
 
     def run(
         self,
@@ -129,6 +130,8 @@ class Session:
             HostError: another host failed, or differs from this one.
             BaseException: raised by a rank.
         """
+        if not assignment.task.brings_values:
+            self.check_whole(assignment.model)
         with compute_settings(assignment.plan):
             if assignment.plan.num_ranks == 1:
                 return self._run_alone(assignment, driver)
@@ -139,6 +142,12 @@ class Session:
                     hosts.share_values(assignment.model, updater, are_blank=are_blank)
             fingerprint = None if hosts is not None else fingerprint
             return self._lead(assignment, driver, hosts, calls or CallCache(), fingerprint)
+
+    def check_whole(self, model: nn.Module) -> None:
+        """See ``check_not_lost``."""
+        if self._are_parts_lost:
+            check_not_lost(model)
+            self._are_parts_lost = False
 
     @property
     def _writing_team(self) -> Team | None:
@@ -315,7 +324,7 @@ class Session:
                 self.close(error)
             if part is not None and driver is not None:
                 with noting_on(error):
-                    part.abandon(error, driver)
+                    self._are_parts_lost = part.abandon(error, driver)
             if error is trouble:
                 raise
             raise error from error.__cause__
