@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import lockstep
 from lockstep.errors import ModelError, NonFiniteLossError, OptionError
 from lockstep.parallel.sharding.recomputation import Recomputation
+from lockstep.train.optim import slot_windows
+from lockstep.train.optim.slot_windows import SlotWindows
 from tests.thorough import core_of
 
 SHARDED = partial(lockstep.FullyShardedStrategy, 2, engine="gloo")  # units come and go
@@ -328,7 +330,8 @@ def test_cores_of_one_host_have_one_copy_of_the_parameters(
     core_of(
         [(name, strategy) for name in OPTIONS for strategy in ("parameters", "replicas")],
         lambda name, strategy: (
-            (strategy == "parameters" and name != "unknown reduction") or name == "Muon"
+            (strategy == "parameters" and name not in ("unknown reduction", "accumulation"))
+            or name == "Muon"
         ),
     ),
 )
@@ -375,6 +378,26 @@ def test_sharded_replicas_give_the_same_bits(data: int, shard: int, level: str) 
     expected = trained(mlp, lockstep.MirroredStrategy(1, num_shares=5), precision="fp32")
     strategy = lockstep.HybridStrategy(data, shard=shard, level=level, num_shares=5)
     found = trained(mlp, strategy, precision="fp32")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_slots_are_made_window_by_window_with_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the first step rank 0 has no memory for all new slots, beside their places."""
+    expected = trained(mlp, SHARDED())
+    made: list[bool] = []
+    of_new = SlotWindows.of_new
+
+    def noting(pieces: Any, new: Any) -> SlotWindows | None:
+        found = of_new(pieces, new)
+        made.append(found is not None)
+        return found
+
+    monkeypatch.setattr(slot_windows, "_MOST_ELEMENTS", 100)
+    monkeypatch.setattr(SlotWindows, "of_new", noting)
+    found = trained(mlp, SHARDED())
+    assert made == [True]
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 

@@ -57,6 +57,22 @@ class SlotWindows:
         slots = (slot for bound in pieces for slot in store.get(bound.name, {}).values())
         return cls(pieces, may_cut=may_cut) if any(map(is_in_file, slots)) else None
 
+    @classmethod
+    def of_new(
+        cls, pieces: Sequence[BoundPiece], new: Sequence[BoundPiece]
+    ) -> "SlotWindows | None":
+        """Windows of whole pieces, for a step that makes slots; None if it makes few.
+
+        The slots of a window are moved to the store before the next ones are made.
+
+        Args:
+            pieces: the rank's.
+            new: those of them whose slots are not in the store.
+        """
+        made = sum(one.tensor.numel() for one in new if one.tensor.grad is not None)
+        is_here = all(one.tensor.device.type == "cpu" for one in pieces)
+        return cls(pieces, may_cut=False) if made > _MOST_ELEMENTS and is_here else None
+
     def turns(
         self,
         optimizer: optim.Optimizer,
@@ -77,8 +93,8 @@ class SlotWindows:
                     choose(number)
                     yield windows[number]
         finally:
-            for _, cuts in self._cuts:
-                for cut in cuts:
+            for bound, cuts in self._cuts:
+                for cut in cuts if cuts[0] is not bound else ():
                     cut.tensor.grad = None
 
     def _give_gradients(self) -> None:

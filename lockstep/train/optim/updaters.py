@@ -222,9 +222,12 @@ class TorchUpdater(Updater):
 
     def _turns(self) -> Iterable[Sequence[BoundPiece]]:
         """The pieces that are stepped together, one after the other."""
-        if self._windows is None:
+        windows = self._windows
+        if windows is None and self.is_elementwise and self._unstored:
+            windows = SlotWindows.of_new(self._pieces, self._unstored)
+        if windows is None:
             return [self._unstored]
-        return self._windows.turns(self._active, self._places_of)
+        return windows.turns(self._active, self._places_of)
 
     def _store_new_slots(self, pieces: Sequence[BoundPiece]) -> None:
         """Move slots to the store that the optimizer has made at a piece's first step."""
