@@ -214,3 +214,10 @@ def test_ranks_that_differ_are_found_without_a_reference(name: str, records: Pat
     outcome = lockstep.compare(records / "of2" / name)
     assert outcome.cause is not None
     assert outcome.cause.kind == AMONG_RANKS[name], outcome
+
+
+@pytest.mark.parametrize("name", ["ddp:bypassed"])
+def test_a_fault_of_the_reference_is_told(name: str, records: Path) -> None:
+    outcome = lockstep.compare(records / "of1" / "ddp", records / "of2" / name)
+    assert outcome.cause is not None
+    assert outcome.cause.kind == "reference", outcome

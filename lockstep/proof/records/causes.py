@@ -175,6 +175,7 @@ class _Gradients:
 
 def _of_gradients(given: _Gradients, first: Difference) -> Cause:
     for find in (
+        _reference_differs,
         _missing_gradient,
         _not_summed,
         _scaled_by_rank,
@@ -204,6 +205,20 @@ def _of_gradients(given: _Gradients, first: Difference) -> Cause:
         "gradients",
         f"In step {given.step} {given.shown()} differ, by no constant factor: look at the loss, "
         "and at what is done to gradients before the update.",
+    )
+
+
+def _reference_differs(given: _Gradients) -> Cause | None:
+    """Whether only the reference shows a fault by itself, as where the two were exchanged."""
+    run, reference = given.pairing.run, given.pairing.reference
+    if ranks_disagree(run, GRADIENT, given.step):
+        return None
+    if not ranks_disagree(reference, GRADIENT, given.step):
+        return None
+    return Cause(
+        "reference",
+        f"The ranks of the reference have different gradients in step {given.step}, and those of "
+        f"the run have not: look at the reference (lockstep compare {reference.path}).",
     )
 
 
