@@ -29,7 +29,9 @@ STRATEGIES = {
     "sharded 3": lockstep.FullyShardedStrategy(3, num_shares=NUM_SHARES),
     "data 2, shard 2": lockstep.HybridStrategy(2, shard=2, num_shares=NUM_SHARES),
     "tensor 1": lockstep.HybridStrategy(1, tensor=1, num_shares=NUM_SHARES, num_tensor_shards=2),
-    "tensor 2": lockstep.HybridStrategy(1, tensor=2, num_shares=NUM_SHARES, num_tensor_shards=2),
+    "tensor 2": lockstep.HybridStrategy(
+        1, tensor=2, num_shares=NUM_SHARES, num_tensor_shards=2, engine="gloo"
+    ),
     "data 2, tensor 2": lockstep.HybridStrategy(
         2, tensor=2, num_shares=NUM_SHARES, num_tensor_shards=2
     ),
