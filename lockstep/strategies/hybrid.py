@@ -1,16 +1,16 @@
 """Combinations of other strategies: replicas of a pipeline, or of ranks that divide the model."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from typing import Any
 
 from lockstep.errors import OptionError, Problems
 from lockstep.options import is_count
-from lockstep.plan.engines import check_leave
 from lockstep.plan.makers.data_parallel import Maker
 from lockstep.plan.program.compression import Compression, check_carrier, find_compression
+from lockstep.strategies.base import Strategy
 from lockstep.strategies.fully_sharded import FullyShardedStrategy, sharded_replicas
 from lockstep.strategies.pipeline import StagedStrategy, check_counts
-from lockstep.strategies.tensor_parallel import TensorParallelStrategy, check_number
+from lockstep.strategies.tensor_parallel import TensorParallelStrategy, tensor_replicas
 from lockstep.tracebacks import public_methods
 
 
@@ -57,8 +57,7 @@ class HybridStrategy(StagedStrategy):
         OptionError: an invalid argument.
     """
 
-    _sharded: FullyShardedStrategy | None = None
-    _divided: TensorParallelStrategy | None = None
+    _inner: Strategy | None = None  # makes the Plans, if there are no stages
 
     def __init__(
         self,
@@ -83,6 +82,11 @@ class HybridStrategy(StagedStrategy):
         timeout_seconds: float = 600.0,
     ) -> None:
         problems = Problems()
+        common: dict[str, Any] = {
+            "devices": devices,
+            "engine": engine,
+            "timeout_seconds": timeout_seconds,
+        }
         of_stages: dict[str, object] = {
             "pipe": pipe,
             "cuts": cuts,
@@ -90,98 +94,62 @@ class HybridStrategy(StagedStrategy):
             "memory_bytes": memory_bytes,
             "compression": compression,
         }
-        of_tensor: dict[str, object] = {"num_tensor_shards": num_tensor_shards, "whole": whole}
+        of_tensor: dict[str, Any] = {"num_tensor_shards": num_tensor_shards, "whole": whole}
         of_shard: dict[str, object] = {"level": level, "units": units}
         if shard is not None:
             _check_alone(problems, "shard", of_stages | of_tensor | {"tensor": tensor})
             check_counts(problems, shard=shard)
-            replicas = _replicas_of_ranks(problems, "shard", data)
-            problems.raise_if_any(OptionError)
-            self._sharded = sharded_replicas(
-                replicas,
-                shard,
-                devices=devices,
-                level="parameters" if level is None else level,
-                units=units,
-                recompute=recompute,
-                num_shares=num_shares,
-                engine=engine,
-                timeout_seconds=timeout_seconds,
+            self._consist_of(
+                sharded_replicas(
+                    _replicas_of_ranks(problems, "shard", data),
+                    shard,
+                    level="parameters" if level is None else level,
+                    units=units,
+                    recompute=recompute,
+                    num_shares=num_shares,
+                    **common,
+                )
             )
-            self.reach = self._sharded.reach
-            self.engine = self._sharded.engine
-            self.timeout_seconds = timeout_seconds
-            return
-        if tensor is not None:
-            others: dict[str, object] = {"recompute": recompute}
-            _check_alone(problems, "tensor", of_stages | of_shard | others)
+        elif tensor is not None:
+            _check_alone(problems, "tensor", of_stages | of_shard | {"recompute": recompute})
             check_counts(problems, num_shares=num_shares)
             replicas = _replicas_of_ranks(problems, "tensor", data)
-            problems.raise_if_any(OptionError)
-            own = TensorParallelStrategy(
-                tensor,
-                num_tensor_shards=num_tensor_shards,
-                whole=whole,
-                devices=None if devices is None else devices[: len(devices) // replicas],
-                engine=engine,
-                timeout_seconds=timeout_seconds,
+            self._consist_of(
+                tensor_replicas(replicas, tensor, num_shares=num_shares, **of_tensor, **common)
             )
-            self._divide_layers(own, replicas, num_shares, devices)
-            return
-        _check_without_stages(problems, of_tensor | of_shard | {"num_shares": num_shares})
-        self._compression = find_compression(problems, compression)
-        check_carrier(problems, self._compression, engine)
-        check_counts(problems, pipe=pipe)
-        _check_data(problems, data, pipe, schedule)
-        self._set_up(
-            problems,
-            stages=pipe,
-            cuts=cuts,
-            microbatches=microbatches,
-            schedule=schedule,
-            recompute=recompute,
-            memory_bytes=memory_bytes,
-            devices=devices,
-            engine=engine,
-            timeout_seconds=timeout_seconds,
-            replicas=data,
-        )
+        else:
+            _check_without_stages(problems, of_tensor | of_shard | {"num_shares": num_shares})
+            self._compression = find_compression(problems, compression)
+            check_carrier(problems, self._compression, engine)
+            check_counts(problems, pipe=pipe)
+            _check_data(problems, data, pipe, schedule)
+            self._set_up(
+                problems,
+                stages=pipe,
+                cuts=cuts,
+                microbatches=microbatches,
+                schedule=schedule,
+                recompute=recompute,
+                memory_bytes=memory_bytes,
+                replicas=data,
+                **common,
+            )
+
+    def _consist_of(self, inner: FullyShardedStrategy | TensorParallelStrategy) -> None:
+        """Train as a strategy without stages does."""
+        self._inner = inner
+        self.reach = inner.reach
+        self.engine = inner.engine
+        self.timeout_seconds = inner.timeout_seconds
 
     def maker(self, precision: str = "fp32") -> Maker:
-        if self._divided is not None:
-            return self._divided.placed(replace(self._maker, precision=precision))
-        return super().maker(precision) if self._sharded is None else self._sharded.maker(precision)
+        return super().maker(precision) if self._inner is None else self._inner.maker(precision)
 
     @property
     def num_replicas_in_sync(self) -> int:
         """Parts of a batch that are trained at once; see ``FullyShardedStrategy``."""
-        if self._sharded is None:
-            return super().num_replicas_in_sync
-        return self._sharded.num_replicas_in_sync
-
-    def _divide_layers(
-        self,
-        own: TensorParallelStrategy,
-        data: int,
-        num_shares: int | None,
-        devices: Sequence[str] | None,
-    ) -> None:
-        """Replicas of processes that divide layers inside."""
-        if num_shares is not None and num_shares < data:
-            raise OptionError(
-                "Every replica needs a share of the batch.",
-                received=f"num_shares={num_shares} with {data} replicas",
-                fix=f"Use num_shares >= {data}, or fewer replicas.",
-            )
-        if devices is not None:
-            check_leave(devices, own.engine)
-            check_number(devices, own.degree * data)
-            own.devices = tuple(devices)
-        self.reach = "all hosts" if devices is None else "one host"
-        self.engine = own.engine
-        self.timeout_seconds = own.timeout_seconds
-        self._divided = own
-        self._maker = replace(own.tensor_maker(), replicas=data, num_shares=num_shares)
+        inner = self._inner
+        return super().num_replicas_in_sync if inner is None else inner.num_replicas_in_sync
 
 
 _ALONE = {
@@ -205,15 +173,20 @@ def _check_alone(problems: Problems, name: str, others: Mapping[str, object]) ->
 
 
 def _replicas_of_ranks(problems: Problems, name: str, data: int | Sequence[int]) -> int:
-    """The number of replicas without stages; 1 where a problem was noted."""
-    if isinstance(data, int) and is_count(data):
-        return data
-    problems.add(
-        f"With `{name}`, `data` must be a number of replicas.",
-        received=f"data={data!r}",
-        fix="Use data=2, for example.",
-    )
-    return 1
+    """The number of replicas without stages.
+
+    Raises:
+        OptionError: ``data`` is no such number, or a problem was noted before.
+    """
+    number = data if isinstance(data, int) and is_count(data) else 0
+    if not number:
+        problems.add(
+            f"With `{name}`, `data` must be a number of replicas.",
+            received=f"data={data!r}",
+            fix="Use data=2, for example.",
+        )
+    problems.raise_if_any(OptionError)
+    return number
 
 
 def _check_without_stages(problems: Problems, options: Mapping[str, object]) -> None:

@@ -11,7 +11,6 @@ from lockstep.plan.devices import check_devices
 from lockstep.plan.engines import check_engine, check_leave, over
 from lockstep.plan.makers.compressed import compressed
 from lockstep.plan.makers.data_parallel import Maker
-from lockstep.plan.makers.tensor import TensorParallel
 from lockstep.plan.pipeline.pipelines import Pipelined
 from lockstep.plan.pipeline.schedules import SCHEDULES
 from lockstep.plan.program.compression import Compression
@@ -24,7 +23,7 @@ class StagedStrategy(Strategy):
     """The common part of strategies with stages: their options, and the maker."""
 
     reach: Reach = "all hosts"
-    _maker: Pipelined | TensorParallel
+    _maker: Pipelined
     _compression: Compression | None = None
 
     def _set_up(

@@ -1,6 +1,8 @@
 """Tensor parallelism within a host."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from lockstep.cluster.devices import discover
 from lockstep.errors import OptionError, Problems
@@ -66,11 +68,14 @@ class TensorParallelStrategy(Strategy):
         names = device_names(devices or degree, discover().hosts[0])
         backend_for(engine, names)
         self._shares_memory = engine is None and is_cpu(names)
+        self._maker = TensorParallel(
+            degree=len(names),
+            devices=None if devices is None else tuple(devices),
+            num_shards=num_tensor_shards,
+            whole=tuple(whole),
+        )
         self.degree = len(names)
-        self.devices = None if devices is None else tuple(devices)
         self.engine = engine
-        self.num_tensor_shards = num_tensor_shards
-        self.whole = tuple(whole)
         self.timeout_seconds = timeout_seconds
         if num_tensor_shards is not None and num_tensor_shards < self.degree:
             raise OptionError(
@@ -80,28 +85,54 @@ class TensorParallelStrategy(Strategy):
             )
 
     def maker(self, precision: str = "fp32") -> Maker:
-        return self.placed(self.tensor_maker(precision))
-
-    def placed(self, maker: Maker) -> Maker:
-        """A maker whose ranks, if they share no memory, keep only their part of the parameters."""
-        maker = over(self.engine, maker)
+        maker = over(self.engine, replace(self._maker, precision=precision))
         if self._shares_memory:
             return maker
+        # Ranks keep only their part of the parameters.
         return FullySharded(maker=maker, level="parameters", units=None)
-
-    def tensor_maker(self, precision: str = "fp32") -> TensorParallel:
-        """The maker, to be combined with others."""
-        return TensorParallel(
-            degree=self.degree,
-            devices=self.devices,
-            num_shards=self.num_tensor_shards,
-            whole=self.whole,
-            precision=precision,
-        )
 
     @property
     def num_replicas_in_sync(self) -> int:
-        return 1
+        return self._maker.most_replicas
+
+
+def tensor_replicas(
+    data: int,
+    tensor: int,
+    *,
+    num_shares: int | None,
+    devices: Sequence[str] | None,
+    **options: Any,
+) -> TensorParallelStrategy:
+    """Replicas of processes that divide layers inside.
+
+    Args:
+        data: how many replicas.
+        tensor: processes of each.
+        num_shares: of a batch; None is one for each replica.
+        devices: names of all, those of a replica together; None as in ``TensorParallelStrategy``.
+        options: see ``TensorParallelStrategy``.
+
+    Raises:
+        DeviceError: see ``TensorParallelStrategy``.
+        OptionError: likewise; or fewer shares than replicas.
+    """
+    first = None if devices is None else devices[: len(devices) // data]
+    made = TensorParallelStrategy(tensor, devices=first, **options)
+    if num_shares is not None and num_shares < data:
+        raise OptionError(
+            "Every replica needs a share of the batch.",
+            received=f"num_shares={num_shares} with {data} replicas",
+            fix=f"Use num_shares >= {data}, or fewer replicas.",
+        )
+    made._maker = replace(made._maker, replicas=data, num_shares=num_shares)
+    if devices is None:
+        made.reach = "all hosts"
+        return made
+    check_leave(devices, made.engine)
+    check_number(devices, made.degree * data)
+    made._maker = replace(made._maker, devices=tuple(devices))
+    return made
 
 
 def check_number(devices: Sequence[str], num_ranks: int | None) -> None:
