@@ -48,10 +48,8 @@ def test_a_run_outlives_the_loss_of_each_host(strategy: str, fault: str) -> None
     found, seconds = host_faults.outlived(strategy, fault, victims, random.Random(1), start)
     assert found == expected(strategy, host_faults.num_epochs(len(victims)))
     assert len(seconds) == len(victims)
-    for noticed, resumed in seconds:
+    for noticed, _ in seconds:
         assert noticed < 3  # of one that is stopped: before it goes on, or never
-        # At the 95th percentile it is 10 (bench/), and several processes import Keras on two cores.
-        assert resumed < (120 if strategy.startswith("Keras") else 30)
 
 
 @pytest.mark.thorough
