@@ -31,7 +31,7 @@ from nets import NETS
 
 import lockstep
 from lockstep.checkpoint import generations
-from lockstep.train.checkpointing import checkpoints
+from lockstep.train.checkpointing import checkpoint_files
 from lockstep.train.fault_tolerance.copies import Copies
 from lockstep.train.resume.fit_checkpoints import FitCheckpoints
 
@@ -198,7 +198,7 @@ def fit_once(
     with (
         tempfile.TemporaryDirectory(dir=".") as folder,
         waiting as waited,
-        timed(checkpoints, "write_generation", time.perf_counter) as written,
+        timed(checkpoint_files, "write_generation", time.perf_counter) as written,
         timed(generations, "_write_shard", time.thread_time) as files,
     ):
         fit(data, batch_size=NET.batch_size, verbose=0, **part.options(folder) if is_kept else {})

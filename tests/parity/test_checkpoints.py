@@ -22,7 +22,7 @@ import lockstep
 from lockstep.checkpoint.generations import generations, write_generation
 from lockstep.checkpoint.reading import read_checkpoint, read_newest
 from lockstep.errors import CheckpointError, DataError, OptionError
-from lockstep.train.checkpointing import checkpoints
+from lockstep.train.checkpointing import checkpoint_files, checkpoints
 from lockstep.train.checkpointing.training_state import TrainingState
 from tests.parity.test_resume import BATCH, STRATEGIES, X, Y, make_model, make_trainer
 from tests.states import first_difference
@@ -295,8 +295,8 @@ def test_what_was_read_is_not_kept_while_training_goes_on(
     read: list[Any] = []
     alive = []
 
-    def noted(folder: Path) -> Any:
-        found = read_newest(folder)
+    def noted(folder: Path, **options: Any) -> Any:
+        found = read_newest(folder, **options)
         if found is not None:
             large = (name for name in found.tensors if not name.startswith("position/"))
             read.extend(weakref.ref(found.tensors[name]) for name in large)
@@ -333,7 +333,7 @@ def test_training_goes_on_while_files_are_written(
         assert is_ahead.wait(60), "no step is made while a checkpoint is written"
         return write_generation(*args)
 
-    monkeypatch.setattr(checkpoints, "write_generation", slowly)
+    monkeypatch.setattr(checkpoint_files, "write_generation", slowly)
     whole, trainer = make_trainer("Adam", "single"), make_trainer("Adam", "single")
     trainer.callbacks = [Ahead()]
     assert fit(trainer, tmp_path) == fit(whole, None)
@@ -353,7 +353,7 @@ def test_what_cannot_be_written_is_an_error_at_the_next_one_or_at_the_end(
             raise OSError(28, "No space left on device", "a file")
         return write_generation(*args)
 
-    monkeypatch.setattr(checkpoints, "write_generation", fail)
+    monkeypatch.setattr(checkpoint_files, "write_generation", fail)
     with pytest.raises(OSError, match="No space left on device: 'a file'"):
         fit(make_trainer("Adam", "single"), tmp_path)
     assert len(written) == failing
@@ -370,7 +370,7 @@ def test_a_run_that_ends_before_its_last_checkpoint_has_nothing_to_train(
 
     whole, first, second = (make_trainer("Adam", "single") for _ in range(3))
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoints, "write_generation", fail)
+        patched.setattr(checkpoint_files, "write_generation", fail)
         with pytest.raises(OSError, match="No space left"):
             fit(first, tmp_path, every="epoch")
     assert fit(second, tmp_path, every="epoch") == fit(whole, None)
@@ -384,7 +384,7 @@ def test_an_error_in_training_is_the_one_that_is_raised(
     def fail(*args: Any) -> Any:
         raise OSError(28, "No space left on device", "a file")
 
-    monkeypatch.setattr(checkpoints, "write_generation", fail)
+    monkeypatch.setattr(checkpoint_files, "write_generation", fail)
     trainer = make_trainer("Adam", "single")
     trainer.callbacks = [Ending(3)]
     with pytest.raises(ZeroDivisionError) as caught:
