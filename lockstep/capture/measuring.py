@@ -286,7 +286,7 @@ class _LayerRun:
         passed = [*self._directions, *leaves]
         self.gradient_bytes = sum(one.numel() * one.element_size() for one in passed)
         self._reenters = has_reentrant_checkpoint(self._roots)
-        return bool(self._roots)
+        return bool(self._roots and self._wanted)
 
     def backward(self) -> None:
         """Gradients of its parameters and inputs; they are not kept."""

@@ -42,15 +42,7 @@ def go_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tenso
         tensors: to begin from; each needs gradients.
         gradients: of each, of its shape and dtype.
     """
-    torch.autograd.Variable._execution_engine.run_backward(
-        tuple(tensors),
-        tuple(gradients),
-        False,  # keep_graph
-        False,  # create_graph
-        (),  # all leaves
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+    _run_engine(tensors, gradients, (), accumulate=True)
 
 
 def gradients_from(
@@ -65,6 +57,17 @@ def gradients_from(
         gradients: of each, of its shape and dtype.
         wanted: leaves, at least one; the result has None for those that were not used.
     """
+    return _run_engine(tensors, gradients, wanted, accumulate=False)
+
+
+def _run_engine(
+    tensors: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+    *,
+    accumulate: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """Autograd's engine, whose graph is freed; no wanted tensors are all leaves."""
     found: tuple[torch.Tensor | None, ...]
     found = torch.autograd.Variable._execution_engine.run_backward(
         tuple(tensors),
@@ -73,7 +76,7 @@ def gradients_from(
         False,  # create_graph
         tuple(wanted),
         allow_unreachable=True,
-        accumulate_grad=False,
+        accumulate_grad=accumulate,
     )
     return found
 

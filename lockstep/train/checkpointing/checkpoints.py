@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -219,11 +218,11 @@ class CheckpointWriter:
         Raises:
             CheckpointError: no checkpoint is complete.
         """
-        read: Any = self.shared and self.shared.newest
-        if self.shared is None:
+        if self.shared is not None:
+            read = partial(self.shared.newest, without=self._damaged)
+        else:
             folder, checks = self.checkpoint.directory, not self.is_divided
-            read = partial(read_newest, folder, checks_parts=checks)
-        read = partial(read, without=self._damaged)
+            read = partial(read_newest, folder, without=self._damaged, checks_parts=checks)
         saved = read()
         if saved is None:
             return None
