@@ -46,6 +46,9 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "hybrid": lambda: lockstep.HybridStrategy(data=2, pipe=2, cuts=["3"], microbatches=2),
     "sharded": lambda: lockstep.FullyShardedStrategy(2, engine="gloo"),
     "sharded, one copy": lambda: lockstep.FullyShardedStrategy(2),
+    "tensor": lambda: lockstep.TensorParallelStrategy(2),
+    "tensor, gloo": lambda: lockstep.TensorParallelStrategy(2, engine="gloo"),
+    "data x tensor": lambda: lockstep.HybridStrategy(data=2, tensor=2),
     "Keras": lambda: lockstep.MirroredStrategy(2),
 }
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}

@@ -1,8 +1,10 @@
 """Steps of layers divided inside by two processes: Lockstep, DTensor over gloo, and one process.
 
 The wide MLP and the GPT of ``nets``, with Adam. DTensor's plan is written by hand: columns, then
-rows. Its fused projection is cut contiguously, which is another model, of the same cost. Contenders
-take turns; the table has the median of the steps of all rounds, and each time over Lockstep's.
+rows. Its fused projection is cut contiguously, which is another model, of the same cost. "Parts"
+are two processes that each train half of every divided layer and exchange nothing, with torch's
+fused Adam: what is left of a step if exchange is free. Contenders take turns; the table has the
+median of the steps of all rounds, and each time over Lockstep's.
 Run: ``python bench/tensor_parallel.py --rounds 3``.
 """
 
@@ -23,7 +25,7 @@ from nets import NETS, Block, Net
 from torch import Tensor, nn
 
 NAMES = ("wide", "gpt")
-CONTENDERS = ("lockstep", "dtensor", "one process")
+CONTENDERS = ("lockstep", "dtensor", "parts", "one process")
 RANKS = 2
 WARM_UP, STEPS = 4, 12
 
@@ -120,6 +122,39 @@ def train_dtensor(name: str, net: Net) -> list[float]:
     return times
 
 
+def parts_of(name: str, net: Net) -> nn.Module:
+    """A model with a rank's part of every divided layer, whose results are wrong."""
+    model = net.make_model()
+    if name == "wide":
+        layers = [_part(each) if isinstance(each, nn.Linear) else each for each in model.children()]
+        layers[2] = nn.Linear(4096 // RANKS, 4096)
+        layers[4] = nn.Linear(4096, 10)  # whole, for the targets
+        return nn.Sequential(*layers)
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.__class__ = LocalBlock
+        block.qkv, block.feed[0] = _part(block.qkv), _part(block.feed[0])
+        block.out, block.feed[2] = _part(block.out, rows=True), _part(block.feed[2], rows=True)
+    return model
+
+
+def _part(layer: nn.Linear, *, rows: bool = False) -> nn.Linear:
+    inputs, outputs = layer.in_features, layer.out_features
+    return nn.Linear(inputs // RANKS, outputs) if rows else nn.Linear(inputs, outputs // RANKS)
+
+
+def train_parts(name: str, net: Net) -> list[float]:
+    """Seconds of each step of a rank that exchanges nothing, under torchrun."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo")
+    model = parts_of(name, net)
+    distributed.barrier()
+    times = train_plain(net, model)
+    rank = distributed.get_rank()
+    distributed.destroy_process_group()
+    return times if rank == 0 else []
+
+
 def run_one(contender: str, name: str) -> None:
     net = NETS[name]
     if contender == "lockstep":
@@ -127,6 +162,9 @@ def run_one(contender: str, name: str) -> None:
     elif contender == "dtensor":
         torch.set_num_threads(1)
         times = train_dtensor(name, net)
+    elif contender == "parts":
+        torch.set_num_threads(1)
+        times = train_parts(name, net)
     else:
         torch.set_num_threads(RANKS)
         times = train_plain(net, net.make_model())
@@ -137,7 +175,7 @@ def run_one(contender: str, name: str) -> None:
 def measure(contender: str, name: str) -> list[float]:
     """The seconds of the steps of a round."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    launcher = launcher if contender == "dtensor" else []
+    launcher = launcher if contender in ("dtensor", "parts") else []
     command = [sys.executable, *launcher, __file__, "--as", contender, "--net", name]
     threads = str(RANKS) if contender == "one process" else "1"
     environment = {**os.environ, "OMP_NUM_THREADS": threads}
