@@ -14,13 +14,14 @@ import lockstep
 from lockstep.cli.main import main
 from lockstep.cluster.cluster_file import parse_cluster
 from lockstep.cluster.hardware import operations_per_second
-from lockstep.cluster.topology import Cluster, Device, Host, Link
+from lockstep.cluster.topology import Cluster, Device, Host, Link, Network
 from lockstep.errors import OptionError, PlanError
 from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph, ParameterInfo
 from lockstep.launch.health.machine_measuring import measured
 from lockstep.plan.cost.plan_cost import cost_of
+from lockstep.plan.cost.profile import profile_of
 from lockstep.plan.cost.seats import seats_of
-from lockstep.plan.cost.staged import HEAP
+from lockstep.plan.cost.staged import HEAP, Layout, staged_cost
 from lockstep.plan.decision import ServedUpdate
 from lockstep.plan.engines import over
 from lockstep.plan.makers.data_parallel import Mirrored, SingleDevice
@@ -190,6 +191,16 @@ def test_the_network_decides() -> None:
     rows = best_plans(Problem(graph=graph, cluster=cores(2), batch_size=16))
     reasons = {row.candidate.name: row.reason for row in rows}
     assert "exchange" in reasons["sharded parameters, 2 devices"]
+
+
+def test_a_message_between_hosts_takes_its_time_once_and_in_each_direction() -> None:
+    """With a slow network, 4 messages go there one after the other, and the last gradients back."""
+    graph, (host,) = even_graph(2), cores(1).hosts
+    link = Link(latency_seconds=0.0, bytes_per_second=100.0)
+    cluster = Cluster(hosts=(host, host), networks=(Network(link=link),))
+    two = Layout(starts=(0, 1), replicas=(1, 1), shares=4)
+    cost = staged_cost(profile_of(graph), seats_of(cluster), two, 8)
+    assert cost.step.total == pytest.approx((4 + 1) * 200 / 100, rel=0.01)
 
 
 def test_what_does_not_fit_comes_last_and_nothing_is_an_error() -> None:

@@ -100,8 +100,8 @@ class Place:
         seat: the slowest of their devices.
         group: all of them.
         limit: the least memory of their devices; 0 if it is not known.
-        before: the link to the stage before.
-        after: the link to the stage behind.
+        before: the link to the stage before, as long as this end takes for a message.
+        after: to the stage behind.
     """
 
     seat: Seat
@@ -141,10 +141,12 @@ class Seats:
         )
 
     def _link(self, one: int, other: int) -> Link:
-        first, second = self.all[one].host, self.all[other].host
-        if first == second:
-            return inner_link(self.cluster.hosts[first])
-        return network_between(self.cluster, first, second)
+        """Cores of a host both copy a message; others are busy together, each for half of it."""
+        first, second = self.all[one], self.all[other]
+        if first.host != second.host:
+            return _half(network_between(self.cluster, first.host, second.host))
+        link = inner_link(self.cluster.hosts[first.host])
+        return link if first.is_core else _half(link)
 
     def _group(self, own: Sequence[Seat]) -> Group:
         first, last = own[0].host, own[-1].host
@@ -229,6 +231,13 @@ def _step_seconds(ranks: int, seat: Seat) -> float:
     if not seat.is_core:
         return 0.0
     return _STEP_SECONDS * (1 + ranks * (ranks > 1))
+
+
+def _half(link: Link) -> Link:
+    """A link that takes half as long."""
+    return Link(
+        latency_seconds=link.latency_seconds / 2, bytes_per_second=2 * link.bytes_per_second
+    )
 
 
 def inner_link(host: Host) -> Link:
