@@ -11,6 +11,7 @@ import json
 import secrets
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -51,7 +52,7 @@ class Clock(lockstep.Callback):
         self.ends: list[float] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.ends.append(planner.time.perf_counter())
+        self.ends.append(time.perf_counter())
 
 
 def train(name: str, plan_name: str, steps: int) -> dict[str, Any]:
@@ -127,7 +128,8 @@ def main() -> None:
     parser.add_argument("--train", nargs=2, metavar=("NET", "PLAN"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
-        print(msgspec.json.encode(train(*options.train, options.steps)).decode())
+        name, plan = options.train
+        print(msgspec.json.encode(train(name, plan, options.steps)).decode())
         return
     plans = " | ".join(f"{one}: predicted, measured, ms" for one in PLANS)
     print(f"| net | link | {plans} | picked | fastest | lost |")
