@@ -64,6 +64,10 @@ def build_worker(
     for gradients in exchange.gradients.values():
         if isinstance(gradients, ShardedReduce):  # units keep all ranks in step, also in backward
             gradients.waits_in_backward = residency is not None or not BatchNorms(work.model)
+    if work.updater is not None:
+        is_apart = plan.sharding is not None and plan.sharding.offload is not None
+        is_apart = is_apart and endpoint.device.type != "cpu"
+        work.updater.step_on(endpoint.device if is_apart else None)
     return make(
         work,
         passes=open_passes(work, endpoint, exchange, owned, process, residency),

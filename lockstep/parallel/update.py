@@ -95,6 +95,15 @@ class Updater(ABC):
             return elementwise_slices(extents, num_ranks, num_shares)
         return whole_parameters(extents, num_ranks)
 
+    def step_on(self, device: torch.device | None) -> None:
+        """Before ``bind``: stored slots come to a device while they are stepped; None: they stay.
+
+        Raises:
+            NotImplementedError: all slots are stepped at once.
+        """
+        if device is not None:
+            raise NotImplementedError
+
     @abstractmethod
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
         """Step on these pieces from now on; existing slots are cut to fit."""

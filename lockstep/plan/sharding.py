@@ -2,6 +2,9 @@
 
 from lockstep.plan.makers.averaging import Record
 
+# What may lie in the memory of an accelerator's host. Where cores compute, it does so anyway.
+IN_HOST_MEMORY = ("slots",)
+
 
 def is_in(layer: str, module: str) -> bool:
     """True if a layer is a module, or a part of it."""
@@ -19,7 +22,9 @@ class Sharding(Record, frozen=True, kw_only=True):
         recompute: names of modules whose activations are computed again in backward.
         shares_parameters: ranks have one copy of the parameters, in memory that they share; each
             updates its part.
-        offload: the directory of a file in which each rank has its slots; None for memory.
+        offload: ``"slots"``: they lie in host memory, each rank's part, and come to its accelerator
+            piece by piece while they are stepped. The directory of a file: they lie there. None:
+            they lie where they are stepped.
     """
 
     level: str
@@ -27,6 +32,11 @@ class Sharding(Record, frozen=True, kw_only=True):
     recompute: tuple[str, ...] = ()
     shares_parameters: bool = False
     offload: str | None = None
+
+    @property
+    def directory(self) -> str | None:
+        """That of the file with the slots; None if they are in memory."""
+        return None if self.offload in IN_HOST_MEMORY else self.offload
 
     def unit_of(self, layer: str) -> str:
         """The first name of the unit that a layer is in; "" for none."""

@@ -105,7 +105,9 @@ def _sharding(plan: Decision) -> str:
     if plan.sharding.divides_parameters and len(plan.ranks_along("data", 0)) > 1:
         size = len(plan.ranks_along(division_axis(plan.mesh), 0))
         shared = f", parameters within groups of {size} ranks"
-    place = f"; slots in a file in {plan.sharding.offload}" if plan.sharding.offload else ""
+    place = "; slots in host memory" if plan.sharding.offload else ""
+    if plan.sharding.directory is not None:
+        place = f"; slots in a file in {plan.sharding.directory}"
     if plan.num_ranks == 1:
         return f"\nSharding: on one device{place}"
     divided = f"{parts[plan.sharding.level]}{units}"

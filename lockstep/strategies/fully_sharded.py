@@ -17,7 +17,7 @@ from lockstep.plan.engines import backend_for, check_engine, check_leave, over
 from lockstep.plan.makers.data_parallel import Maker, Mirrored
 from lockstep.plan.makers.many_hosts import MirroredHosts
 from lockstep.plan.makers.sharded import FullySharded, as_units
-from lockstep.plan.sharding import is_in
+from lockstep.plan.sharding import IN_HOST_MEMORY, is_in
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import check_shares
 from lockstep.strategies.multi_worker import num_replicas
@@ -44,10 +44,11 @@ class FullyShardedStrategy(Strategy):
             outside of lists. What is in no unit, or used by several, stays on every device.
         recompute: activations are not kept from forward to backward, but computed again, with the
             same random numbers and buffers: True for each module of a unit, or names of modules.
-        offload: a directory: the optimizer's slots lie in a file there, without a name, and are
-            read before a step's update of each part and written behind it. On cores, for torch's
-            optimizers that treat each element separately, on one device as well. None keeps them
-            in memory.
+        offload: ``"slots"``: the optimizer's slots lie in the memory of the accelerators' host, and
+            come to the devices part by part in each update; on cores they lie there anyway. A
+            directory: they lie in a file there, without a name, and are read before a step's update
+            of each part and written behind it. For torch's optimizers that treat each element
+            separately, on one device as well. None keeps slots where they are stepped.
         num_shares: as in ``MirroredStrategy``.
         engine: what moves tensors between devices. None on accelerators is their own backend, as in
             ``MirroredStrategy``. None on cores is ``"gloo"``, for all but the parameters of one
@@ -98,7 +99,7 @@ class FullyShardedStrategy(Strategy):
         self.level = level
         self.units = as_units(units)
         self.recompute = recompute if isinstance(recompute, bool) else tuple(recompute)
-        self.offload = None if offload is None else os.path.abspath(offload)
+        self.offload = offload if offload in (None, *IN_HOST_MEMORY) else os.path.abspath(offload)
         self.num_shares = num_shares
         self.timeout_seconds = timeout_seconds
         names = device_names(self.devices, discover().hosts[0])
@@ -108,12 +109,6 @@ class FullyShardedStrategy(Strategy):
                 "function for.",
                 received=f"devices {', '.join(names)}",
                 fix="Use TPUStrategy.",
-            )
-        if offload is not None and not is_cpu(names):
-            raise OptionError(
-                "`offload` is for cores: slots on accelerators are in their memory.",
-                received=f"offload={os.fspath(offload)!r} with {names[0]}",
-                fix="Leave `offload` out.",
             )
         self._mirrored: Mirrored | MirroredHosts
         if isinstance(devices, Sequence):
@@ -203,13 +198,14 @@ def _check_recompute(problems: Problems, recompute: object) -> None:
 
 
 def _check_offload(problems: Problems, offload: object) -> None:
-    if offload is not None and not (
-        isinstance(offload, str | os.PathLike) and os.path.isdir(offload)
-    ):
+    is_path = isinstance(offload, str | os.PathLike) and os.path.isdir(offload)
+    if offload not in (None, *IN_HOST_MEMORY) and not is_path:
         problems.add(
-            "`offload` must be an existing directory, for a file with the optimizer's slots.",
+            "`offload` must name what lies in host memory, or an existing directory, for a file "
+            "with the optimizer's slots.",
             received=f"offload={offload!r}",
-            fix="Make the directory on a disk with room for the slots, or leave `offload` out.",
+            fix=f"Use one of {', '.join(map(repr, IN_HOST_MEMORY))}, or make the directory on a "
+            "disk with room for the slots.",
         )
 
 

@@ -115,7 +115,8 @@ def test_two_calls_give_the_bits_of_replicas(name: str, level: str) -> None:
     assert [name for name in found[0] if not torch.equal(found[0][name], found[1][name])] == []
 
 
-@pytest.mark.parametrize("level", core_of(LEVELS, ["parameters"]))
+@pytest.mark.exhaustive  # test_device_offload.py has one that moves between more
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_training_moves_from_devices_to_cores_and_back(level: str, tmp_path: Path) -> None:
     expected = fit(make_trainer(lockstep.SingleDeviceStrategy("cpu")), 3)
     cores = lockstep.FullyShardedStrategy(["cpu", "cpu"])

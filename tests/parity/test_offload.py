@@ -38,13 +38,13 @@ def fit(trainer: lockstep.Trainer, **options: Any) -> None:
 
 
 def state_of(trainer: lockstep.Trainer) -> dict[str, Tensor]:
-    """Weights and slots."""
+    """Weights and slots, in host memory."""
     assert trainer.optimizer is not None
     slots = trainer.optimizer.state_dict()["state"]
     return {
-        **{name: value.clone() for name, value in trainer.model.state_dict().items()},
+        **{name: value.cpu().clone() for name, value in trainer.model.state_dict().items()},
         **{
-            f"slot {number} {slot}": torch.as_tensor(value).clone()
+            f"slot {number} {slot}": torch.as_tensor(value).cpu().clone()
             for number, own in slots.items()
             for slot, value in own.items()
         },
@@ -78,7 +78,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
             for name in OPTIONS
             for devices, level in ((1, "parameters"), (2, "parameters"), (2, "slots"))
         ],
-        lambda name, devices, level: (name, devices) in (("clipping", 1), ("Adam", 2)),
+        [("clipping", 1, "parameters"), ("Adam", 2, "parameters")],
+        [("bf16", 2, "slots"), ("averages", 1, "parameters"), ("a schedule", 2, "parameters")],
     ),
 )
 def test_slots_in_a_file_have_the_same_bits(

@@ -16,7 +16,7 @@ from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.devices import is_cpu
 from lockstep.plan.makers.data_parallel import Wrapping
 from lockstep.plan.mesh import Axis
-from lockstep.plan.sharding import Sharding, is_in
+from lockstep.plan.sharding import IN_HOST_MEMORY, Sharding, is_in
 from lockstep.plan.spec import Plan
 from lockstep.units import first_few
 
@@ -38,7 +38,7 @@ class FullySharded(Wrapping):
         recompute: names of modules whose activations are computed again in backward; True for
             those of all units.
         shares_parameters: ranks have one copy of the parameters if all are cores of one host.
-        offload: see ``Sharding``.
+        offload: see ``Sharding``; what is in host memory anyway is not offloaded.
     """
 
     level: str
@@ -75,8 +75,10 @@ class FullySharded(Wrapping):
             strategy = "fully sharded" if self.shard is None else "hybrid"
             mesh = self._mesh(plan.num_ranks)
             plan = msgspec.structs.replace(plan, strategy=strategy, mesh=mesh)
+        is_there = is_cpu(plan.devices) and self.offload in IN_HOST_MEMORY
+        offload = None if is_there else self.offload
         if plan.num_ranks == 1:
-            alone = Sharding(level="slots", offload=self.offload) if self.offload else None
+            alone = Sharding(level="slots", offload=offload) if offload else None
             return msgspec.structs.replace(plan, sharding=alone)
         if plan.num_hosts > 1 and not is_cpu(plan.devices):
             raise OptionError(
@@ -90,7 +92,7 @@ class FullySharded(Wrapping):
             units=units,
             recompute=self._recomputed(graph),
             shares_parameters=self._has_one_copy(plan),
-            offload=self.offload,
+            offload=offload,
         )
         norms = [layer.name for layer in graph.layers if layer.uses_batch_statistics]
         if sharding.divides_parameters and norms and plan.num_shares > plan.num_replicas:

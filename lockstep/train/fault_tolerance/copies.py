@@ -211,7 +211,7 @@ class Copies:
                 raise
             return  # the error of a fault will say what is lost
         before, plan = self._memory.reusable, self._state.runner.plan
-        is_on_disk = divides_copies(plan) and plan.sharding is not None and plan.sharding.offload
+        is_on_disk = divides_copies(plan) and plan.sharding is not None and plan.sharding.directory
         if not (due or is_on_disk or self._has_memory_for(now, before)):
             return
         is_remote = bool(due) and self._writer is not None and not self._writer.writes_together
@@ -240,7 +240,7 @@ class Copies:
         """Begin a copy: all ranks write it before the next step; until then the newest stays."""
         plan, writer = self._state.runner.plan, self._writer if due else None
         copy = FitState(state=state, plan=plan, resume=resume)
-        directory = None if plan.sharding is None else plan.sharding.offload
+        directory = None if plan.sharding is None else plan.sharding.directory
         make_target: Callable[[Tensors], Target] = partial(MemoryTarget, directory=directory)
         if writer is not None:
             make_target = partial(writer.parted, replace(copy, record=writer.record_under(plan)))

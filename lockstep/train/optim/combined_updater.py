@@ -23,6 +23,10 @@ class CombinedUpdater(Updater):
         self.is_known = all(updater.is_known for updater in updaters)
         self.is_elementwise = all(updater.is_elementwise for updater in updaters)
 
+    def step_on(self, device: torch.device | None) -> None:
+        for updater in self._updaters:
+            updater.step_on(device)
+
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
         for updater, own in self._divided(pieces, lambda piece: piece.name):
             updater.bind(own)

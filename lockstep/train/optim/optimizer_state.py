@@ -4,7 +4,7 @@ If an optimizer's class overrides ``state_dict()`` (a wrapper, say), the state i
 Of others, attributes beside slots and options are not covered, as in torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,20 +77,23 @@ def set_optimizer(optimizer: optim.Optimizer, parameters: Parameters, state: Tra
             for slot, one in slots.items()
         }
     if not any(one.is_meta for one in parameters.values()):  # these have no memory yet
-        place_slots(optimizer)
+        place_slots(optimizer, [one for own in before.values() for one in own.values()])
 
 
-def place_slots(optimizer: optim.Optimizer) -> None:
+def place_slots(optimizer: optim.Optimizer, staying: Iterable[object] = ()) -> None:
     """Move slots to the devices of their parameters, as ``load_state_dict`` does.
+
+    Some that have been in host memory before stay there.
 
     Counts belong in host memory, where torch makes them, unless its step reads them on the device.
     """
+    stay = {id(one) for one in staying}
     for group in optimizer.param_groups:
         on_host = () if group.get("fused") or group.get("capturable") else _COUNTS
         for parameter in group["params"]:
             slots = optimizer.state.get(parameter, {})
             for name, value in slots.items():
-                if isinstance(value, torch.Tensor) and not value.is_meta:
+                if isinstance(value, torch.Tensor) and not (value.is_meta or id(value) in stay):
                     slots[name] = value.to("cpu" if name in on_host else parameter.device)
 
 

@@ -3,6 +3,8 @@
 A window has a bounded number of elements, so pieces are cut, and small ones are stepped together.
 An optimizer that treats each element separately computes the same: cuts are at multiples of the
 number of elements that a processor takes at once.
+
+Slots in host memory beside an accelerator are copied to it, stepped there, and copied back.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,12 +31,20 @@ class SlotWindows:
     Args:
         pieces: the rank's.
         may_cut: pieces may be cut; else a window has at least one.
+        device: on which they are stepped; None where they lie.
 
     Attributes:
         pieces: what is stepped: the same elements, cut.
     """
 
-    def __init__(self, pieces: Sequence[BoundPiece], *, may_cut: bool) -> None:
+    def __init__(
+        self,
+        pieces: Sequence[BoundPiece],
+        *,
+        may_cut: bool,
+        device: torch.device | None = None,
+    ) -> None:
+        self._device = device
         self._cuts = [
             (bound, _cut(bound) if may_cut and is_dense(bound.tensor) else [bound])
             for bound in pieces
@@ -51,11 +61,17 @@ class SlotWindows:
 
     @classmethod
     def of(
-        cls, pieces: Sequence[BoundPiece], store: Store, *, may_cut: bool
+        cls,
+        pieces: Sequence[BoundPiece],
+        store: Store,
+        *,
+        may_cut: bool,
+        device: torch.device | None,
     ) -> "SlotWindows | None":
-        """None if all slots are in memory."""
+        """None if all slots are in memory where they are stepped."""
         slots = (slot for bound in pieces for slot in store.get(bound.name, {}).values())
-        return cls(pieces, may_cut=may_cut) if any(map(is_in_file, slots)) else None
+        is_needed = device is not None or any(map(is_in_file, slots))
+        return cls(pieces, may_cut=may_cut, device=device) if is_needed else None
 
     @classmethod
     def of_new(
@@ -91,7 +107,11 @@ class SlotWindows:
             with _stepping_in_part(optimizer, windows) as choose:
                 for number in in_turn(places):
                     choose(number)
-                    yield windows[number]
+                    if self._device is None:
+                        yield windows[number]
+                        continue
+                    with _on_device(optimizer, windows[number], places_of, self._device):
+                        yield []
         finally:
             for bound, cuts in self._cuts:
                 for cut in cuts if cuts[0] is not bound else ():
@@ -107,6 +127,41 @@ class SlotWindows:
                 gradient = torch.empty_like(bound.tensor).copy_(gradient)
             for cut in cuts:
                 cut.tensor.grad = None if gradient is None else _part(gradient, bound, cut)
+
+
+@contextmanager
+def _on_device(
+    optimizer: optim.Optimizer,
+    window: Sequence[BoundPiece],
+    places_of: Callable[[BoundPiece], Mapping[str, torch.Tensor]],
+    device: torch.device,
+) -> Iterator[None]:
+    """Within the block the optimizer has a window on a device; afterwards its slots are in place.
+
+    The window is all that it has.
+    """
+    used = {id(one.tensor): one for one in window if one.tensor.grad is not None}
+    moved: dict[int, torch.Tensor] = {}
+    for key, bound in used.items():
+        own = moved[key] = bound.tensor.detach().to(device).requires_grad_()
+        own.grad = None if bound.tensor.grad is None else bound.tensor.grad.to(device)
+        places = places_of(bound)
+        optimizer.state[own] = {
+            slot: value.to(device) if slot in places else value
+            for slot, value in optimizer.state.pop(bound.tensor, {}).items()
+        }
+    members = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [moved[id(one)] for one in group["params"] if id(one) in moved]
+    yield
+    for group, own_members in zip(optimizer.param_groups, members, strict=True):
+        group["params"] = own_members
+    for key, bound in used.items():
+        slots, places = optimizer.state.pop(moved[key]), places_of(bound)
+        optimizer.state[bound.tensor] = {
+            slot: places[slot].copy_(value) if slot in places else value
+            for slot, value in slots.items()
+        }
 
 
 def _cut(bound: BoundPiece) -> list[BoundPiece]:

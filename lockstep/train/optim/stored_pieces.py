@@ -13,6 +13,11 @@ from lockstep.parallel.update import BoundPiece
 from lockstep.plan.layout import Piece
 
 
+def place_of(whole: torch.Tensor, bound: BoundPiece) -> torch.Tensor:
+    """A piece of a stored tensor, in its place."""
+    return cut_piece(whole, bound.piece)
+
+
 class StoredPieces:
     """One rank's pieces."""
 
@@ -25,7 +30,7 @@ class StoredPieces:
 
     def of(self, whole: torch.Tensor, bound: BoundPiece) -> torch.Tensor:
         """A piece of a stored tensor: in its place, or a copy on the device of the parameter's."""
-        place = cut_piece(whole, bound.piece)
+        place = place_of(whole, bound)
         if place.device == bound.tensor.device:
             return place
         key = id(whole), bound.piece

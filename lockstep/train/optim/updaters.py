@@ -43,7 +43,7 @@ from lockstep.train.optim.fused_step import (
 from lockstep.train.optim.optimizer_kinds import ELEMENTWISE, LAZY, PARAMETERWISE
 from lockstep.train.optim.optimizer_state import optimizer_parts, option_values, set_optimizer
 from lockstep.train.optim.slot_windows import SlotWindows
-from lockstep.train.optim.stored_pieces import StoredPieces
+from lockstep.train.optim.stored_pieces import StoredPieces, place_of
 from lockstep.train.runtime.shared_options import SharedOptions, options_spec
 
 
@@ -73,7 +73,8 @@ class TorchUpdater(Updater):
         self._pieces: list[BoundPiece] = []
         self._store: dict[str, dict[str, torch.Tensor]] = {}  # by parameter and slot
         self._stored_pieces = StoredPieces()
-        self._windows: SlotWindows | None = None  # if slots are not all in memory
+        self._windows: SlotWindows | None = None  # if slots are not all where they are stepped
+        self._device: torch.device | None = None  # on which they are stepped, if they lie apart
         self._is_alone = False  # it has all pieces
         self._unstored: list[BoundPiece] = []  # pieces whose slots are not all in the store
         self._trained: set[str] = set()  # since it was bound, on any rank
@@ -92,9 +93,14 @@ class TorchUpdater(Updater):
         is_stepped = self._active is self.optimizer and self.is_known
         return self.optimizer if is_stepped and has_guard(self.optimizer) else None
 
+    def step_on(self, device: torch.device | None) -> None:
+        self._device = device
+
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
         self._stored_pieces = StoredPieces()
-        self._windows = SlotWindows.of(pieces, self._store, may_cut=not self.takes_sparse)
+        self._windows = SlotWindows.of(
+            pieces, self._store, may_cut=not self.takes_sparse, device=self._device
+        )
         self._pieces = list(pieces) if self._windows is None else self._windows.pieces
         self._trained = {name for name, one in self.parameters.items() if one.requires_grad}
         # A rank without pieces takes part with a clone, too.
@@ -248,8 +254,9 @@ class TorchUpdater(Updater):
 
     def _places_of(self, bound: BoundPiece) -> dict[str, torch.Tensor]:
         """Where a piece's stored slots lie, by the slot's name."""
+        found = place_of if self._device is not None else self._stored_pieces.of
         return {
-            slot: self._stored_pieces.of(place, bound).view(bound.tensor.shape)
+            slot: found(place, bound).view(bound.tensor.shape)
             for slot, place in self._store.get(bound.name, {}).items()
         }
 

@@ -70,8 +70,8 @@ from lockstep.train.runtime.serving import TaskRequest, serve, serve_again
 from lockstep.train.runtime.stores import (
     Mapped,
     Stores,
+    are_slots_apart,
     has_options,
-    offload_of,
     options_store,
 )
 
@@ -220,7 +220,7 @@ class Session:
         spec = exchange_spec(assignment)
         if assignment.updater is not None:
             options_store(assignment)
-        if offload_of(assignment) is not None:
+        if are_slots_apart(assignment):
             self.stores.adopt_slots(assignment, 0)
         is_alone = isinstance(assignment.plan.update, LocalUpdate)
         region = None if is_alone else spec.create()

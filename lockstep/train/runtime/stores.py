@@ -94,7 +94,7 @@ class Stores:
             # its part. A rank writes only to the slots of its pieces, so it has no pages of others.
             are_shared = shares or sharding is not None
             own_access: Access = "shared" if are_shared else "copied on write"
-            if offload_of(assignment) is not None:
+            if _directory_of(assignment) is not None:
                 own_access = "in a file"
             stores += _mapped(assignment, self.adopt_slots(assignment, leader), own_access)
         stores += self._adopt_residuals(assignment)
@@ -120,7 +120,8 @@ class Stores:
         is_apart = isinstance(assignment.plan.update, AveragedUpdate)
         if assignment.plan.sharding is not None and assignment.updater is not None:
             # Each rank has its pieces on its device, and writes them here when others read them.
-            mapped += _mapped(assignment, self.adopt_slots(assignment, leader), "shared")
+            slots_access: Access = "shared" if _directory_of(assignment) is None else "in a file"
+            mapped += _mapped(assignment, self.adopt_slots(assignment, leader), slots_access)
         elif assignment.updater is not None and not is_apart:  # else each rank has its own
             slots: list[TensorStore] = [
                 DeviceStore.zeros(specs, assignment.device) if here else TensorStore.create(specs)
@@ -163,7 +164,7 @@ class Stores:
 
     def adopt_slots(self, assignment: Assignment, leader: int) -> list[TensorStore]:
         """Place the slots of each group in a store."""
-        updater, directory = assignment.updater, offload_of(assignment)
+        updater, directory = assignment.updater, _directory_of(assignment)
         assert updater is not None
         specs = _slots(assignment)[1]
         if not (
@@ -243,10 +244,16 @@ def _is_reserved(assignment: Assignment, group: ParameterGroup, leader: int) -> 
     return not assignment.blank or leader in group.ranks
 
 
-def offload_of(assignment: Assignment) -> str | None:
+def are_slots_apart(assignment: Assignment) -> bool:
+    """True if slots do not lie where a single rank steps them."""
+    sharding = assignment.plan.sharding
+    return sharding is not None and assignment.updater is not None and bool(sharding.offload)
+
+
+def _directory_of(assignment: Assignment) -> str | None:
     """The directory of the file for slots; None if they are in memory."""
     sharding = assignment.plan.sharding
-    return None if sharding is None or assignment.updater is None else sharding.offload
+    return None if sharding is None else sharding.directory
 
 
 def has_options(assignment: Assignment) -> bool:

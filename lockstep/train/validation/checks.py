@@ -276,6 +276,7 @@ def place_model(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -
         accelerators.use(wanted)
         if elsewhere:
             move_model(model, wanted)
-        for optimizer in optimizers if wanted.type != "cpu" else ():
+        stay = wanted.type == "cpu" or (plan.sharding is not None and plan.sharding.offload)
+        for optimizer in () if stay else optimizers:
             place_slots(optimizer)
     return wanted
