@@ -10,7 +10,7 @@ A ``forward`` may write to a buffer, or assign another tensor in its place. Both
 
 import operator
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -69,18 +69,13 @@ class Buffers:
             for buffer, values in kept.values
         )
 
-    @contextmanager
-    def as_in(self, kept: Kept) -> Iterator[None]:
-        """Set the kept values within the block, and restore the current ones after it.
+    def as_in(self, kept: Kept) -> AbstractContextManager[None]:
+        """Sets the kept values within a block, and restores the current ones after it.
 
         Versions do not change: the block recomputes values of these buffers for a backward pass.
+        It may be entered again: several backward passes recompute one forward pass.
         """
-        now = self.keep()
-        self._set(kept)
-        try:
-            yield
-        finally:
-            self._set(now)
+        return _SetWithin(self, kept)
 
     def _set(self, kept: Kept) -> None:
         self._put_back(kept)
@@ -109,6 +104,19 @@ class Buffers:
             elif not buffer.equal(values):
                 buffer.copy_(values)
         _copy(written)
+
+
+class _SetWithin(AbstractContextManager[None]):
+    def __init__(self, buffers: Buffers, kept: Kept) -> None:
+        self._buffers, self._kept = buffers, kept
+        self._before: list[Kept] = []
+
+    def __enter__(self) -> None:
+        self._before.append(self._buffers.keep())
+        self._buffers._set(self._kept)
+
+    def __exit__(self, *error: object) -> None:
+        self._buffers._set(self._before.pop())
 
 
 def _are_same(

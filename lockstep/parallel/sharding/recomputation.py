@@ -54,9 +54,8 @@ class Recomputation:
 def _recomputed(buffers: Buffers, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
     kept = buffers.keep()
     return checkpoint(
-        forward,
+        partial(forward, **named),  # they may have the names of options of ``checkpoint``
         *inputs,
         use_reentrant=False,
         context_fn=lambda: (nullcontext(), buffers.as_in(kept)),
-        **named,
     )

@@ -123,7 +123,7 @@ class FullySharded(Wrapping):
     def _recomputed(self, graph: LayerGraph) -> tuple[str, ...]:
         if isinstance(self.recompute, bool):
             every = self._units(graph) if self.recompute else ()
-            return tuple(name for unit in every for name in unit)
+            return _innermost([name for unit in every for name in unit])
         _check_modules("A module to recompute", "recompute", self.recompute, graph)
         return self.recompute
 
@@ -165,9 +165,15 @@ def default_units(graph: LayerGraph) -> Units:
     return tuple((name,) for name, size in sizes.items() if size >= least)
 
 
+def _innermost(names: Sequence[str]) -> tuple[str, ...]:
+    """Those that have no other within them, as a module with parameters of its own has."""
+    within = [{name for name in names if name != outer and is_in(name, outer)} for outer in names]
+    return tuple(name for name, others in zip(names, within, strict=True) if not others)
+
+
 def _unit_of(layer: str) -> str:
-    """The entry of the outermost list that a layer is in, or the layer."""
-    parts = layer.split(".")
+    """The entry of the outermost list that a layer is in, or the layer that it parametrizes."""
+    parts = layer.partition(".parametrizations.")[0].split(".")
     number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[: number + 1])
 
