@@ -58,6 +58,7 @@ def check_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> No
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "Adam": {},
+    "some parameters": {"optimizer": lambda parameters: ADAM([*parameters][1:])},
     "clipping": {"clip_norm": 0.1},
     "accumulation": {"accumulate": 3},
     "momentum": {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)},

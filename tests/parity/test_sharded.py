@@ -5,7 +5,7 @@ ways, what lies beside the weights, what callbacks see, and what is refused.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -384,8 +384,15 @@ def test_sharded_replicas_give_the_same_bits(data: int, shard: int, level: str) 
 def test_slots_are_made_window_by_window_with_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the first step rank 0 has no memory for all new slots, beside their places."""
-    expected = trained(mlp, SHARDED())
+    """In the first step rank 0 has no memory for all new slots, beside their places.
+
+    The optimizer has some of the parameters that get gradients.
+    """
+
+    def some(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return ADAM([*parameters][1:])
+
+    expected = trained(mlp, SHARDED(), optimizer=some)
     made: list[bool] = []
     of_new = SlotWindows.of_new
 
@@ -396,7 +403,7 @@ def test_slots_are_made_window_by_window_with_the_same_bits(
 
     monkeypatch.setattr(slot_windows, "_MOST_ELEMENTS", 100)
     monkeypatch.setattr(SlotWindows, "of_new", noting)
-    found = trained(mlp, SHARDED())
+    found = trained(mlp, SHARDED(), optimizer=some)
     assert made == [True]
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 

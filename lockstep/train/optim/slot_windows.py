@@ -97,11 +97,13 @@ class SlotWindows:
         """For each window: have the optimizer step its pieces only, with its slots in memory.
 
         Args:
-            optimizer: its parameters are the pieces' tensors.
+            optimizer: its parameters are tensors of pieces; others are not stepped.
             places_of: where a piece's slots are.
         """
         self._give_gradients()
-        windows = [own for own in self._windows if any(one.tensor.grad is not None for one in own)]
+        members = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        stepped = [[one for one in own if id(one.tensor) in members] for own in self._windows]
+        windows = [own for own in stepped if any(one.tensor.grad is not None for one in own)]
         places = [[place for one in own for place in places_of(one).values()] for own in windows]
         try:
             with _stepping_in_part(optimizer, windows) as choose:
