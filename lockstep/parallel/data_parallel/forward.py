@@ -22,9 +22,11 @@ from lockstep.accelerators import (
 from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.order import restore_streams, stream_states
 from lockstep.data.trees import Tree, map_tensors
+from lockstep.launch.health.failure import add_note
 from lockstep.parallel.data_parallel.batch_norm import BatchNorms, updating_statistics
 from lockstep.parallel.data_parallel.buffers import Buffers
 from lockstep.parallel.data_parallel.functional_patch import Redirection
+from lockstep.parallel.loss.share_losses import ShareLoss
 from lockstep.parallel.settings import rounds_float32
 from lockstep.parallel.storage.cpu_quirks import (
     breaks_channels_last,
@@ -47,6 +49,11 @@ PARAMETER_DTYPES = {**DTYPES, "bf16": torch.bfloat16}
 
 _attention = Redirection("scaled_dot_product_attention")
 _lstm = Redirection("lstm", torch._VF)
+
+_OTHER_FORMAT = (
+    "Images had their channels together in memory, which is faster. If that is why, pass "
+    "channels_last=False to the strategy: SingleDeviceStrategy(channels_last=False)."
+)
 
 _LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
@@ -137,6 +144,15 @@ class ModelCall:
         self._buffers.restore(kept[1])
         body()
         return True
+
+    def go_backward(self, loss: ShareLoss, denominator: Any) -> None:
+        """The backward pass of a share's loss; an error says how to leave the memory format."""
+        try:
+            loss.backward(denominator)
+        except RuntimeError as error:
+            if self.channels_last and "stride" in str(error):
+                add_note(error, _OTHER_FORMAT)
+            raise
 
     def give_up_format(self) -> None:
         """From now on run the model in torch's own format, in its present mode.

@@ -234,7 +234,7 @@ class ModelPasses(Passes):
 
     def _backward_of(self, run: Run, share: int) -> None:
         loss = self._losses[share]
-        loss.backward(self._denominator(run, loss))
+        self.call.go_backward(loss, self._denominator(run, loss))
 
     def _put_loss(self, share: int) -> None:
         loss, refused = self._losses[share], self._refused.pop(share, False)

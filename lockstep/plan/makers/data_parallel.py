@@ -222,9 +222,15 @@ _SMALLEST_BY_ROWS = 1 << 14
 
 @dataclass(frozen=True, kw_only=True)
 class SingleDevice(Maker):
-    """The whole model on one device: the reference that all other plans are held to."""
+    """The whole model on one device: the reference that all other plans are held to.
+
+    Attributes:
+        device: its name.
+        channels_last: the memory format of images; None chooses, on a core.
+    """
 
     device: str = "cpu:0"
+    channels_last: bool | None = None
     precision: str = "fp32"
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
@@ -245,6 +251,11 @@ class SingleDevice(Maker):
             ties=ties(graph),
             update=LocalUpdate(),
             precision=self.precision,
+            channels_last=_has_channels_last(
+                self.channels_last if is_cpu([self.device]) else bool(self.channels_last),
+                graph,
+                self.precision,
+            ),
         )
 
 
@@ -292,15 +303,16 @@ class Mirrored(Maker):
             ties=ties(graph),
             update=LocalUpdate() if replicas == shares == 1 else SlicedUpdate(),
             precision=self.precision,
-            channels_last=self._has_channels_last(graph),
+            channels_last=_has_channels_last(self.channels_last, graph, self.precision),
             notes=tuple(_notes(devices, shares, cores, batch_size)),
         )
 
-    def _has_channels_last(self, graph: LayerGraph) -> bool:
-        if self.channels_last is not None:
-            return self.channels_last
-        # float64 is for proofs, and keeps to what the reference does.
-        return self.precision != "fp64" and any(layer.kind == "Conv2d" for layer in graph.layers)
+
+def _has_channels_last(given: bool | None, graph: LayerGraph, precision: str) -> bool:
+    if given is not None:
+        return given
+    # float64 is for proofs, and keeps to what the reference does.
+    return precision != "fp64" and any(layer.kind == "Conv2d" for layer in graph.layers)
 
 
 def placements(
