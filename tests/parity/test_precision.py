@@ -1,9 +1,9 @@
 """Mixed precision and memory formats: as good as float32, and the same bits whoever computes."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -220,10 +220,11 @@ def make_viewing() -> nn.Module:
     )
 
 
-def test_images_run_with_their_channels_last() -> None:
+@pytest.mark.parametrize("make", [lockstep.SingleDeviceStrategy, lockstep.MirroredStrategy])
+def test_images_run_with_their_channels_last(make: Callable[[], lockstep.Strategy]) -> None:
     model = build_seeded(make_cnn)
     model.insert(1, Format())  # type: ignore[operator]
-    trainer = train(model, "fp32", lockstep.MirroredStrategy(2))
+    trainer = train(model, "fp32", make())
     seen = model[1].seen  # type: ignore[index]
     assert trainer.plan.channels_last
     assert seen
@@ -235,15 +236,19 @@ def test_a_model_that_cannot_is_run_in_the_other_format(num_shares: int) -> None
     """With nothing of the first attempt left: statistics and random streams are as if it had not
     been."""
     states = []
-    for devices in (1, min(num_shares, 2)):
+    for devices in (0, 1, min(num_shares, 2)):
         model = build_seeded(make_viewing)
-        strategy = lockstep.MirroredStrategy(devices, num_shares=num_shares)
+        strategy: lockstep.Strategy = lockstep.SingleDeviceStrategy()
+        if devices:
+            strategy = lockstep.MirroredStrategy(devices, num_shares=num_shares)
+        elif num_shares > 1:
+            continue
         trainer = train(model, "fp32", strategy)
         states.append(state_of(trainer))
         seen = model[2].seen  # type: ignore[index]
         assert seen[0]
         assert not any(seen[num_shares:])
-    assert different(*states) == []
+    assert all(different(states[0], each) == [] for each in states[1:])
     assert states[0]["1.num_batches_tracked"] == 5
 
 
@@ -298,11 +303,38 @@ def test_one_share_that_fails_changes_no_bit_on_any_number_of_devices() -> None:
     assert different(states[0], states[2]) == []
 
 
-def test_the_format_can_be_switched_off() -> None:
-    strategy = lockstep.MirroredStrategy(2, channels_last=False)
-    assert not strategy.plan(make_cnn(), batch_size=10).channels_last
+@pytest.mark.parametrize("make", [lockstep.SingleDeviceStrategy, lockstep.MirroredStrategy])
+def test_the_format_can_be_switched_off(make: Any) -> None:
+    assert not make(channels_last=False).plan(make_cnn(), batch_size=10).channels_last
     with pytest.raises(OptionError, match="channels_last='no'"):
-        lockstep.MirroredStrategy(2, channels_last="no")  # type: ignore[arg-type]
+        make(channels_last="no")
+
+
+class ViewingBackward(torch.autograd.Function):
+    """Takes gradients for contiguous ones."""
+
+    @staticmethod
+    def forward(ctx: Any, images: Tensor) -> Tensor:
+        return images * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view(-1).view(gradient.shape)
+
+
+class ViewsBackward(nn.Module):
+    def forward(self, images: Tensor) -> Tensor:
+        return cast(Tensor, ViewingBackward.apply(images))  # type: ignore[no-untyped-call]
+
+
+def test_a_backward_pass_that_cannot_says_how_to_switch_it_off() -> None:
+    model = build_seeded(make_cnn)
+    model.insert(1, ViewsBackward())  # type: ignore[operator]
+    model.insert(2, nn.Conv2d(model[0].out_channels, model[0].out_channels, 1))  # type: ignore
+    with pytest.raises(RuntimeError) as caught:
+        train(model, "fp32", lockstep.SingleDeviceStrategy())
+    assert "SingleDeviceStrategy(channels_last=False)" in caught.value.__notes__[0]
+    train(model, "fp32", lockstep.SingleDeviceStrategy(channels_last=False))
 
 
 def test_the_other_format_gives_what_torch_gives() -> None:
