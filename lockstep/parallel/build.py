@@ -33,6 +33,7 @@ from lockstep.parallel.sharding.residency import Residency
 from lockstep.parallel.sharding.sharded_passes import ShardedPasses
 from lockstep.parallel.sharding.unit_memory import UnitMemory
 from lockstep.parallel.sharding.units import modules_of_units, separate_storages
+from lockstep.parallel.tensor.divided_stages import DividedStagePasses
 from lockstep.parallel.tensor.sharded_tensor_passes import ShardedTensorPasses
 from lockstep.parallel.tensor.tensor_passes import TensorPasses
 from lockstep.parallel.update import Updater
@@ -116,7 +117,10 @@ def open_passes(
         return ModelPasses(work, **options)
     mail_channels = endpoint.mail_channels()
     mail = _open_mail(mail_specs(work), endpoint, exchange, mail_channels, process)
-    return StagePasses(work, mail=mail, mail_channels=mail_channels, groups=owned, **options)
+    options |= {"mail": mail, "mail_channels": mail_channels, "groups": owned}
+    if work.plan.tensor is not None:
+        return DividedStagePasses(work, endpoint=endpoint, process=process, **options)
+    return StagePasses(work, **options)
 
 
 def residency_of(

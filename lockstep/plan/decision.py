@@ -276,9 +276,9 @@ class Decision(Record, frozen=True, kw_only=True):
         """Consecutive ranks that divide layers inside, and compute the same shares."""
         return next((axis.size for axis in self.mesh if axis.name == "tensor"), 1)
 
-    def tensor_ranks(self, replica: int) -> range:
-        """The ranks that divide the layers of a replica."""
-        return range(replica * self.tensor_degree, (replica + 1) * self.tensor_degree)
+    def tensor_ranks(self, number: int) -> range:
+        """The ranks that divide the layers of a replica, or of one of its stages."""
+        return range(number * self.tensor_degree, (number + 1) * self.tensor_degree)
 
     def rank_of(self, share: int) -> int:
         """The first rank without stages that computes a share."""
@@ -385,11 +385,12 @@ def _check_sharding(plan: Decision, problems: Problems) -> None:
 def _check_tensor(plan: Decision, problems: Problems) -> None:
     if plan.tensor is None:
         return
-    if plan.compiled or plan.pipeline or any(one % plan.tensor_degree for one in plan.hosts):
+    held = [len(stage.ranks) for stage in plan.pipeline.stages] if plan.pipeline else []
+    if plan.compiled or any(one % plan.tensor_degree for one in (*plan.hosts, *held)):
         problems.add(
-            "Layers are divided among ranks of one host, without stages or a compiler.",
+            "Layers are divided among ranks of one host, without a compiler.",
             received=f"compiled={plan.compiled}, {plan.tensor_degree} ranks that divide layers",
-            fix="Train without `compile`, with whole replicas on each host.",
+            fix="Train without `compile`, with whole replicas or stages on each host.",
         )
     if plan.tensor.num_shards < plan.tensor_degree:
         problems.add(

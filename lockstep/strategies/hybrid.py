@@ -10,7 +10,11 @@ from lockstep.plan.program.compression import Compression, check_carrier, find_c
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.fully_sharded import FullyShardedStrategy, sharded_replicas
 from lockstep.strategies.pipeline import StagedStrategy, check_counts
-from lockstep.strategies.tensor_parallel import TensorParallelStrategy, tensor_replicas
+from lockstep.strategies.tensor_parallel import (
+    TensorParallelStrategy,
+    check_division,
+    tensor_replicas,
+)
 from lockstep.tracebacks import public_methods
 
 
@@ -110,7 +114,7 @@ class HybridStrategy(StagedStrategy):
                     **common,
                 )
             )
-        elif tensor is not None:
+        elif tensor is not None and not _has_stages(data, pipe, cuts):
             _check_alone(problems, "tensor", of_stages | of_shard | {"recompute": recompute})
             check_counts(problems, num_shares=num_shares)
             replicas = _replicas_of_ranks(problems, "tensor", data)
@@ -118,7 +122,9 @@ class HybridStrategy(StagedStrategy):
                 tensor_replicas(replicas, tensor, num_shares=num_shares, **of_tensor, **common)
             )
         else:
-            _check_without_stages(problems, of_tensor | of_shard | {"num_shares": num_shares})
+            of_division = {} if tensor is not None else of_tensor
+            _check_without_stages(problems, of_division | of_shard | {"num_shares": num_shares})
+            check_division(problems, tensor, num_tensor_shards, whole)
             self._compression = find_compression(problems, compression)
             check_carrier(problems, self._compression, engine)
             check_counts(problems, pipe=pipe)
@@ -132,6 +138,9 @@ class HybridStrategy(StagedStrategy):
                 recompute=recompute,
                 memory_bytes=memory_bytes,
                 replicas=data,
+                tensor=tensor,
+                num_shards=num_tensor_shards,
+                whole=whole,
                 **common,
             )
 
@@ -153,9 +162,14 @@ class HybridStrategy(StagedStrategy):
 
 
 _ALONE = {
-    "tensor": "`tensor` divides layers within a host, without stages.",
+    "tensor": "`tensor` without `pipe` or `cuts` divides layers within a host, without stages.",
     "shard": "`shard` divides parameters, without stages and without dividing layers inside.",
 }
+
+
+def _has_stages(data: object, pipe: int | None, cuts: Sequence[str] | None) -> bool:
+    return pipe is not None or cuts is not None or isinstance(data, Sequence)
+
 
 
 def _given(options: Mapping[str, object]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.cluster.devices import discover
 from lockstep.errors import OptionError, Problems
-from lockstep.options import check_count, check_timeout
+from lockstep.options import check_count, check_timeout, is_count
 from lockstep.plan.devices import check_devices, device_names, is_cpu
 from lockstep.plan.engines import backend_for, check_engine, check_leave, over
 from lockstep.plan.makers.data_parallel import Maker
@@ -50,14 +50,7 @@ class TensorParallelStrategy(Strategy):
         timeout_seconds: float = 600.0,
     ) -> None:
         problems = Problems()
-        check_count("degree", degree, problems, optional=True)
-        check_count("num_tensor_shards", num_tensor_shards, problems, optional=True)
-        if isinstance(whole, str) or not all(isinstance(name, str) for name in whole):
-            problems.add(
-                "`whole` must be names of modules.",
-                received=f"whole={whole!r}",
-                fix='Use whole=["blocks.0.mlp"], for example.',
-            )
+        check_division(problems, degree, num_tensor_shards, whole)
         check_engine(problems, engine)
         check_timeout(problems, timeout_seconds)
         problems.raise_if_any(OptionError)
@@ -77,12 +70,8 @@ class TensorParallelStrategy(Strategy):
         self.degree = len(names)
         self.engine = engine
         self.timeout_seconds = timeout_seconds
-        if num_tensor_shards is not None and num_tensor_shards < self.degree:
-            raise OptionError(
-                "Every process needs a part of each layer.",
-                received=f"num_tensor_shards={num_tensor_shards} with degree {self.degree}",
-                fix=f"Use num_tensor_shards >= {self.degree}, or a smaller degree.",
-            )
+        check_division(problems, self.degree, num_tensor_shards)
+        problems.raise_if_any(OptionError)
 
     def maker(self, precision: str = "fp32") -> Maker:
         maker = over(self.engine, replace(self._maker, precision=precision))
@@ -133,6 +122,26 @@ def tensor_replicas(
     check_number(devices, made.degree * data)
     made._maker = replace(made._maker, devices=tuple(devices))
     return made
+
+
+def check_division(
+    problems: Problems, degree: int | None, num_shards: int | None, whole: Sequence[str] = ()
+) -> None:
+    """Note wrong options of layers that are divided inside; see ``TensorParallelStrategy``."""
+    check_count("degree", degree, problems, optional=True)
+    check_count("num_tensor_shards", num_shards, problems, optional=True)
+    if isinstance(whole, str) or not all(isinstance(name, str) for name in whole):
+        problems.add(
+            "`whole` must be names of modules.",
+            received=f"whole={whole!r}",
+            fix='Use whole=["blocks.0.mlp"], for example.',
+        )
+    if is_count(degree) and is_count(num_shards) and num_shards < degree:
+        problems.add(
+            "Every process needs a part of each layer.",
+            received=f"num_tensor_shards={num_shards} with degree {degree}",
+            fix=f"Use num_tensor_shards >= {degree}, or a smaller degree.",
+        )
 
 
 def check_number(devices: Sequence[str], num_ranks: int | None) -> None:

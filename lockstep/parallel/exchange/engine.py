@@ -41,11 +41,13 @@ def channel_keys(plan: Plan, groups: Sequence[ParameterGroup]) -> set[ChannelKey
         members = members_by_domain(group.ranks, plan.memory_domains)
         keys |= {(low, high, "sums") for low, high in pairs(members)}
     if plan.pipeline is not None:
-        graph = stage_graph(plan.pipeline)
-        for one, other in combinations(range(graph.num_stages), 2):
-            for low, high in map(sorted, graph.meetings(one, other)):
-                if plan.host_of(low) != plan.host_of(high):
-                    keys.add((low, high, "mail"))
+        degree = plan.tensor_degree
+        for place in range(degree):
+            graph = stage_graph(plan.pipeline, degree).at(place, degree)
+            for one, other in combinations(range(graph.num_stages), 2):
+                for low, high in map(sorted, graph.meetings(one, other)):
+                    if plan.host_of(low) != plan.host_of(high):
+                        keys.add((low, high, "mail"))
     if plan.is_stale:
         keys |= {(worker, server, "mail") for worker, server in remote_workers(plan).items()}
     return keys
@@ -162,8 +164,8 @@ class Endpoint:
         }
         if plan.tensor_degree > 1:
             members |= {
-                _shards_name(replica): plan.tensor_ranks(replica)
-                for replica in range(plan.num_replicas)
+                _shards_name(number): plan.tensor_ranks(number)
+                for number in range(plan.num_ranks // plan.tensor_degree)
             }
         names = {} if self.neighbours is None else self.neighbours.names
         here = plan.ranks_of_host(plan.host_of(self.rank))
@@ -179,13 +181,13 @@ class Endpoint:
         )
 
     def tensor_transport(
-        self, replica: int, groups: ProcessGroups | None
+        self, number: int, groups: ProcessGroups | None
     ) -> ProcessGroupTransport | None:
-        """Between the ranks that divide the layers of a replica; None if they share memory."""
+        """Between ranks that divide layers together; None if they share memory."""
         if groups is None:
             return None
-        ranks = self.plan.tensor_ranks(replica)
-        return ProcessGroupTransport(ranks, _shards_name(replica), groups)
+        ranks = self.plan.tensor_ranks(number)
+        return ProcessGroupTransport(ranks, _shards_name(number), groups)
 
     def mail_channels(
         self, look_around: Callable[[float], None] | None = None
@@ -220,8 +222,8 @@ class Endpoint:
         return dict.fromkeys(held, channels)
 
 
-def _shards_name(replica: int) -> str:
-    return f"shards {replica}"
+def _shards_name(number: int) -> str:
+    return f"shards {number}"
 
 
 def _group_name(number: int) -> str:

@@ -55,10 +55,11 @@ def exchange_spec(work: Workload) -> ExchangeSpec:
         rank_of = plan.rank_of
         mail_bytes = _work_bytes(work, trained)
     else:
-        graph, last_stage = stage_graph(plan.pipeline), len(plan.pipeline.stages) - 1
-        rank_of = partial(graph.rank_of, last_stage)
+        degree, last_stage = plan.tensor_degree, len(plan.pipeline.stages) - 1
+        rank_of = partial(stage_graph(plan.pipeline, degree).at(0, degree).rank_of, last_stage)
         mail_bytes = tuple(spec.num_bytes for spec in mail_specs(work).values())
         mail_bytes += tuple(spec.num_bytes for spec in replica_specs(work))
+        mail_bytes += _slot_bytes(plan)
     return ExchangeSpec(
         num_ranks=plan.num_ranks,
         share_ranks=tuple(map(rank_of, range(plan.num_shares))),
@@ -133,8 +134,8 @@ def _work_bytes(work: Workload, trained: Sequence[TensorSpec]) -> tuple[int, ...
     for other hosts, the times at which rows of sparse parameters changed.
     """
     plan, updater = work.plan, work.updater
-    if plan.tensor_degree > 1 and plan.engine.shares_memory:
-        return (2 * SLOT_BYTES,) * plan.num_replicas
+    if plan.tensor is not None:
+        return _slot_bytes(plan)
     if not (plan.is_stale and isinstance(plan.update, ServedUpdate) and updater is not None):
         return ()
     servers, parameters = plan.num_servers, dict(work.model.named_parameters())
@@ -147,6 +148,12 @@ def _work_bytes(work: Workload, trained: Sequence[TensorSpec]) -> tuple[int, ...
             [one for one in trained if plan.hosts and one.name in sparse_weights(work.model)]
         ),
     )
+
+
+def _slot_bytes(plan: Plan) -> tuple[int, ...]:
+    """Sizes of the memory in which shards meet, for each ranks that divide layers together."""
+    degree = plan.tensor_degree if plan.engine.shares_memory else 1
+    return (2 * SLOT_BYTES,) * (plan.num_ranks // degree) if degree > 1 else ()
 
 
 def _row_capacity(work: Workload) -> int:
@@ -185,8 +192,8 @@ def group_spec(
     per_row = 0 if plan.pipeline is not None else plan.shares_per_row
     if plan.pipeline is None and not isinstance(plan.update, LocalUpdate):
         row_ranks = tuple(map(plan.rank_of, range(0, plan.num_shares, per_row)))
-    elif len(group.ranks) > 1:
-        row_ranks = group.ranks
+    elif len(group.ranks) > 1:  # of those that divide layers together, the first has a row
+        row_ranks = tuple(rank for rank in group.ranks if rank % plan.tensor_degree == 0)
     return GroupSpec(
         ranks=group.ranks,
         row_ranks=row_ranks,
@@ -259,7 +266,7 @@ def mail_specs(work: Workload) -> dict[bool, MailSpec]:
     """
     plan, loss = work.plan, work.loss
     assert plan.pipeline is not None
-    graph = stage_graph(plan.pipeline)
+    graph = stage_graph(plan.pipeline, plan.tensor_degree)
     # With a loss of the whole batch, all microbatches go forward before one goes backward.
     may_take_whole = loss is not None and loss.may_take_whole(in_stages=True)
     in_training = plan.num_shares if may_take_whole else _slots_in_training(plan)
@@ -269,6 +276,7 @@ def mail_specs(work: Workload) -> dict[bool, MailSpec]:
             graph,
             partition,
             slots[training],
+            degree=plan.tensor_degree,
             training=training,
             shares_memory=plan.engine.shares_memory,
         )

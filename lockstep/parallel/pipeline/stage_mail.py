@@ -28,13 +28,16 @@ class MailSpec:
     """All mail of a model in training, or of one in evaluation: the same on every rank.
 
     Attributes:
-        graph: the stages and their ranks.
+        graph: the stages and their ranks; ``degree`` ranks that divide layers together are one.
+        degree: how many those are. They run the same passes, and each has mail from, and to, those
+            at its place.
         partition: lists the values that cross.
         boxes: the mailboxes, in their order in memory, if ranks share memory.
         channels: the channels, if they do not; see ``GroupMail``.
     """
 
     graph: StageGraph
+    degree: int
     partition: Partition
     boxes: Mapping[MailKey, MailboxSpec]
     channels: Mapping[Pair, MailboxSpec]
@@ -50,31 +53,36 @@ def mail_spec(
     partition: Partition,
     num_slots: int,
     *,
+    degree: int = 1,
     training: bool,
     shares_memory: bool = True,
 ) -> MailSpec:
     """The mail of a partition.
 
     Args:
-        graph: the stages and their ranks.
+        graph: see ``MailSpec``.
         partition: lists the values that cross.
         num_slots: messages of one kind that may be in use at once.
+        degree: see ``MailSpec``.
         training: there are gradients.
         shares_memory: ranks of a host share memory.
     """
     stream_bytes = torch_streams().numel()
+    graphs = [graph.at(place, degree) for place in range(degree)]
     boxes: dict[MailKey, MailboxSpec] = {}
     kinds: Counter[Pair] = Counter()
 
     def add(kind: str, number: int, stage: int, readers: Sequence[int], num_bytes: int) -> None:
-        for sender in graph.ranks[stage]:
+        for sender in (rank for one in graphs for rank in one.ranks[stage]):
             boxes[MailKey(kind, number, stage, sender)] = MailboxSpec(
                 name=f"what stage {stage} sends ({kind} {number})",
                 num_slots=num_slots,
                 num_readers=len(readers),
                 capacity_bytes=num_bytes,
             )
-        met = {pair for reader in readers for pair in graph.meetings(stage, reader)}
+        met = {
+            pair for one in graphs for reader in readers for pair in one.meetings(stage, reader)
+        }
         kinds.update(pair for pair in met if len(set(pair)) == 2)
 
     for stage, part in enumerate(partition.parts):
@@ -85,7 +93,7 @@ def mail_spec(
         for value, home in part.received.items() if training else ():
             add(_GRADIENT, value, stage, [home], partition.value_bytes[value])
     if shares_memory:
-        return MailSpec(graph=graph, partition=partition, boxes=boxes, channels={})
+        return MailSpec(graph=graph, degree=degree, partition=partition, boxes=boxes, channels={})
     channels = {
         pair: MailboxSpec(
             name="the announcement of what rank {} sends to rank {}".format(*pair),
@@ -95,7 +103,7 @@ def mail_spec(
         )
         for pair in sorted(kinds)
     }
-    return MailSpec(graph=graph, partition=partition, boxes={}, channels=channels)
+    return MailSpec(graph=graph, degree=degree, partition=partition, boxes={}, channels=channels)
 
 
 class StageMail:
@@ -108,7 +116,7 @@ class StageMail:
     """
 
     def __init__(self, spec: MailSpec, carrier: MailCarrier, rank: int) -> None:
-        self._graph = spec.graph
+        self._graph = spec.graph.at(rank % spec.degree, spec.degree)
         self._parts = spec.partition.parts
         self._carrier = carrier
         self._rank = rank

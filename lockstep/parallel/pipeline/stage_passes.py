@@ -68,6 +68,8 @@ class StagePasses(Passes):
         options: see ``Passes``.
     """
 
+    _run_of = MicrobatchRun
+
     def __init__(
         self,
         work: Workload,
@@ -166,6 +168,9 @@ class StagePasses(Passes):
 
     def _set_loss(self, share: int, loss: ShareLoss) -> None:
         self._microbatch_runs[self._last_stage, share].loss = loss
+        self._write_loss(share, loss)
+
+    def _write_loss(self, share: int, loss: ShareLoss) -> None:
         self._exchange.write_loss(share, loss.total, loss.weight, is_guess=loss.is_guess)
 
     def _backward(self, run: Run, action: Backward) -> None:
@@ -269,7 +274,7 @@ class StagePasses(Passes):
 
     def _microbatch_run(self, run: Run, stage: int, share: int) -> MicrobatchRun:
         partition = self._partitions[run.is_training]
-        return MicrobatchRun(
+        return self._run_of(
             stage=stage,
             share=share,
             part=partition.parts[stage],

@@ -11,7 +11,7 @@ import torch
 from lockstep.parallel.batch_run import Run
 from lockstep.parallel.sharding.residency import Residency
 from lockstep.parallel.sharding.sharded_passes import ShardedPasses
-from lockstep.parallel.tensor.tensor_passes import GROUP, TensorPasses
+from lockstep.parallel.tensor.tensor_passes import TensorPasses
 from lockstep.parallel.workload import Workload
 
 
@@ -49,7 +49,5 @@ class ShardedTensorPasses(TensorPasses, ShardedPasses):
         for number in numbers:
             parameter = self._trainable[number]
             gradients[number], parameter.grad = parameter.grad, None
-        rest = self._keep(gradients)
-        if self.leads:
-            self._exchange.write(GROUP, row, rest)
-        self._put_parts(row, [number for number in numbers if number in self._parts])
+        self._shards.write(row, gradients)
+        self._shards.put(row, [number for number in numbers if number in self._shards.names])

@@ -15,6 +15,7 @@ from lockstep.plan.devices import device_names, threads_for
 from lockstep.plan.host_ranks import ranks_per_host
 from lockstep.plan.makers.data_parallel import Maker, placements, ties
 from lockstep.plan.mesh import Axis
+from lockstep.plan.sharding import is_in
 from lockstep.plan.spec import Plan
 from lockstep.plan.splits import ParameterSplit, Split, TensorSplits
 from lockstep.units import first_few
@@ -63,7 +64,7 @@ class TensorParallel(Maker):
     splits: TensorSplits | None = None
 
     def sample_size(self, cluster: Cluster, batch_size: int) -> int | None:
-        return TENSOR_SAMPLES
+        return TENSOR_SAMPLES if self.splits is None else None
 
     @property
     def whole_modules(self) -> Sequence[str]:
@@ -106,7 +107,8 @@ class TensorParallel(Maker):
             OptionError: no layer can be divided so, or a name of none.
         """
         assert self.splits is not None
-        self._check(graph, self.splits)
+        check_splits(graph, self.splits, self.whole)
+        self._check_shares(graph)
         devices = self._devices(cluster)
         hosts = tuple(map(len, self._devices_by_host(cluster)))
         num_ranks, shares = len(devices), self.num_shares or self.replicas
@@ -127,19 +129,7 @@ class TensorParallel(Maker):
             tensor=self.splits,
         )
 
-    def _check(self, graph: LayerGraph, splits: TensorSplits) -> None:
-        names = [layer.name for layer in graph.layers]
-        unknown = [
-            one
-            for one in self.whole
-            if not any(name == one or name.startswith(f"{one}.") for name in names)
-        ]
-        if unknown:
-            raise OptionError(
-                "`whole` must name modules of the model that have parameters.",
-                received=f"whole with {first_few(unknown)}",
-                fix=f"Use names of model.named_modules(), such as {first_few(names)}.",
-            )
+    def _check_shares(self, graph: LayerGraph) -> None:
         norms = [layer.name for layer in graph.layers if layer.uses_batch_statistics]
         if norms and (self.num_shares or self.replicas) > self.replicas:
             raise OptionError(
@@ -149,10 +139,31 @@ class TensorParallel(Maker):
                 f"{first_few(norms)}",
                 fix="Leave `num_shares` out.",
             )
-        if not splits.parameters:
-            reasons = [f"{name}: {reason}" for name, reason in splits.whole]
-            raise OptionError(
-                f"No layer of this model can be divided into {splits.num_shards} shards.",
-                received=first_few(reasons) or "a model without parameters",
-                fix="Use a smaller degree, or MirroredStrategy.",
-            )
+
+
+def check_splits(graph: LayerGraph, splits: TensorSplits, whole: Sequence[str]) -> None:
+    """Check that a model can be divided so.
+
+    Args:
+        graph: of the model.
+        splits: of its parameters.
+        whole: names of modules that are not divided.
+
+    Raises:
+        OptionError: no layer is divided, or a name is that of no module.
+    """
+    names = [layer.name for layer in graph.layers]
+    unknown = [one for one in whole if not any(is_in(name, one) for name in names)]
+    if unknown:
+        raise OptionError(
+            "`whole` must name modules of the model that have parameters.",
+            received=f"whole with {first_few(unknown)}",
+            fix=f"Use names of model.named_modules(), such as {first_few(names)}.",
+        )
+    if not splits.parameters:
+        reasons = [f"{name}: {reason}" for name, reason in splits.whole]
+        raise OptionError(
+            f"No layer of this model can be divided into {splits.num_shards} shards.",
+            received=first_few(reasons) or "a model without parameters",
+            fix="Use a smaller degree, or MirroredStrategy.",
+        )

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import msgspec
+
 from lockstep.cluster.topology import Cluster, num_devices
 from lockstep.errors import DeviceError, OptionError
 from lockstep.graph.layer_graph import LayerGraph
@@ -17,6 +19,7 @@ from lockstep.plan.decision import Pipeline, Stage, StagedUpdate, StagePredictio
 from lockstep.plan.devices import device_names, is_cpu, threads_for
 from lockstep.plan.host_ranks import ranks_per_host
 from lockstep.plan.makers.data_parallel import Maker, placements, ties
+from lockstep.plan.makers.tensor import check_splits
 from lockstep.plan.mesh import Axis
 from lockstep.plan.pipeline.cut_places import stages_from_names, stages_from_scopes
 from lockstep.plan.pipeline.cut_units import (
@@ -32,6 +35,7 @@ from lockstep.plan.pipeline.cuts import Cut, CutProblem, best_cut, describe_cut
 from lockstep.plan.pipeline.stage_counts import choose_num_stages
 from lockstep.plan.program.lowering import predict
 from lockstep.plan.spec import Plan
+from lockstep.plan.splits import TensorSplits
 from lockstep.units import format_time
 
 # With m microbatches, p stages idle (p - 1) / (m + p - 1) of the time: a fifth for m = 4 p.
@@ -55,6 +59,10 @@ class Pipelined(Maker):
             numbers of the stages where they are.
         memory_bytes: that a device may hold of parameters, gradients, slots and activations.
         devices: of each host's ranks, by name; None chooses those that fit.
+        tensor: ranks that divide the layers of each replica of a stage; None divides none.
+        num_shards: of each divided dim; None is ``tensor``.
+        whole: names of modules that are not divided.
+        splits: of the parameters, once observed.
         precision: see ``Plan``.
     """
 
@@ -66,7 +74,25 @@ class Pipelined(Maker):
     recompute: bool | tuple[int, ...] = False
     memory_bytes: int | None = None
     devices: tuple[str, ...] | None = None
+    tensor: int | None = None
+    num_shards: int | None = None
+    whole: tuple[str, ...] = ()
+    splits: TensorSplits | None = None
     precision: str = "fp32"
+
+    def num_tensor_shards(self, cluster: Cluster) -> int | None:
+        return self.tensor and (self.num_shards or self.tensor)
+
+    @property
+    def whole_modules(self) -> Sequence[str]:
+        return self.whole
+
+    def with_splits(self, splits: TensorSplits) -> Maker:
+        return replace(self, splits=splits)
+
+    @property
+    def _degree(self) -> int:
+        return self.tensor or 1
 
     def check_batch_size(self, batch_size: int) -> None:
         """Refuse batches with fewer samples than microbatches.
@@ -98,6 +124,8 @@ class Pipelined(Maker):
             DeviceError: more devices than this host can hold.
             PlanError: no way to cut the model fits.
         """
+        if self.splits is not None:
+            check_splits(graph, self.splits, self.whole)
         num_shares = self._num_shares(cluster, batch_size)
         units = units_of(graph)
         costs = cut_problem(graph, units, self._in_flight(cluster, num_shares), self.memory_bytes)
@@ -112,7 +140,7 @@ class Pipelined(Maker):
         ]
         ranks = self._ranks(len(starts))
         num_ranks = 1 + max(rank for held in ranks for rank in held)
-        hosts = ranks_per_host(num_ranks, cluster)
+        hosts = ranks_per_host(self._degree * num_ranks, cluster)
         devices = self._devices(cluster, hosts)
         cores = sum(host.num_cores for host in cluster.hosts)
         stages = tuple(
@@ -125,8 +153,9 @@ class Pipelined(Maker):
             for stage, held in enumerate(ranks)
         )
         pipeline = Pipeline(schedule=self.schedule, stages=stages)
+        is_hybrid = self.most_replicas > 1 or self.tensor is not None
         return Plan(
-            strategy="pipeline" if self.most_replicas == 1 else "hybrid",
+            strategy="hybrid" if is_hybrid else "pipeline",
             mesh=self._mesh(num_ranks),
             devices=devices,
             threads_per_device=threads_for(devices, cores),
@@ -137,7 +166,8 @@ class Pipelined(Maker):
             update=StagedUpdate(),
             precision=self.precision,
             channels_last=graph.channels_last,
-            pipeline=pipeline,
+            pipeline=_widened(pipeline, self._degree),
+            tensor=self.splits,
             hosts=hosts if len(hosts) > 1 else (),
             notes=(
                 *([reason] if reason else []),
@@ -178,7 +208,7 @@ class Pipelined(Maker):
             return len(self.cuts) + 1
         if isinstance(self.replicas, tuple):
             return len(self.replicas)
-        return max(num_devices(cluster) // self.replicas, 1)
+        return max(num_devices(cluster) // self.replicas // self._degree, 1)
 
     def _num_shares(self, cluster: Cluster, batch_size: int) -> int:
         microbatches = self.microbatches or _MICROBATCHES_PER_STAGE * self._num_devices(cluster)
@@ -274,10 +304,12 @@ class Pipelined(Maker):
         ]
 
     def _mesh(self, num_ranks: int) -> tuple[Axis, ...]:
+        tensor = () if self.tensor is None else (Axis(name="tensor", size=self.tensor),)
         if isinstance(self.replicas, tuple):
-            return (Axis(name="rank", size=num_ranks),)
+            return (Axis(name="rank", size=num_ranks), *tensor)
         pipe = Axis(name="pipe", size=num_ranks // self.replicas)
-        return (pipe,) if self.replicas == 1 else (Axis(name="data", size=self.replicas), pipe)
+        data = () if self.replicas == 1 else (Axis(name="data", size=self.replicas),)
+        return (*data, pipe, *tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,6 +343,16 @@ class PipelinesOnHosts(Maker):
 
 
 # --- stages after the cut -------------------------------------------------------------------------
+
+
+def _widened(pipeline: Pipeline, degree: int) -> Pipeline:
+    """Stages with ``degree`` consecutive ranks in place of each, which divide its layers."""
+
+    def widened(stage: Stage) -> Stage:
+        ranks = (degree * rank + place for rank in stage.ranks for place in range(degree))
+        return msgspec.structs.replace(stage, ranks=tuple(ranks))
+
+    return msgspec.structs.replace(pipeline, stages=tuple(map(widened, pipeline.stages)))
 
 
 def _needs(graph: LayerGraph, of_layer: Sequence[int], stage: int) -> set[int]:

@@ -57,6 +57,16 @@ class StageGraph:
             edges=tuple((stage, stage + 1) for stage in range(num_stages - 1)),
         )
 
+    def at(self, place: int, degree: int) -> "StageGraph":
+        """The same graph where each rank stands for ``degree`` consecutive ones: that of one place.
+
+        Args:
+            place: of a rank among those that stand for one here.
+            degree: how many these are.
+        """
+        ranks = tuple(tuple(degree * rank + place for rank in held) for held in self.ranks)
+        return StageGraph(ranks=ranks, edges=self.edges)
+
     @property
     def num_stages(self) -> int:
         """Stages of the graph."""

@@ -22,10 +22,12 @@ from lockstep.plan.shares import num_filled_shares
 from lockstep.plan.spec import Plan
 
 
-def stage_graph(pipeline: Pipeline) -> StageGraph:
-    """The stages as schedules see them."""
+def stage_graph(pipeline: Pipeline, degree: int = 1) -> StageGraph:
+    """The stages as schedules see them: ``degree`` ranks that divide layers together are one."""
     return StageGraph(
-        ranks=tuple(stage.ranks for stage in pipeline.stages),
+        ranks=tuple(
+            tuple(rank // degree for rank in stage.ranks[::degree]) for stage in pipeline.stages
+        ),
         edges=tuple(
             sorted(
                 (before, number)
@@ -77,16 +79,20 @@ def lower_train(plan: Plan, rank: int, num_samples: int) -> RankProgram:
 
 def _lower_staged(plan: Plan, pipeline: Pipeline, rank: int, num_samples: int) -> RankProgram:
     if not isinstance(plan.update, AveragedUpdate):
-        return lower_stages(plan, pipeline, num_samples)[rank]
+        return lower_stages(plan, pipeline, num_samples)[rank // plan.tensor_degree]
     replica, number = divmod(rank, plan.ranks_per_replica)
     part = part_of_replica(plan, replica, num_samples)
     return lower_train(plan_of_replica(plan, replica), number, len(part)) if part else ()
 
 
 def lower_stages(plan: Plan, pipeline: Pipeline, num_samples: int) -> list[RankProgram]:
-    """One training step of every rank of a pipeline on a batch of ``num_samples``."""
+    """One training step of every rank of a pipeline on a batch of ``num_samples``.
+
+    Ranks that divide layers together have the same, which is there once.
+    """
     num_filled = num_filled_shares(num_samples, plan.num_shares)
-    programs = make_schedule(pipeline.schedule, stage_graph(pipeline), num_filled)
+    graph = stage_graph(pipeline, plan.tensor_degree)
+    programs = make_schedule(pipeline.schedule, graph, num_filled)
     return [(*passes, Reduce(), Step(), Sync()) for passes in programs]
 
 
@@ -94,7 +100,8 @@ def lower_forward(plan: Plan, rank: int, num_samples: int) -> RankProgram:
     """Evaluation or prediction of ``rank`` on a batch of ``num_samples``."""
     if plan.pipeline is not None:
         num_filled = num_filled_shares(num_samples, plan.num_shares)
-        return forward_schedule(stage_graph(plan.pipeline), num_filled)[rank]
+        graph = stage_graph(plan.pipeline, plan.tensor_degree)
+        return forward_schedule(graph, num_filled)[rank // plan.tensor_degree]
     return tuple(Forward(0, share) for share in _filled_shares(plan, rank, num_samples))
 
 
@@ -102,7 +109,7 @@ def leaves_a_rank_idle(plan: Plan, num_samples: int) -> bool:
     """Whether some rank works on no share of such a batch, and sees no buffer change."""
     if plan.pipeline is None:
         return not _filled(plan.shares_of(plan.num_replicas - 1), plan, num_samples)
-    most = max(len(stage.ranks) for stage in plan.pipeline.stages)
+    most = max(len(stage.ranks) for stage in plan.pipeline.stages) // plan.tensor_degree
     return num_filled_shares(num_samples, plan.num_shares) < most
 
 

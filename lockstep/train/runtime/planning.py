@@ -140,11 +140,9 @@ class Planning:
         """
         cluster = cluster or discover()
         maker = self._choose(maker, precision, source, batch_size, cluster, announce, check)
+        maker = self._with_splits(maker, precision, source, cluster)
         size = maker.sample_size(cluster, batch_size)
         if size is None:
-            return settle(maker(capture_layers(self._model), cluster, batch_size)), {}
-        if maker.num_tensor_shards(cluster) is not None:
-            maker = self._with_splits(maker, precision, source, batch_size, cluster)
             return settle(maker(capture_layers(self._model), cluster, batch_size)), {}
         with self._inputs(source, size, precision) as inputs:
             traced, graph = self._capture(inputs, precision, announce)
@@ -171,25 +169,20 @@ class Planning:
                 return measured[-1], this_machine(cluster, precision, measured[-1])
 
             def attempt(one: Maker) -> None:
-                one = self._with_splits(one, precision, source, batch_size, cluster)
+                one = self._with_splits(one, precision, source, cluster)
                 check(one(measured[-1], cluster, batch_size))
 
             self._chosen = maker, maker.choose(measure, cluster, batch_size, attempt)
         return self._chosen[1]
 
     def _with_splits(
-        self,
-        maker: Maker,
-        precision: str,
-        source: Source | None,
-        batch_size: int,
-        cluster: Cluster,
+        self, maker: Maker, precision: str, source: Source | None, cluster: Cluster
     ) -> Maker:
         """The maker; one that divides layers, with how they are used."""
-        num_shards, size = maker.num_tensor_shards(cluster), maker.sample_size(cluster, batch_size)
-        if num_shards is None or size is None:
+        num_shards = maker.num_tensor_shards(cluster)
+        if num_shards is None:
             return maker
-        with self._inputs(source, size, precision, repeats=True) as inputs:
+        with self._inputs(source, TENSOR_SAMPLES, precision, repeats=True) as inputs:
             splits = self._splits(inputs, precision, num_shards, maker.whole_modules)
         return maker.with_splits(splits)
 
