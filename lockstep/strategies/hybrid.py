@@ -171,7 +171,6 @@ def _has_stages(data: object, pipe: int | None, cuts: Sequence[str] | None) -> b
     return pipe is not None or cuts is not None or isinstance(data, Sequence)
 
 
-
 def _given(options: Mapping[str, object]) -> str:
     return ", ".join(name for name, value in options.items() if value not in (None, False, ()))
 

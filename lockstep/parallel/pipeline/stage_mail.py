@@ -80,9 +80,7 @@ def mail_spec(
                 num_readers=len(readers),
                 capacity_bytes=num_bytes,
             )
-        met = {
-            pair for one in graphs for reader in readers for pair in one.meetings(stage, reader)
-        }
+        met = {pair for one in graphs for reader in readers for pair in one.meetings(stage, reader)}
         kinds.update(pair for pair in met if len(set(pair)) == 2)
 
     for stage, part in enumerate(partition.parts):
