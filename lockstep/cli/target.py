@@ -69,6 +69,9 @@ def add_strategy_options(parser: argparse.ArgumentParser) -> None:
     stages.add_argument("--microbatches", type=int, metavar="M", help="of each batch and replica")
     stages.add_argument("--schedule", choices=SCHEDULES, help="order of the passes (default: 1f1b)")
     stages.add_argument(
+        "--tensor", type=int, metavar="N", help="of hybrid: processes that divide layers inside"
+    )
+    stages.add_argument(
         "--data", metavar="R", help="replicas of a hybrid, or of each stage: 2, or 3,1; of tensor"
     )
 
@@ -92,12 +95,12 @@ def _check_options(options: argparse.Namespace) -> None:
     taken = {
         "auto": (),
         "pipeline": _PIPELINE_OPTIONS,
-        "hybrid": (*_PIPELINE_OPTIONS, "data"),
+        "hybrid": (*_PIPELINE_OPTIONS, "data", "tensor"),
         "local": ("every", "stages", *_PIPELINE_OPTIONS),
         "servers": ("servers",),
         "tensor": ("shares", "data"),
     }
-    others = {"shares", "cuts", "microbatches", "schedule", "data", "every", "servers", "stages"}
+    others = {"shares", *_PIPELINE_OPTIONS, "data", "tensor", "every", "servers", "stages"}
     others -= set(taken.get(options.strategy, ("shares",)))
     unknown = sorted(name for name in others if getattr(options, name) is not None)
     if unknown:
@@ -170,6 +173,7 @@ def _hybrid(options: argparse.Namespace) -> Strategy:
         cuts=_names(options.cuts),
         microbatches=options.microbatches,
         schedule=options.schedule or "1f1b",
+        tensor=options.tensor,
     )
 
 

@@ -152,7 +152,7 @@ class Exchange:
     def _gradients_of(self, number: int) -> GroupGradients:
         rows, group = self._gradient_rows[number], self._spec.groups[number]
         members = members_by_domain(group.ranks, self._domains)
-        if len(members) == 1:
+        if len(members) == 1 or not group.gradients.tensors:  # nothing is sent
             return rows
         assert self.board is not None
         options: dict[str, Any] = {

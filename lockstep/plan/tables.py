@@ -172,13 +172,19 @@ def _stages(plan: Decision, pipeline: Pipeline) -> Table:
         layers = [layer for layer in plan.layers if layer.stage == number]
         table.add_row(
             str(number),
-            ", ".join(map(str, stage.ranks)),
+            _ranks(stage, plan.tensor_degree),
             Text(layers[0].name or "(model)") if layers else "",
             str(len(layers)),
             format_count(plan.num_parameters(number)),
             *_predicted(stage),
         )
     return table
+
+
+def _ranks(stage: Stage, degree: int) -> str:
+    """Those that hold a stage; those that divide its layers together as ``0+1``."""
+    together = (stage.ranks[first : first + degree] for first in range(0, len(stage.ranks), degree))
+    return ", ".join("+".join(map(str, ranks)) for ranks in together)
 
 
 def _predicted(stage: Stage) -> tuple[str, ...]:

@@ -172,7 +172,10 @@ def _undivided(plan: Plan) -> str:
     if plan.pipeline is not None and len(plan.pipeline.stages) == 1:
         if plan.num_ranks == 1:
             return "nothing was divided: the plan has one stage, on one device"
-        return f"the model was not divided: the plan has one stage, on {plan.num_ranks} replicas"
+        if plan.tensor_degree == 1:
+            replicas = f"{plan.num_ranks} replicas"
+            return f"the model was not divided: the plan has one stage, on {replicas}"
+        return ""
     if plan.mesh and plan.num_ranks == plan.num_shares == 1:
         return "nothing was divided: the plan has one replica, with all of each batch"
     return ""

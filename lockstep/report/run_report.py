@@ -56,8 +56,8 @@ class RunReport:
 
     @property
     def timeline(self) -> Timeline | None:
-        """The predicted passes of a step, if the model is in stages."""
-        if self.plan is None or self.plan.pipeline is None:
+        """The predicted passes of a step, if the model is in stages, and layers are not divided."""
+        if self.plan is None or self.plan.pipeline is None or self.plan.tensor is not None:
             return None
         if any(stage.predicted is None for stage in self.plan.pipeline.stages):
             return None

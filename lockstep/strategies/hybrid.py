@@ -1,4 +1,4 @@
-"""Combinations of other strategies: replicas of a pipeline, or of ranks that divide the model."""
+"""Combinations of other strategies: replicas of pipelines, or of ranks that divide the model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,10 +26,10 @@ class HybridStrategy(StagedStrategy):
     gradients. ``data`` may differ from stage to stage: ``data=(3, 1)`` has three replicas of the
     first stage (convolutions, for example) and one of the second (dense layers).
 
-    With ``tensor`` there are no stages: each replica consists of processes of one host that divide
-    its layers inside, see ``TensorParallelStrategy``. Hosts have whole replicas.
+    With ``tensor`` each stage, or the whole model without ``pipe`` and ``cuts``, is computed by so
+    many processes of one host that divide its layers inside, see ``TensorParallelStrategy``.
 
-    With ``shard`` there are no stages either: each replica is divided among so many devices, which
+    With ``shard`` there are no stages: each replica is divided among so many devices, which
     gather its parameters among themselves, see ``FullyShardedStrategy``. Devices are numbered group
     by group, so on several hosts with a multiple of ``shard`` devices each, no parameters are
     gathered from another host. Gradients and the optimizer's slots are divided among all devices.
@@ -42,18 +42,20 @@ class HybridStrategy(StagedStrategy):
         schedule: as in ``PipelineStrategy``.
         recompute: as in ``PipelineStrategy``; with ``shard`` as in ``FullyShardedStrategy``.
         memory_bytes: as in ``PipelineStrategy``.
-        tensor: the number of processes that divide the layers of a replica.
+        tensor: the number of processes that divide the layers of a replica, or of each replica of a
+            stage.
         shard: the number of devices that divide each replica.
         level: with ``shard``: as in ``FullyShardedStrategy``; None is ``"parameters"``.
         units: with ``shard``: as in ``FullyShardedStrategy``.
-        num_shares: with ``tensor`` or ``shard``: as in ``MirroredStrategy``.
+        num_shares: with ``tensor`` or ``shard``, without stages: as in ``MirroredStrategy``.
         num_tensor_shards: with ``tensor``: as in ``TensorParallelStrategy``. Runs with the same
-            numbers of both give the same bits with any ``data`` and ``tensor``.
+            numbers of both give the same bits with any ``data`` and ``tensor``; with stages, runs
+            with the same number, ``data`` and ``microbatches`` with any ``tensor`` and ``pipe``.
         whole: with ``tensor``: as in ``TensorParallelStrategy``.
         compression: as in ``MultiWorkerMirroredStrategy``, of gradients between the replicas of a
             stage on several hosts; messages between stages are not compressed.
-        devices: as in ``PipelineStrategy``; with ``tensor`` those of a replica come together, and
-            named ones are of one host.
+        devices: as in ``PipelineStrategy``; with ``tensor`` those that divide layers together come
+            together, and without stages named ones are of one host.
         engine: as in ``PipelineStrategy``.
         timeout_seconds: longest wait for a device; a longer one is an error.
 
@@ -207,7 +209,7 @@ def _check_without_stages(problems: Problems, options: Mapping[str, object]) -> 
     if given := _given(options):
         problems.add(
             "`level` and `units` need `shard`, `num_tensor_shards` and `whole` need `tensor`, and "
-            "`num_shares` needs one of both.",
+            "`num_shares` needs one of both without stages.",
             received=given,
             fix="Leave these out, or pass what they need.",
         )

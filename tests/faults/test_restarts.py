@@ -39,6 +39,9 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "pipeline": lambda: lockstep.PipelineStrategy(2, cuts=["2"], microbatches=2),
     "hybrid": lambda: lockstep.HybridStrategy(data=2, pipe=2, cuts=["2"], microbatches=2),
     "tensor": lambda: lockstep.HybridStrategy(2, tensor=2),
+    "tensor, pipeline": lambda: lockstep.HybridStrategy(
+        pipe=2, tensor=2, cuts=["2"], microbatches=2
+    ),
     "tensor gloo": lambda: lockstep.TensorParallelStrategy(2, engine="gloo"),
     "local": lambda: lockstep.LocalSGDStrategy(3, devices=2, outer=lockstep.Nesterov()),
     "local-pipelines": lambda: lockstep.LocalSGDStrategy(
@@ -127,10 +130,14 @@ def trained(
     return state.digest(), history.history, seen.told
 
 
-# Of others, that run less often, `sharded replicas`, `tensor` and `local-pipelines` have all.
-RARE = ("sharded, one copy", "tensor gloo", "local")
+# Of others, that run less often, `sharded replicas`, `tensor, pipeline` and `local-pipelines` have
+# all.
+RARE = ("sharded, one copy", "tensor", "tensor gloo", "local")
 CASES = [
-    *core_of([name for name in STRATEGIES if name not in RARE], ["mirrored", "pipeline", "tensor"]),
+    *core_of(
+        [name for name in STRATEGIES if name not in RARE],
+        ["mirrored", "pipeline", "tensor, pipeline"],
+    ),
     *(pytest.param(name, marks=pytest.mark.exhaustive) for name in RARE),
 ]
 

@@ -27,7 +27,6 @@ OWN_LOSSES = (
     "tokens, by hand",
 )
 FORMS = ("tensors", "numpy", "dataset", "loader", "function", "batches", "iterator")
-PIPES = {"PipelineStrategy", "HybridStrategy"}
 STREAMS = ("loader", "function", "batches", "iterator")
 
 
@@ -156,9 +155,28 @@ def draw_divided(seed: int) -> Case:
         ("TensorParallelStrategy", {"degree": 3}),
         ("TensorParallelStrategy", {"degree": 2, "num_tensor_shards": 3}),
         ("HybridStrategy", {"data": 2, "tensor": 2}),
+        ("HybridStrategy", _divided_stages(rng)),
+        ("HybridStrategy", _divided_stages(rng)),
     )
     strategy, layout = rng.choice(layouts)
     return allowed(replace(case, strategy=strategy, layout=layout))
+
+
+def _divided_stages(rng: random.Random) -> dict[str, Any]:
+    """A pipeline whose stages have two or three processes, or replicas of two."""
+    layout: dict[str, Any] = {"tensor": 2, "pipe": 2, "microbatches": rng.choice((1, 2, 3))}
+    match rng.choice(("", "", "three", "data", "schedule", "recompute", "engine")):
+        case "three":
+            layout["tensor"] = 3
+        case "data":
+            layout["data"] = rng.choice((2, (2, 1), (1, 2)))
+        case "schedule":
+            layout["schedule"] = rng.choice(("gpipe", "interleaved", "zb-h1", "zb-h2"))
+        case "recompute":
+            layout["recompute"] = True
+        case "engine":
+            layout["engine"] = "gloo"
+    return layout
 
 
 def draw_random(seed: int) -> Case:
@@ -310,17 +328,16 @@ def allowed(case: Case) -> Case:
     """The case, without what is documented as not to be had together."""
     is_alone = case.strategy == "SingleDeviceStrategy" or case.layout.get("devices") == 1
     other = case.other if "elsewhere" in case.actions else ("SingleDeviceStrategy", {})
-    names = {other[0], "TensorParallelStrategy" if "tensor" in case.layout else case.strategy}
-    if "shard" in case.layout:
-        names = {other[0], "FullyShardedStrategy"}
+    in_stages = _has_stages(case.strategy, case.layout) or _has_stages(*other)
     shape = case.shape
-    if names & PIPES:
+    if in_stages:
         if case.own == "step":
             case = replace(case, own="")
         shape = _without(shape, "checkpointed, reentrant")
     if not is_alone or "elsewhere" in case.actions:
         shape = _without(shape, "parameter hook")
-    if names & {*PIPES, "ParameterServerStrategy"} and case.optimizer == "of the user":
+    steps_parts = in_stages or "ParameterServerStrategy" in (case.strategy, other[0])
+    if steps_parts and case.optimizer == "of the user":
         case = replace(case, optimizer="sgd")
     if case.loss in ("hardest", "third") and case.count % case.batch_size in (1, 2):
         case = replace(case, count=case.count + 2)  # they need three samples
@@ -332,13 +349,23 @@ def allowed(case: Case) -> Case:
     most = case.options.get("accumulate", 1) * max(
         layout.get("microbatches", 1) * 2 for layout in (case.layout, other[1])
     )
-    if names & PIPES and case.batch_size < most:
+    if in_stages and case.batch_size < most:
         case = replace(case, batch_size=most, count=2 * most + 3)
     if case.has_batch_norm:
         case = _with_batch_statistics(replace(case, other=other))
     if case.form in STREAMS:
         case = replace(case, shuffle=False)
     return case
+
+
+def _has_stages(strategy: str, layout: dict[str, Any]) -> bool:
+    return strategy == "PipelineStrategy" or "pipe" in layout
+
+
+def _in_one_microbatch(strategy: str, layout: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    if "tensor" in layout:
+        return strategy, {**layout, "data": 1, "microbatches": 1}
+    return "PipelineStrategy", {"stages": 2, "microbatches": 1}
 
 
 def _without(shape: Shape, name: str) -> Shape:
@@ -350,9 +377,9 @@ def _with_batch_statistics(case: Case) -> Case:
     """Microbatches would have their own, and one sample has none."""
     options, layouts = dict(case.options), []
     for strategy, layout in ((case.strategy, case.layout), case.other):
-        if strategy in PIPES and not {"tensor", "shard"} & layout.keys():
+        if _has_stages(strategy, layout):
             options.pop("accumulate", None)
-            strategy, layout = "PipelineStrategy", {"stages": 2, "microbatches": 1}
+            strategy, layout = _in_one_microbatch(strategy, layout)
         layouts.append((strategy, layout))
     (strategy, layout), other = layouts
     more = 1 if case.count % case.batch_size == 1 else 0

@@ -66,6 +66,7 @@ PIPELINES: dict[str, Maker] = {
         maker=Pipelined(stages=2, microbatches=2, replicas=2), update=AveragedUpdate(every=16)
     ),
     "hybrid-uneven": Pipelined(microbatches=2, replicas=(3, 1)),
+    "hybrid-tensor": Pipelined(stages=2, microbatches=2, replicas=2, tensor=2),
 }
 STAGED_MODELS = ("gpt_tied", "unet")
 

@@ -36,6 +36,9 @@ STRATEGIES = {
         2, tensor=2, num_shares=NUM_SHARES, num_tensor_shards=2
     ),
     "pipeline 2": lockstep.PipelineStrategy(2, microbatches=NUM_SHARES),
+    "pipeline 2, tensor 2": lockstep.HybridStrategy(
+        pipe=2, tensor=2, microbatches=NUM_SHARES, num_tensor_shards=2
+    ),
 }
 NAMES = list(STRATEGIES)
 # Each writes once and reads once.
@@ -96,9 +99,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 def alike(name: str) -> str:
     """A strategy with the same bits."""
-    if "tensor" in name:
-        return "tensor 1"
-    return name if "pipeline" in name else "single"
+    if "pipeline" in name:
+        return name
+    return "tensor 1" if "tensor" in name else "single"
 
 
 @pytest.mark.parametrize(

@@ -26,18 +26,20 @@ STRATEGIES = {
     "2-interleaved": lockstep.PipelineStrategy(2, None, 5, "interleaved"),
     "3-zb-h1": lockstep.PipelineStrategy(3, None, 4, "zb-h1"),
     "3-1f1b-first-again": lockstep.PipelineStrategy(3, microbatches=4, recompute=[0, 1]),
-    "3-gpipe": lockstep.PipelineStrategy(3, None, 2, "gpipe"),
     "4-1f1b": lockstep.PipelineStrategy(4, None, 6),
     "4-zb-h2": lockstep.PipelineStrategy(4, None, 7, "zb-h2"),
     "data-2-pipe-2": lockstep.HybridStrategy(data=2, pipe=2, microbatches=2),
     "data-3-1": lockstep.HybridStrategy(data=(3, 1), microbatches=2),
     "data-1-3-zb-h1": lockstep.HybridStrategy(data=(1, 3), microbatches=2, schedule="zb-h1"),
+    "tensor-2-pipe-2": lockstep.HybridStrategy(tensor=2, pipe=2, microbatches=3),
+    "data-2-1-tensor-2-gloo": lockstep.HybridStrategy(
+        (2, 1), tensor=2, microbatches=2, schedule="zb-h1", engine="gloo"
+    ),
     "2-1f1b-gloo": lockstep.PipelineStrategy(2, microbatches=3, engine="gloo"),
     "2-interleaved-gloo": lockstep.PipelineStrategy(2, None, 5, "interleaved", engine="gloo"),
     "3-zb-h1-gloo": lockstep.PipelineStrategy(3, None, 4, "zb-h1", engine="gloo"),
     "3-gpipe-gloo": lockstep.PipelineStrategy(3, None, 2, "gpipe", recompute=[1], engine="gloo"),
     "data-2-pipe-2-gloo": lockstep.HybridStrategy(2, 2, microbatches=2, engine="gloo"),
-    "data-3-1-gloo": lockstep.HybridStrategy((3, 1), microbatches=2, engine="gloo"),
 }
 
 
@@ -50,7 +52,7 @@ CELLS = core_of(
     ],
     lambda model, strategy: (
         (model, strategy) == ("unet", "data-2-pipe-2")
-        or (model == "gpt_tied" and strategy not in ("3-gpipe-gloo", "data-3-1-gloo"))
+        or (model == "gpt_tied" and strategy not in ("3-gpipe-gloo", "data-2-1-tensor-2-gloo"))
     ),
 )
 
@@ -89,7 +91,19 @@ def test_what_is_one_piece_runs_as_on_one_device() -> None:
     assert report.passed, str(report)
 
 
-@pytest.mark.parametrize("engine", [None, "gloo"])
+def test_a_stage_of_which_nothing_is_trained() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    model[2].requires_grad_(False)
+    data = torch.randn(9, 6), torch.randint(3, (9,))
+    job = lockstep.Job(model, nn.CrossEntropyLoss(), torch.optim.SGD, data, batch_size=4)
+    strategy = lockstep.HybridStrategy(2, 2, cuts=["2"], microbatches=1, engine="gloo")
+    report = lockstep.verify(job, strategy, steps=2)
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize(
+    "engine", [None, pytest.param("gloo", marks=pytest.mark.exhaustive)], ids=["None", "gloo"]
+)
 def test_batch_norm_agrees_in_one_microbatch(engine: str | None) -> None:
     strategy = lockstep.PipelineStrategy(stages=3, microbatches=1, engine=engine)
     report = lockstep.verify(make_job(case("cnn_batch_norm")), strategy, steps=5)

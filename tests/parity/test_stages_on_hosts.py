@@ -83,6 +83,11 @@ ROWS = {
         "lockstep.HybridStrategy(2, tensor=2, engine='gloo', timeout_seconds=180)",
         ("gpt_tied", "cnn_batch_norm"),
     ),
+    "a stage on each host, its layers divided": (
+        (2, 2),
+        "lockstep.HybridStrategy(pipe=2, tensor=2, microbatches=3, timeout_seconds=180)",
+        ("gpt_tied",),
+    ),
     "replicas of a stage on both hosts": (
         (2, 2),
         "lockstep.HybridStrategy((3, 1), microbatches=2, timeout_seconds=180)",

@@ -84,6 +84,7 @@ def _check_known(plan: Plan) -> None:
         "replicas that train locally": isinstance(plan.update, AveragedUpdate),
         "servers for which workers do not wait": plan.is_stale,
         "replicas that divide layers": plan.tensor is not None and plan.num_replicas > 1,
+        "stages that divide layers": plan.tensor is not None and plan.pipeline is not None,
         "layers that ranks without common memory divide": plan.tensor is not None
         and plan.sharding is not None,
         "several stages on a device": len(held) > len({*held}),

@@ -171,9 +171,20 @@ class Pipelined(Maker):
             hosts=hosts if len(hosts) > 1 else (),
             notes=(
                 *([reason] if reason else []),
-                *_notes(graph, pipeline, devices, cores, num_shares, batch_size),
+                *self._times(pipeline, num_shares, batch_size),
+                *_notes(graph, devices, cores, num_shares),
             ),
         )
+
+    def _times(self, pipeline: Pipeline, num_shares: int, batch_size: int) -> list[str]:
+        """What is expected of a step; unknown if layers are divided inside."""
+        if self._degree > 1:
+            return [f"Times are those of whole layers; {self._degree} ranks divide each stage's."]
+        timeline = predict(pipeline, num_shares)
+        return [
+            f"With {num_shares} x {-(-batch_size // num_shares)} samples a step is expected to "
+            f"take {format_time(timeline.makespan)}, {100 * timeline.bubble_rate:.0f}% of it idle."
+        ]
 
     def _devices(self, cluster: Cluster, hosts: Sequence[int]) -> tuple[str, ...]:
         """By rank; as many as there are on each host."""
@@ -389,19 +400,8 @@ def _prediction(
     )
 
 
-def _notes(
-    graph: LayerGraph,
-    pipeline: Pipeline,
-    devices: Sequence[str],
-    cores: int,
-    num_shares: int,
-    batch_size: int,
-) -> list[str]:
-    timeline = predict(pipeline, num_shares)
-    notes = [
-        f"With {num_shares} x {-(-batch_size // num_shares)} samples a step is expected to take "
-        f"{format_time(timeline.makespan)}, {100 * timeline.bubble_rate:.0f}% of it idle."
-    ]
+def _notes(graph: LayerGraph, devices: Sequence[str], cores: int, num_shares: int) -> list[str]:
+    notes = []
     if any(layer.costs is not None and layer.costs.is_estimated for layer in graph.layers):
         notes.append("Times are counted from operations: the model has no memory to be timed in.")
     if is_cpu(devices) and len(devices) > cores:
