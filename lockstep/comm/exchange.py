@@ -25,7 +25,7 @@ from lockstep.comm.compression.compressed_sums import CompressedSums, Residual
 from lockstep.comm.exchange_spec import ExchangeSpec, GroupSpec
 from lockstep.comm.shared_memory.shared_region import SharedRegion, dense_stride
 from lockstep.comm.shared_memory.status_board import StatusBoard, look_around_of
-from lockstep.comm.transport import Transport
+from lockstep.comm.transport import NoTransport, Transport
 from lockstep.comm.transports.process_group import ProcessGroups
 from lockstep.errors import ModelError
 
@@ -152,14 +152,15 @@ class Exchange:
     def _gradients_of(self, number: int) -> GroupGradients:
         rows, group = self._gradient_rows[number], self._spec.groups[number]
         members = members_by_domain(group.ranks, self._domains)
-        if len(members) == 1 or not group.gradients.tensors:  # nothing is sent
+        is_alone = len(members) == 1 and not group.gradients.buckets
+        if is_alone or not group.gradients.tensors:  # nothing is sent
             return rows
         assert self.board is not None
         options: dict[str, Any] = {
             "rank": self.rank,
             "domains": members,
             "rows_of": group.rows_of,
-            "transport": self._transports[number],
+            "transport": self._transports.get(number) or NoTransport(),
             "meet_here": self.board.barrier_here,
         }
         if group.compressions:
@@ -182,6 +183,7 @@ class Exchange:
         options["num_rows"] = len(group.row_ranks)
         if group.gradients.buckets:
             names = [tensor.name for tensor in group.gradients.tensors]
+            options["keeps_on_host"] = group.keeps_on_host
             return ShardedReduce(rows, names=names, divisions=group.divisions, **options)
         return OverlappedReduce(rows, **options)
 

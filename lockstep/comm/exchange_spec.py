@@ -25,6 +25,7 @@ class GroupSpec:
             is sent as it is. Empty where hosts send each other pieces, and what became of them.
         divisions: where ranks keep their part of the gradients only, the groups of consecutive
             ranks of which each divides the parameters.
+        keeps_on_host: sums of gradients are kept in host memory, whatever device computes them.
     """
 
     ranks: tuple[int, ...]
@@ -33,6 +34,7 @@ class GroupSpec:
     shares_per_row: int = 0
     compressions: tuple[Compression | None, ...] = ()
     divisions: tuple[tuple[int, ...], ...] = ()
+    keeps_on_host: bool = False
 
     @property
     def num_bytes(self) -> int:

@@ -7,12 +7,16 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 # Tensors by the rank at the other end.
 Buffers = Mapping[int, Sequence[torch.Tensor]]
+
+
+def _nothing_to_wait_for() -> None:
+    return
 
 
 class Transport(ABC):
@@ -30,3 +34,16 @@ class Transport(ABC):
             HostError: another host is gone, what came is not what it sent, or time is up.
             WorkerError: another rank is gone.
         """
+
+
+class NoTransport(Transport):
+    """That of a rank alone, which has nobody to send to."""
+
+    def transfer(self, sends: Buffers, receives: Buffers) -> None:
+        assert not sends
+        assert not receives
+
+    def begin(self, sends: Buffers, receives: Buffers, *, tag: int) -> Callable[[], None]:
+        """As ``ProcessGroupTransport.begin``."""
+        self.transfer(sends, receives)
+        return _nothing_to_wait_for

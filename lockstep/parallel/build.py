@@ -31,8 +31,14 @@ from lockstep.parallel.pipeline.stage_passes import StagePasses
 from lockstep.parallel.sharding.norm_places import NormPlaces
 from lockstep.parallel.sharding.residency import Residency
 from lockstep.parallel.sharding.sharded_passes import ShardedPasses
+from lockstep.parallel.sharding.streamed_memory import StreamedMemory
+from lockstep.parallel.sharding.streaming import Streaming
 from lockstep.parallel.sharding.unit_memory import UnitMemory
-from lockstep.parallel.sharding.units import modules_of_units, separate_storages
+from lockstep.parallel.sharding.units import (
+    modules_of_units,
+    separate_storages,
+    unit_of_parameters,
+)
 from lockstep.parallel.tensor.divided_stages import DividedStagePasses
 from lockstep.parallel.tensor.sharded_tensor_passes import ShardedTensorPasses
 from lockstep.parallel.tensor.tensor_passes import TensorPasses
@@ -128,6 +134,8 @@ def residency_of(
 ) -> Residency | None:
     """The residency of a rank's parameters, if the Plan divides them."""
     sharding, units = work.plan.sharding, units_of(work)
+    if sharding is not None and sharding.streams_parameters:
+        return streaming_of(work, owned[0], exchange, device)
     if sharding is None or units is None or not sharding.divides_parameters:
         return None
     (group,) = owned
@@ -155,6 +163,37 @@ def residency_of(
         device=device,
         leads=exchange.rank == exchange.ranks_here.start,
         meet=exchange.barrier if work.plan.num_hosts == 1 and device.type == "cpu" else None,
+    )
+
+
+def streaming_of(
+    work: Workload, group: OwnedGroup, exchange: Exchange, device: torch.device
+) -> Streaming:
+    """The residency of parameters that lie in host memory."""
+    sharding, model = work.plan.sharding, work.model
+    assert sharding is not None
+    gradients = exchange.gradients[group.number]
+    units, parameters = unit_of_parameters(sharding, model), dict(model.named_parameters())
+    names = [*group.names, *(name for name in units if name not in {*group.names})]
+    rest = len(sharding.units)
+    of_names = [units[name] for name in names]
+    memory = StreamedMemory(
+        [parameters[name] for name in names],
+        [rest if unit is None else unit for unit in of_names],
+        rest + 1,
+        updated=group.pieces,
+        device=device,
+    )
+    return Streaming(
+        model,
+        modules=modules_of_units(sharding, model),
+        names=[own[0] for own in sharding.units],
+        parameters=names,
+        memory=memory,
+        gradients=gradients if isinstance(gradients, ShardedReduce) else None,
+        norms=NormPlaces(BatchNorms(model).num_numbers),
+        device=device,
+        leads=exchange.rank == exchange.ranks_here.start,
     )
 
 
@@ -278,7 +317,8 @@ def owned_groups(
     exchange: Exchange,
 ) -> list[OwnedGroup]:
     """The groups that a rank holds, divided among its ranks."""
-    is_shared = plan.sharding is not None and plan.sharding.shares_parameters
+    sharding = plan.sharding
+    is_shared = sharding is not None and (sharding.shares_parameters or sharding.streams_parameters)
     owned = []
     for number, gradients in exchange.gradients.items():
         group = spec.groups[number]

@@ -17,6 +17,7 @@ from lockstep.parallel.data_parallel.gradient_rules import GradientJudge, Gradie
 from lockstep.parallel.data_parallel.late_check import LateCheck
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.sharding.residency import Residency
+from lockstep.parallel.sharding.streaming import Streaming
 from lockstep.parallel.update import BoundPiece, Updater
 from lockstep.plan.spec import Plan
 from lockstep.units import first_few
@@ -62,8 +63,9 @@ class UpdateWorker:
         # Numbers of the parameters that no rank has whole between steps.
         self._away = frozenset() if residency is None else residency.memory.numbers
         self._groups = groups
+        is_alone = plan.num_ranks == 1 and residency is None
         kept = {} if residency is None else residency.memory.kept
-        self._pieces = [group.bound(kept, is_alone=plan.num_ranks == 1) for group in groups]
+        self._pieces = [group.bound(kept, is_alone=is_alone) for group in groups]
         bound = self.pieces
         self._is_bound_elsewhere = plan.num_ranks > 1 or plan.sharding is not None
         if updater is not None:
@@ -283,6 +285,11 @@ class UpdateWorker:
             self.exchange.open()
             self._residency.free_gradients()
             self._residency.show(everywhere=everywhere)
+
+    def hold_own(self) -> None:
+        """Have the parameters in host memory, whole, if they lie there between passes."""
+        if isinstance(self._residency, Streaming):
+            self._residency.show()
 
     def setting(self, names: Collection[str]) -> AbstractContextManager[None]:
         """Within the block this rank's model can be given values of parameters."""

@@ -306,6 +306,8 @@ class Worker(UpdateWorker):
             super().gather_slots()
             self._show(self.mirrors[1])
             self.barrier()
+        elif self.updater is not None:
+            self.updater.write_back_slots()
 
     # --- evaluation and prediction ---------------------------------------------------------------
 
@@ -413,6 +415,7 @@ class Worker(UpdateWorker):
     def close(self) -> None:
         """End a task; every rank calls it."""
         self.passes.close()
+        self.hold_own()
 
     def abandon(self) -> None:
         """End a failed task; any rank may call it."""

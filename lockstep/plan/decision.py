@@ -360,7 +360,7 @@ def _check_compression(plan: Decision, problems: Problems) -> None:
 def _check_sharding(plan: Decision, problems: Problems) -> None:
     if plan.sharding is None:
         return
-    is_alone = plan.num_ranks == 1 and plan.sharding.level == "slots"  # they are in a file
+    is_alone = plan.num_ranks == 1 and plan.sharding.offload is not None
     if not is_alone and (plan.engine.shares_memory or not isinstance(plan.update, SlicedUpdate)):
         problems.add(
             "Sharding is for data parallel ranks that share no memory.",

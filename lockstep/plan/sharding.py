@@ -3,7 +3,7 @@
 from lockstep.plan.makers.averaging import Record
 
 # What may lie in the memory of an accelerator's host. Where cores compute, it does so anyway.
-IN_HOST_MEMORY = ("slots",)
+IN_HOST_MEMORY = ("slots", "parameters")
 
 
 def is_in(layer: str, module: str) -> bool:
@@ -23,8 +23,9 @@ class Sharding(Record, frozen=True, kw_only=True):
         shares_parameters: ranks have one copy of the parameters, in memory that they share; each
             updates its part.
         offload: ``"slots"``: they lie in host memory, each rank's part, and come to its accelerator
-            piece by piece while they are stepped. The directory of a file: they lie there. None:
-            they lie where they are stepped.
+            piece by piece while they are stepped. ``"parameters"``: so do these, in one copy, and
+            gradients; units come to the accelerators while they are used. The directory of a file:
+            slots lie there. None: all lies where it is used.
     """
 
     level: str
@@ -43,6 +44,11 @@ class Sharding(Record, frozen=True, kw_only=True):
         return next(
             (unit[0] for unit in self.units if any(is_in(layer, name) for name in unit)), ""
         )
+
+    @property
+    def streams_parameters(self) -> bool:
+        """Whether parameters lie in host memory, from which accelerators copy units for use."""
+        return self.offload == "parameters"
 
     @property
     def divides_gradients(self) -> bool:

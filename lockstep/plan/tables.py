@@ -18,6 +18,7 @@ from lockstep.plan.decision import (
 )
 from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.plan.mesh import division_axis
+from lockstep.plan.sharding import Sharding
 from lockstep.units import format_bytes, format_count, format_time
 
 _MOST_LAYERS = 40
@@ -105,13 +106,20 @@ def _sharding(plan: Decision) -> str:
     if plan.sharding.divides_parameters and len(plan.ranks_along("data", 0)) > 1:
         size = len(plan.ranks_along(division_axis(plan.mesh), 0))
         shared = f", parameters within groups of {size} ranks"
-    place = "; slots in host memory" if plan.sharding.offload else ""
-    if plan.sharding.directory is not None:
-        place = f"; slots in a file in {plan.sharding.directory}"
+    place = _place(plan.sharding)
     if plan.num_ranks == 1:
         return f"\nSharding: on one device{place}"
     divided = f"{parts[plan.sharding.level]}{units}"
     return f"\nSharding: each rank keeps its part of {divided}{shared}{place}"
+
+
+def _place(sharding: Sharding) -> str:
+    """What does not lie on the devices, and where."""
+    if sharding.streams_parameters:
+        return f"; all in host memory, from where {len(sharding.units)} units come to each device"
+    if sharding.directory is not None:
+        return f"; slots in a file in {sharding.directory}"
+    return "; slots in host memory" if sharding.offload else ""
 
 
 def _ties(plan: Decision) -> str:
@@ -149,6 +157,8 @@ def _work(plan: Decision) -> str:
         if isinstance(plan.update, AveragedUpdate)
         else f"in shared memory, {plan.update}"
         if isinstance(plan.update, ServedUpdate)
+        else "in host memory, of which each rank updates its slice"
+        if plan.sharding is not None and plan.sharding.streams_parameters
         else "in shared memory, each rank updates its slice"
         if plan.engine.shares_memory
         else f"in shared memory, each rank updates its slice; gradients over {plan.engine.name}"

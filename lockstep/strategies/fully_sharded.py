@@ -45,10 +45,11 @@ class FullyShardedStrategy(Strategy):
         recompute: activations are not kept from forward to backward, but computed again, with the
             same random numbers and buffers: True for each module of a unit, or names of modules.
         offload: ``"slots"``: the optimizer's slots lie in the memory of the accelerators' host, and
-            come to the devices part by part in each update; on cores they lie there anyway. A
-            directory: they lie in a file there, without a name, and are read before a step's update
-            of each part and written behind it. For torch's optimizers that treat each element
-            separately, on one device as well. None keeps slots where they are stepped.
+            come to the devices part by part in each update. ``"parameters"``: so do parameters and
+            gradients, and a unit comes to the devices while the one before it is used. On cores all
+            lies there anyway. A directory: slots lie in a file there, without a name, and are read
+            before a step's update of each part and written behind it. For torch's optimizers that
+            treat each element separately, on one device as well. None keeps all on the devices.
         num_shares: as in ``MirroredStrategy``.
         engine: what moves tensors between devices. None on accelerators is their own backend, as in
             ``MirroredStrategy``. None on cores is ``"gloo"``, for all but the parameters of one
@@ -88,7 +89,7 @@ class FullyShardedStrategy(Strategy):
             )
         _check_units(problems, units)
         _check_recompute(problems, recompute)
-        _check_offload(problems, offload)
+        _check_offload(problems, offload, level)
         check_shares(problems, num_shares)
         check_engine(problems, engine)
         check_timeout(problems, timeout_seconds)
@@ -197,7 +198,13 @@ def _check_recompute(problems: Problems, recompute: object) -> None:
         )
 
 
-def _check_offload(problems: Problems, offload: object) -> None:
+def _check_offload(problems: Problems, offload: object, level: str) -> None:
+    if offload == "parameters" != level:
+        problems.add(
+            'offload="parameters" is for parameters that are divided into units.',
+            received=f"level={level!r}",
+            fix='Leave `level` out, or use offload="slots".',
+        )
     is_path = isinstance(offload, str | os.PathLike) and os.path.isdir(offload)
     if offload not in (None, *IN_HOST_MEMORY) and not is_path:
         problems.add(

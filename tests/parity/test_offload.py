@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,12 @@ def make_model() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(WIDTH, 5))
 
 
-def make_trainer(strategy: lockstep.Strategy, **options: Any) -> lockstep.Trainer:
+def make_trainer(
+    strategy: lockstep.Strategy, model: Callable[[], nn.Module] = make_model, **options: Any
+) -> lockstep.Trainer:
     options = {"optimizer": ADAM, "loss": nn.CrossEntropyLoss(), **options}
-    return lockstep.Trainer(make_model(), strategy=strategy, seed=3, **options)
+    torch.manual_seed(0)
+    return lockstep.Trainer(model(), strategy=strategy, seed=3, **options)
 
 
 def fit(trainer: lockstep.Trainer, **options: Any) -> None:

@@ -106,13 +106,16 @@ class OverlappedReduce(ReduceScatter):
                 for number, own in enumerate(self._bucket_of)
                 if own == bucket and not self._is_everywhere[number]
             )
-            outgoing = [self._outgoing(peer, parameters) for peer in self._peers]
-            self._buckets[bucket] = Bucket(
-                number=bucket,
-                parameters=parameters,
-                outgoing=[part for parts in outgoing for part in parts],
-                incoming=self._all_incoming(parameters) if self._keeps_incoming else [],
-            )
+            self._buckets[bucket] = self._bucket(bucket, parameters)
+
+    def _bucket(self, number: int, parameters: frozenset[int]) -> Bucket:
+        outgoing = [self._outgoing(peer, parameters) for peer in self._peers]
+        return Bucket(
+            number=number,
+            parameters=parameters,
+            outgoing=[part for parts in outgoing for part in parts],
+            incoming=self._all_incoming(parameters) if self._keeps_incoming else [],
+        )
 
     def _all_incoming(self, parameters: frozenset[int]) -> list[BucketSlice]:
         incoming = [self._incoming(peer, parameters) for peer in self._peers]

@@ -59,10 +59,41 @@ class PieceMemory(ABC):
             place.copy_(one)
 
 
-def piece_memory(tensors: Sequence[torch.Tensor], cuts: Sequence[torch.Tensor]) -> PieceMemory:
-    """The memory of tensors of one device; for the arguments see ``PieceMemory``."""
-    is_on_device = any(tensor.device.type != "cpu" for tensor in tensors)
-    return (DeviceStorages if is_on_device else HostPages)(tensors, cuts)
+def piece_memory(
+    tensors: Sequence[torch.Tensor],
+    cuts: Sequence[torch.Tensor],
+    *,
+    keeps_on_host: bool = False,
+) -> PieceMemory:
+    """The memory of tensors of one device.
+
+    Args:
+        tensors: see ``PieceMemory``.
+        cuts: likewise.
+        keeps_on_host: the pieces of a device are kept in host memory.
+    """
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        return DeviceStorages(tensors, cuts, keeps_on_host=keeps_on_host)
+    return HostPages(tensors, cuts)
+
+
+def empty_copies(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Tensors of the same layout on a device, in storages without memory: see ``allocate``."""
+    found = []
+    for one in tensors:
+        found.append(torch.empty_like(one, device=device))
+        release(found[-1:])  # before there is memory for the next
+    return found
+
+
+def allocate(tensors: Iterable[torch.Tensor]) -> None:
+    """Take memory for tensors of a device that may have none; does nothing for those of a host."""
+    _allocate(_storages(one for one in tensors if one.device.type != "cpu"))
+
+
+def release(tensors: Iterable[torch.Tensor]) -> None:
+    """Free the memory of tensors of a device; these stay what they are."""
+    _release(_storages(tensors))
 
 
 class HostPages(PieceMemory):
@@ -90,17 +121,33 @@ class HostPages(PieceMemory):
 
 
 class DeviceStorages(PieceMemory):
-    """Storages of a device. Those that have nothing but pieces of this rank stay in place."""
+    """Storages of a device. Those that have nothing but pieces of this rank stay in place.
 
-    def __init__(self, tensors: Sequence[torch.Tensor], cuts: Sequence[torch.Tensor]) -> None:
+    With ``keeps_on_host`` none does: the pieces are kept in host memory, until they are kept anew.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        cuts: Sequence[torch.Tensor],
+        *,
+        keeps_on_host: bool = False,
+    ) -> None:
         super().__init__(tensors, cuts)
         whole, own = _bytes_by_storage(tensors), _bytes_by_storage(cuts)
         staying = {key for key, num_bytes in whole.items() if own[key] == num_bytes}
-        self.kept = [cut if _key(cut) in staying else cut.clone() for cut in cuts]
+        if keeps_on_host:
+            staying = set()
+        self.kept = [
+            cut
+            if _key(cut) in staying
+            else cut.to("cpu" if keeps_on_host else cut.device, copy=True)
+            for cut in cuts
+        ]
         self._moved = [
             (cut, kept) for cut, kept in zip(cuts, self.kept, strict=True) if cut is not kept
         ]
-        self._own_storages = _storages(kept for _, kept in self._moved)
+        self._own_storages = [] if keeps_on_host else _storages(kept for _, kept in self._moved)
         self._storages = _storages(tensors)
         self._freed = _storages(one for one in tensors if _key(one) not in staying)
         self._is_whole, self._has_pieces = True, True
@@ -148,8 +195,12 @@ def _bytes_by_storage(tensors: Iterable[torch.Tensor]) -> Counter[int]:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[_Sized]:
-    found = {_key(tensor): tensor.untyped_storage() for tensor in tensors}
-    return [(storage, storage.nbytes()) for storage in found.values()]
+    found: dict[int, _Sized] = {}
+    for tensor in tensors:
+        storage, stop = tensor.untyped_storage(), int(tensor.storage_offset()) + tensor.numel()
+        _, before = found.get(_key(tensor), (storage, storage.nbytes()))
+        found[_key(tensor)] = storage, max(before, int(stop) * tensor.element_size())
+    return [*found.values()]
 
 
 def _allocate(storages: Iterable[_Sized]) -> None:

@@ -24,7 +24,7 @@ import torch
 
 from lockstep.comm.collectives.gradients import add_up
 from lockstep.comm.collectives.overlapped_reduce import Bucket, BucketSlice, OverlappedReduce
-from lockstep.comm.collectives.piece_memory import PieceMemory, piece_memory
+from lockstep.comm.collectives.piece_memory import PieceMemory, allocate, piece_memory
 from lockstep.errors import ModelError
 from lockstep.plan.layout import Piece
 from lockstep.plan.program.sum_tree import subtrees
@@ -39,6 +39,7 @@ class ShardedReduce(OverlappedReduce):
     Args:
         names: of the parameters.
         divisions: the groups of ranks that divide the parameters; empty for one of all ranks.
+        keeps_on_host: sums are kept in host memory, also where gradients are on a device.
         options: see ``OverlappedReduce``.
     """
 
@@ -53,10 +54,12 @@ class ShardedReduce(OverlappedReduce):
         *args: Any,
         names: Sequence[str],
         divisions: Sequence[Sequence[int]] = (),
+        keeps_on_host: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self._names = names
+        self._keeps_on_host = keeps_on_host
         self._divisions = divisions or [[rank for ranks in self._domains for rank in ranks]]
         self._near = self._group_of(self._rank)
         self._far = [rank for rank in self._keeping_as(self._rank) if rank != self._rank]
@@ -71,16 +74,22 @@ class ShardedReduce(OverlappedReduce):
             kept = (piece for one in self._keeping_as(rank) for piece in pieces[one])
             self._kept[rank] = sorted(kept, key=lambda piece: (piece.parameter, piece.start))
         super().divide(pieces)
+
+    def _bucket(self, number: int, parameters: frozenset[int]) -> Bucket:
+        """A bucket, whose memory is there only until all views of it have been made."""
         rows = self._own_rows or [self._sums_row]
-        for number, bucket in self._buckets.items():
-            own = self._own_pieces(bucket)
-            memory = piece_memory(
-                [self._memory_of(row, one) for row in rows for one in bucket.parameters],
-                [self._rows.cut(self._sums_row, piece) for piece in own],
-            )
-            self._memories[number] = memory
-            self._sums |= zip(own, memory.kept, strict=True)
-        self.free()
+        tensors = [self._memory_of(row, one) for row in rows for one in sorted(parameters)]
+        allocate(tensors)
+        bucket = super()._bucket(number, parameters)
+        own = self._own_pieces(bucket)
+        memory = self._memories[number] = piece_memory(
+            tensors,
+            [self._rows.cut(self._sums_row, piece) for piece in own],
+            keeps_on_host=self._keeps_on_host,
+        )
+        self._sums |= zip(own, memory.kept, strict=True)
+        memory.drop()
+        return bucket
 
     def _own_pieces(self, bucket: Bucket) -> list[Piece]:
         return self._pieces_in(bucket, self._rank)

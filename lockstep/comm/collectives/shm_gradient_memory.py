@@ -4,6 +4,7 @@ import torch
 
 from lockstep.comm.collectives.gradient_spec import GradientSpec
 from lockstep.comm.collectives.gradients import views_in
+from lockstep.comm.collectives.piece_memory import release
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.plan.layout import flat_offsets
 
@@ -114,7 +115,7 @@ def row_apart(spec: GradientSpec, device: torch.device) -> list[torch.Tensor]:
     """A share's gradients in memory of this rank alone: of the host, or of a device.
 
     In host memory they lie as in a region that ranks share. On a device they lie in one storage, or
-    in one for each bucket.
+    in one for each bucket; one of a unit has no memory yet (``comm.collectives.piece_memory``).
     """
     if device.type == "cpu":
         offsets, num_bytes = flat_offsets([tensor.extent for tensor in spec.tensors])
@@ -130,4 +131,6 @@ def row_apart(spec: GradientSpec, device: torch.device) -> list[torch.Tensor]:
         _, num_bytes = flat_offsets([tensor.extent for tensor in tensors])
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         row |= zip(numbers, views_in(buffer, tensors), strict=True)
+        if spec.buckets:  # until it is filled
+            release([buffer])
     return [row[number] for number in range(len(row))]

@@ -66,3 +66,8 @@ def entering(enter: Callable[[nn.Module], None]) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def is_in_backward() -> bool:
+    """True in a backward pass: also in that of a trial, within a forward pass."""
+    return torch._C._current_graph_task_id() != -1

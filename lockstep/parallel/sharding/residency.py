@@ -25,13 +25,14 @@ that is not there.
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep.comm.collectives.sharded_reduce import ShardedReduce
 from lockstep.parallel.sharding.norm_places import NormPlaces
-from lockstep.parallel.sharding.read_hook import ReadHook, entering
+from lockstep.parallel.sharding.read_hook import ReadHook, entering, is_in_backward
 from lockstep.parallel.sharding.unit_errors import disorder, unit_error
 from lockstep.parallel.sharding.unit_memory import UnitMemory
 from lockstep.parallel.sharding.units import completed_order
@@ -54,7 +55,7 @@ class Residency:
         names: of the units.
         parameters: names of the trainable parameters, in order.
         memory: of the units.
-        gradients: of the trainable parameters; those of unit n are the bucket n + 1.
+        gradients: of the trainable parameters, unit n's in bucket n + 1; None without training.
         norms: places of the model's BatchNorm layers.
         device: of this rank.
         leads: this rank has the model of its host's script.
@@ -75,7 +76,7 @@ class Residency:
         names: Sequence[str],
         parameters: Sequence[str],
         memory: UnitMemory,
-        gradients: ShardedReduce,
+        gradients: ShardedReduce | None,
         norms: NormPlaces,
         device: torch.device,
         leads: bool,
@@ -91,8 +92,8 @@ class Residency:
         self._parameters = parameters
         self.memory = memory
         self.gathered = frozenset(parameters[number] for number in memory.numbers)
-        self._gradients = gradients
-        self.complete: Callable[[int], None] = gradients.complete
+        self._gradients: Any = gradients
+        self.complete: Callable[[int], None] = gradients.complete if gradients else lambda _: None
         self._norms = norms
         self._order = list(range(len(names)))
         self._staying: set[int] = set()  # units that every rank has in all passes
@@ -113,8 +114,7 @@ class Residency:
 
     def copy_pieces(self, values: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's pieces from the parameters' values, by name."""
-        own = [values[name] for name in self._parameters]
-        self.memory.copy_pieces(own)
+        self.memory.copy_pieces([values[name] for name in self._parameters])
 
     def kept_parts(self) -> Iterator[tuple[str, int, torch.Tensor]]:
         """Name, first element and memory of each piece that this rank keeps."""
@@ -140,6 +140,12 @@ class Residency:
             self.memory.gather(unit)
             self.memory.free(unit)
         self._is_shown = True
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Around passes of all ranks outside of a batch."""
+        self.show(everywhere=True)
+        yield
 
     def _write_to_script(self, meet: Callable[[], None]) -> None:
         """Have every rank write its pieces to the memory of the script's model."""
@@ -183,8 +189,12 @@ class Residency:
         self._gather_staying()
 
     def _gather_staying(self) -> None:
-        for unit in sorted(self._staying) if self._is_ordered else ():
+        for unit in sorted(self._present_always):
             self.memory.gather(unit)
+
+    @property
+    def _present_always(self) -> Collection[int]:
+        return self._staying if self._is_ordered else ()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -322,14 +332,13 @@ class Residency:
         return requests
 
     def _free_others(self, kept: Collection[int]) -> None:
-        staying = self._staying if self._is_ordered else ()
         for unit in [*self.memory.present]:
-            if unit not in kept and unit not in staying:
+            if unit not in kept and unit not in self._present_always:
                 self.memory.free(unit)
 
     def _note_use(self, unit: int) -> None:
         """The model's forward pass enters a module of a unit, while the order is open."""
-        if not self._is_settled and unit not in self._used[-1:] and not _is_in_backward():
+        if not self._is_settled and unit not in self._used[-1:] and not is_in_backward():
             if unit in self._used:
                 self._stay(unit, "is used again after another unit")
             self._used.append(unit)
@@ -376,7 +385,7 @@ class Residency:
 
     def _enter(self, module: nn.Module) -> None:
         """A module's forward pass begins."""
-        if module is self._model and self._by_request and not _is_in_backward():
+        if module is self._model and self._by_request and not is_in_backward():
             self._keep_longest()
         unit = self._modules.get(module)
         if unit is not None and self._by_request:
@@ -410,7 +419,7 @@ class Residency:
             for unit in found:
                 self._use(unit)
             return
-        is_noted = not (self._is_ordered or _is_in_backward())
+        is_noted = not (self._is_ordered or is_in_backward())
         for unit, number in found.items() if is_noted else ():
             if unit not in self._used[-1:]:
                 name = self._parameters[number]
@@ -439,8 +448,3 @@ class Residency:
                 f"{tensor._version}; expected version {version} instead."
             )
         return tensor
-
-
-def _is_in_backward() -> bool:
-    """True in a backward pass: also in that of a trial, within a forward pass."""
-    return torch._C._current_graph_task_id() != -1

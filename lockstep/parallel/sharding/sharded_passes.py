@@ -57,8 +57,8 @@ class ShardedPasses(ModelPasses):
             super()._go_backward(shares, now)
 
     def diagnose(self, run: Run, share: int) -> str:
-        self._residency.show(everywhere=True)
-        return super().diagnose(run, share)
+        with self._residency.whole():
+            return super().diagnose(run, share)
 
     def _try_on_halves(self, run: Run, batch: Batch) -> None:
         super()._try_on_halves(run, batch)

@@ -84,7 +84,7 @@ class UnitMemory:
             {rank: [*self._places_of(theirs).values()] for rank, theirs in copies.items()},
         )
         self._spans = sorted(
-            (*_place(one), one.nbytes, unit, number)
+            (*place_in_storage(one), one.nbytes, unit, number)
             for unit, own in enumerate(tensors)
             for number, one in own.items()
         )
@@ -188,7 +188,7 @@ class UnitMemory:
         """The unit in whose memory a tensor lies, and the parameter's number; None outside."""
         if tensor.layout != torch.strided or not tensor.numel():
             return None
-        base, start = _place(tensor)
+        base, start = place_in_storage(tensor)
         number = bisect_right(self._spans, (base, start, math.inf)) - 1
         if number < 0:
             return None
@@ -205,7 +205,7 @@ def _cuts(
     }
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
+def place_in_storage(tensor: torch.Tensor) -> tuple[int, int]:
     """A storage, and where a tensor begins in it.
 
     In host memory all storages are one: several may be of the same memory. On a device a unit's

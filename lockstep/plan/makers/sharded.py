@@ -13,6 +13,7 @@ import msgspec
 from lockstep.cluster.topology import Cluster
 from lockstep.errors import OptionError
 from lockstep.graph.layer_graph import LayerGraph
+from lockstep.plan.decision import SlicedUpdate
 from lockstep.plan.devices import is_cpu
 from lockstep.plan.makers.data_parallel import Wrapping
 from lockstep.plan.mesh import Axis
@@ -77,7 +78,9 @@ class FullySharded(Wrapping):
             plan = msgspec.structs.replace(plan, strategy=strategy, mesh=mesh)
         is_there = is_cpu(plan.devices) and self.offload in IN_HOST_MEMORY
         offload = None if is_there else self.offload
-        if plan.num_ranks == 1:
+        if plan.num_ranks == 1 and offload == "parameters":
+            plan = msgspec.structs.replace(plan, update=SlicedUpdate())
+        elif plan.num_ranks == 1:
             alone = Sharding(level="slots", offload=offload) if offload else None
             return msgspec.structs.replace(plan, sharding=alone)
         if plan.num_hosts > 1 and not is_cpu(plan.devices):

@@ -161,9 +161,16 @@ def _on_device(
     for key, bound in used.items():
         slots, places = optimizer.state.pop(moved[key]), places_of(bound)
         optimizer.state[bound.tensor] = {
-            slot: places[slot].copy_(value) if slot in places else value
+            slot: places[slot].copy_(value) if slot in places else _beside(bound, value)
             for slot, value in slots.items()
         }
+        if bound.tensor.device != device:
+            bound.tensor.detach().copy_(moved[key].detach())
+
+
+def _beside(bound: BoundPiece, value: Any) -> Any:
+    """A slot that is in no store, such as a count: where its piece is."""
+    return value.to(bound.tensor.device) if isinstance(value, torch.Tensor) else value
 
 
 def _cut(bound: BoundPiece) -> list[BoundPiece]:

@@ -115,7 +115,9 @@ def run_task(assignment: Assignment, worker: Worker, control: Control, driver: T
 def divides_parameters(work: Workload) -> bool:
     """True if each rank keeps its part of the parameters only, and gets no more at the start."""
     sharding = work.plan.sharding
-    return sharding is not None and sharding.divides_parameters and work.updater is not None
+    if sharding is None or work.updater is None or sharding.streams_parameters:
+        return False
+    return sharding.divides_parameters
 
 
 def is_made_in_parts(work: Workload) -> bool:

@@ -114,7 +114,7 @@ class RunningCall:
         on_devices = not is_cpu(plan.devices)
         has_older = (
             len(plan.domains) > 1
-            and (plan.sharding is None or on_devices)
+            and (plan.sharding is None or (on_devices and plan.sharding.offload is None))
             and (bool(worker.updater.slot_keys()) or on_devices)
         )
         last = worker.board.last_update

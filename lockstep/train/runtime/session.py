@@ -70,9 +70,7 @@ from lockstep.train.runtime.serving import TaskRequest, serve, serve_again
 from lockstep.train.runtime.stores import (
     Mapped,
     Stores,
-    are_slots_apart,
     has_options,
-    options_store,
 )
 
 # What every helper needs; the template imports it before it forks any helper.
@@ -218,10 +216,7 @@ class Session:
 
     def _run_alone(self, assignment: Assignment, driver: TaskDriver) -> Any:
         spec = exchange_spec(assignment)
-        if assignment.updater is not None:
-            options_store(assignment)
-        if are_slots_apart(assignment):
-            self.stores.adopt_slots(assignment, 0)
+        self.stores.adopt_alone(assignment)
         is_alone = isinstance(assignment.plan.update, LocalUpdate)
         region = None if is_alone else spec.create()
         worker = make_worker(assignment, spec, region, rank=0, look_around=lambda waited: None)
@@ -230,7 +225,10 @@ class Session:
             look = partial(states_of, None, None, 0)
             driver.begin_run(assignment.task.start, look)
         clear_meta(assignment.model)
-        return run_task(assignment, worker, SoloControl(), driver)
+        try:
+            return run_task(assignment, worker, SoloControl(), driver)
+        finally:
+            worker.hold_own()
 
     def _lead(
         self,

@@ -112,6 +112,9 @@ class Stores:
         """
         is_here = [leader in group.ranks for group in assignment.groups]
         members = _members(assignment.model, assignment.groups)
+        sharding = assignment.plan.sharding
+        if sharding is not None and sharding.streams_parameters:
+            return self._adopt_streamed(assignment, leader)
         stores: list[TensorStore] = [
             DeviceStore.of(own) if here else ParameterStore.adopt(own)
             for own, here in zip(members, is_here, strict=True)
@@ -133,6 +136,24 @@ class Stores:
             if isinstance(one.store, DeviceStore):
                 one.store.publish()
         return mapped + options_store(assignment)
+
+    def _adopt_streamed(self, assignment: Assignment, leader: int) -> list[Mapped]:
+        """One copy of everything, in host memory."""
+        mapped = _mapped(assignment, self._adopt(assignment, leader), "shared")
+        if assignment.updater is not None:
+            mapped += _mapped(assignment, self.adopt_slots(assignment, leader), "shared")
+        return mapped + options_store(assignment)
+
+    def adopt_alone(self, assignment: Assignment) -> None:
+        """For a single rank: what does not lie where it is used."""
+        if assignment.updater is None:
+            return
+        options_store(assignment)
+        sharding = assignment.plan.sharding
+        if sharding is not None and sharding.streams_parameters:
+            self._adopt(assignment, 0)
+        if sharding is not None and sharding.offload is not None:
+            self.adopt_slots(assignment, 0)
 
     def _adopt(self, assignment: Assignment, leader: int) -> Sequence[ParameterStore]:
         """Place the parameters of each group in a store."""
@@ -242,12 +263,6 @@ def _is_reserved(assignment: Assignment, group: ParameterGroup, leader: int) -> 
     if assignment.blank and divides_parameters(assignment):
         return False
     return not assignment.blank or leader in group.ranks
-
-
-def are_slots_apart(assignment: Assignment) -> bool:
-    """True if slots do not lie where a single rank steps them."""
-    sharding = assignment.plan.sharding
-    return sharding is not None and assignment.updater is not None and bool(sharding.offload)
 
 
 def _directory_of(assignment: Assignment) -> str | None:

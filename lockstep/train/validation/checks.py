@@ -264,6 +264,10 @@ def place_model(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -
             device.
     """
     wanted = rank_device(plan.devices, 0)
+    if plan.sharding is not None and plan.sharding.streams_parameters:
+        move_model(model, torch.device("cpu"))
+        accelerators.use(wanted)
+        return wanted
     found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     elsewhere = found - {wanted}
     if elsewhere and (wanted.type == "cpu" or torch.device("meta") in elsewhere):

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstring>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -36,7 +37,7 @@ constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 constexpr c10::DispatchKeySet kHostKeys(c10::DispatchKey::CPU);
 constexpr DeviceIndex kNumDevices = 2;
-constexpr size_t kDeviceBytes = size_t{1} << 30;
+size_t device_bytes = size_t{1} << 30;  // of each device, for this process
 
 thread_local DeviceIndex current_device = 0;
 thread_local c10::StreamId current_streams[kNumDevices] = {};
@@ -70,7 +71,7 @@ struct Memory final : c10::DeviceAllocator {
     const size_t page = getpagesize(), num_bytes = (wanted + page - 1) / page * page;
     std::lock_guard<std::mutex> lock(memory_mutex);
     auto& own = held[current_device];
-    TORCH_CHECK_WITH(OutOfMemoryError, own.current + num_bytes <= kDeviceBytes, device,
+    TORCH_CHECK_WITH(OutOfMemoryError, own.current + num_bytes <= device_bytes, device,
                      " is out of memory: ", wanted, " bytes wanted, ", own.current, " held.");
     void* start =
         mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -98,7 +99,7 @@ struct Memory final : c10::DeviceAllocator {
     held[device].reset_peak();
   }
   std::pair<size_t, size_t> getMemoryInfo(DeviceIndex device) override {
-    return {kDeviceBytes - held[device].current, kDeviceBytes};
+    return {device_bytes - held[device].current, device_bytes};
   }
 } memory;
 
@@ -423,6 +424,10 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 }
 
 TORCH_LIBRARY(standin, m) {
+  m.def("limit_memory(int num_bytes) -> int", +[](int64_t num_bytes) {
+    std::lock_guard<std::mutex> lock(memory_mutex);
+    return static_cast<int64_t>(std::exchange(device_bytes, static_cast<size_t>(num_bytes)));
+  });
   m.def("default_generator(int index) -> Generator?",
         +[](int64_t index) { return default_generator(static_cast<DeviceIndex>(index)); });
 }

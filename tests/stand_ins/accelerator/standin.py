@@ -99,6 +99,10 @@ class _Module(ModuleType):
     def get_device_properties(self, device: Any = None) -> Any:
         return SimpleNamespace(name="Stand-in", total_memory=1 << 30)
 
+    def limit_memory(self, num_bytes: int) -> int:
+        """Limit what each device holds for this process; returns the limit before."""
+        return int(torch.ops.standin.limit_memory(num_bytes))
+
     def manual_seed(self, seed: int) -> None:
         self._generator().manual_seed(seed)
 
