@@ -18,6 +18,7 @@ from lockstep.errors import ModelError
 from lockstep.parallel.tensor.divided_tensor import DividedTensor
 from lockstep.parallel.tensor.observing import observed_splits
 from lockstep.parallel.tensor.parameters import DividedParameters
+from lockstep.parallel.tensor.product_rules import product_of_columns
 from lockstep.parallel.tensor.shard_exchange import ShardExchange
 from lockstep.plan.splits import TensorSplits
 
@@ -566,3 +567,17 @@ def test_parameters_whose_gradients_have_hooks_stay_whole(x: Tensor) -> None:
     splits = divide(model, x, 2)
     assert ("up.weight", "its gradient has a hook") in splits.whole
     assert "up.weight" not in {one.name for one in splits.parameters}
+
+
+def test_gradients_of_columns_are_formed_in_the_order_of_memory() -> None:
+    """A transposed one would be copied; they can be differentiated again."""
+    weight = torch.randn(5, 8, dtype=torch.float64)[:, 2:6].requires_grad_()
+    inputs = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    product = partial(product_of_columns, F.linear)
+    outputs = product(inputs, weight, None)
+    assert torch.equal(outputs, F.linear(inputs, weight))
+    (gradient,) = torch.autograd.grad(outputs.sum(), weight)
+    assert gradient.is_contiguous()
+    assert torch.autograd.gradgradcheck(lambda *each: product(*each, None), (inputs, weight))
+    one_sample = inputs.detach()[0, 0].requires_grad_()
+    assert torch.autograd.gradcheck(lambda *each: product(*each, None), (one_sample, weight))

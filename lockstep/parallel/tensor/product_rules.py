@@ -5,6 +5,7 @@ is divided by rows, its inputs, takes a part of the inputs, and the shards' resu
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,9 +90,47 @@ def _multiplied(
         return NotImplemented
     if split.dim != rows:
         return _by_columns(owner, func, input, weight, bias, split, -1, product)
+    if rows == 1 and not torch.is_autocast_enabled(weight.device.type):
+        product = partial(product_of_columns, product)
     parts = zip(_inputs(owner, func, input, split), owner.parts_of(weight, split), strict=True)
     summed = total(owner.exchange, [product(own, part, None) for own, part in parts])
     return summed if bias is None else summed + whole_of(bias, func)
+
+
+def product_of_columns(
+    product: _Product, input: torch.Tensor, weight: torch.Tensor, bias: None
+) -> torch.Tensor:
+    """``product`` with columns of a matrix, as a rank has them: its weight is no matrix of its own.
+
+    torch would form the gradient transposed, and copy it to the matrix's order, which takes nearly
+    as long as the product.
+    """
+    found: torch.Tensor = _OfColumns.apply(  # type: ignore[no-untyped-call]
+        product, input, weight
+    )
+    return found
+
+
+class _OfColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, product: _Product, input: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input, weight)
+        return product(input, weight, None)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        input, weight = ctx.saved_tensors
+        of_input = gradient.matmul(weight) if ctx.needs_input_grad[1] else None
+        of_weight = None
+        if ctx.needs_input_grad[2]:
+            of_weight = _rows(gradient).t().mm(_rows(input))
+        return None, of_input, of_weight
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def _by_columns(
