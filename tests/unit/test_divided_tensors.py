@@ -573,11 +573,14 @@ def test_gradients_of_columns_are_formed_in_the_order_of_memory() -> None:
     """A transposed one would be copied; they can be differentiated again."""
     weight = torch.randn(5, 8, dtype=torch.float64)[:, 2:6].requires_grad_()
     inputs = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
-    product = partial(product_of_columns, F.linear)
-    outputs = product(inputs, weight, None)
+
+    def product(inputs: Tensor, weight: Tensor) -> Tensor:
+        return product_of_columns(F.linear, inputs, weight, None)
+
+    outputs = product(inputs, weight)
     assert torch.equal(outputs, F.linear(inputs, weight))
     (gradient,) = torch.autograd.grad(outputs.sum(), weight)
     assert gradient.is_contiguous()
-    assert torch.autograd.gradgradcheck(lambda *each: product(*each, None), (inputs, weight))
+    assert torch.autograd.gradgradcheck(product, (inputs, weight))
     one_sample = inputs.detach()[0, 0].requires_grad_()
-    assert torch.autograd.gradcheck(lambda *each: product(*each, None), (one_sample, weight))
+    assert torch.autograd.gradcheck(product, (one_sample, weight))
