@@ -63,8 +63,7 @@ class SlicedUpdate(Record, frozen=True, kw_only=True, tag="sliced"):
 class StagedUpdate(Record, frozen=True, kw_only=True, tag="staged"):
     """Each stage's parameters are updated by the ranks that hold it.
 
-    Where several ranks hold a stage, or use a parameter that stages have in common, each sums and
-    steps its slice.
+    Where several hold it, or use a parameter that stages have in common, each steps its slice.
     """
 
 
@@ -360,10 +359,11 @@ def _check_compression(plan: Decision, problems: Problems) -> None:
 def _check_sharding(plan: Decision, problems: Problems) -> None:
     if plan.sharding is None:
         return
+    kinds = SlicedUpdate | StagedUpdate if plan.sharding.level == "slots" else SlicedUpdate
     is_alone = plan.num_ranks == 1 and plan.sharding.offload is not None
-    if not is_alone and (plan.engine.shares_memory or not isinstance(plan.update, SlicedUpdate)):
+    if not is_alone and (plan.engine.shares_memory or not isinstance(plan.update, kinds)):
         problems.add(
-            "Sharding is for data parallel ranks that share no memory.",
+            "Sharding is for replicas that share no memory; those of stages divide slots only.",
             received=f"a {type(plan.update).__name__} over {plan.engine.name}",
             fix="Use null.",
         )
@@ -390,7 +390,7 @@ def _check_tensor(plan: Decision, problems: Problems) -> None:
         problems.add(
             "Layers are divided among ranks of one host, without a compiler.",
             received=f"compiled={plan.compiled}, {plan.tensor_degree} ranks that divide layers",
-            fix="Train without `compile`, with whole replicas or stages on each host.",
+            fix="Train without `compile`, with all ranks of a stage or replica on one host.",
         )
     if plan.tensor.num_shards < plan.tensor_degree:
         problems.add(

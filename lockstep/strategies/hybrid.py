@@ -6,6 +6,7 @@ from typing import Any
 from lockstep.errors import OptionError, Problems
 from lockstep.options import is_count
 from lockstep.plan.makers.data_parallel import Maker
+from lockstep.plan.makers.sharded import ShardedStages
 from lockstep.plan.program.compression import Compression, check_carrier, find_compression
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.fully_sharded import FullyShardedStrategy, sharded_replicas
@@ -29,10 +30,12 @@ class HybridStrategy(StagedStrategy):
     With ``tensor`` each stage, or the whole model without ``pipe`` and ``cuts``, is computed by so
     many processes of one host that divide its layers inside, see ``TensorParallelStrategy``.
 
-    With ``shard`` there are no stages: each replica is divided among so many devices, which
-    gather its parameters among themselves, see ``FullyShardedStrategy``. Devices are numbered group
+    With ``shard``, without stages, each replica is divided among so many devices, which gather its
+    parameters among themselves, see ``FullyShardedStrategy``. Devices are numbered group
     by group, so on several hosts with a multiple of ``shard`` devices each, no parameters are
     gathered from another host. Gradients and the optimizer's slots are divided among all devices.
+    With stages and ``level="slots"``, ``data`` times ``shard`` replicas of each stage divide the
+    optimizer's slots of its parameters.
 
     Args:
         data: the number of replicas of every stage, or of each stage.
@@ -44,8 +47,9 @@ class HybridStrategy(StagedStrategy):
         memory_bytes: as in ``PipelineStrategy``.
         tensor: the number of processes that divide the layers of a replica, or of each replica of a
             stage.
-        shard: the number of devices that divide each replica.
-        level: with ``shard``: as in ``FullyShardedStrategy``; None is ``"parameters"``.
+        shard: the number of devices that divide each replica, or the slots of each stage.
+        level: with ``shard``: as in ``FullyShardedStrategy``; None is ``"parameters"``. With stages
+            it must be ``"slots"``.
         units: with ``shard``: as in ``FullyShardedStrategy``.
         num_shares: with ``tensor`` or ``shard``, without stages: as in ``MirroredStrategy``.
         num_tensor_shards: with ``tensor``: as in ``TensorParallelStrategy``. Runs with the same
@@ -64,6 +68,7 @@ class HybridStrategy(StagedStrategy):
     """
 
     _inner: Strategy | None = None  # makes the Plans, if there are no stages
+    _sharded: Mapping[str, int] = {}  # the replicas that divide slots
 
     def __init__(
         self,
@@ -102,7 +107,8 @@ class HybridStrategy(StagedStrategy):
         }
         of_tensor: dict[str, Any] = {"num_tensor_shards": num_tensor_shards, "whole": whole}
         of_shard: dict[str, object] = {"level": level, "units": units}
-        if shard is not None:
+        has_stages = _has_stages(data, pipe, cuts)
+        if shard is not None and not has_stages:
             _check_alone(problems, "shard", of_stages | of_tensor | {"tensor": tensor})
             check_counts(problems, shard=shard)
             self._consist_of(
@@ -116,7 +122,7 @@ class HybridStrategy(StagedStrategy):
                     **common,
                 )
             )
-        elif tensor is not None and not _has_stages(data, pipe, cuts):
+        elif tensor is not None and not has_stages:
             _check_alone(problems, "tensor", of_stages | of_shard | {"recompute": recompute})
             check_counts(problems, num_shares=num_shares)
             replicas = _replicas_of_ranks(problems, "tensor", data)
@@ -125,6 +131,9 @@ class HybridStrategy(StagedStrategy):
             )
         else:
             of_division = {} if tensor is not None else of_tensor
+            if shard is not None:
+                data = self._divide_slots(problems, data, shard, level)
+                of_shard.pop("level")
             _check_without_stages(problems, of_division | of_shard | {"num_shares": num_shares})
             check_division(problems, tensor, num_tensor_shards, whole)
             self._compression = find_compression(problems, compression)
@@ -146,6 +155,22 @@ class HybridStrategy(StagedStrategy):
                 **common,
             )
 
+    def _divide_slots(
+        self, problems: Problems, data: int | Sequence[int], shard: int, level: str | None
+    ) -> int:
+        """Have replicas of stages divide slots; returns how many there are of each stage."""
+        if level != "slots":
+            problems.add(
+                "Replicas of a stage divide the optimizer's slots only: each runs through its "
+                "microbatches in a time of its own, with all of the stage's parameters.",
+                received=f"shard={shard} and level={level!r} with stages",
+                fix='Use level="slots", or leave `pipe` and `cuts` out.',
+            )
+        check_counts(problems, shard=shard)
+        replicas = _replicas_of_ranks(problems, "shard", data)
+        self._sharded = {"data": replicas, "shard": shard}
+        return replicas * shard
+
     def _consist_of(self, inner: FullyShardedStrategy | TensorParallelStrategy) -> None:
         """Train as a strategy without stages does."""
         self._inner = inner
@@ -154,7 +179,10 @@ class HybridStrategy(StagedStrategy):
         self.timeout_seconds = inner.timeout_seconds
 
     def maker(self, precision: str = "fp32") -> Maker:
-        return super().maker(precision) if self._inner is None else self._inner.maker(precision)
+        if self._inner is not None:
+            return self._inner.maker(precision)
+        maker = super().maker(precision)
+        return ShardedStages(maker=maker, **self._sharded) if self._sharded else maker
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -208,8 +236,8 @@ def _check_without_stages(problems: Problems, options: Mapping[str, object]) -> 
     """Note options that go with ``tensor`` or ``shard`` only."""
     if given := _given(options):
         problems.add(
-            "`level` and `units` need `shard`, `num_tensor_shards` and `whole` need `tensor`, and "
-            "`num_shares` needs one of both without stages.",
+            "`level` needs `shard`, `units` needs it without stages, `num_tensor_shards` and "
+            "`whole` need `tensor`, and `num_shares` needs `shard` or `tensor` without stages.",
             received=given,
             fix="Leave these out, or pass what they need.",
         )

@@ -36,8 +36,11 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "data-2-tensor-2": lambda: lockstep.HybridStrategy(
         2, tensor=2, devices=ranks_on_devices(4), engine="gloo"
     ),
-    "pipeline-2": lambda: lockstep.PipelineStrategy(
-        2, microbatches=2, devices=ranks_on_devices(2), engine="gloo"
+    "hybrid-tensor-2-pipe-2": lambda: lockstep.HybridStrategy(
+        pipe=2, tensor=2, microbatches=2, devices=ranks_on_devices(4), engine="gloo"
+    ),
+    "hybrid-shard-2-pipe-2": lambda: lockstep.HybridStrategy(
+        pipe=2, shard=2, level="slots", microbatches=2, devices=ranks_on_devices(4), engine="gloo"
     ),
     "pipeline-2-zb-h1": lambda: lockstep.PipelineStrategy(
         2, microbatches=4, schedule="zb-h1", devices=ranks_on_devices(2), engine="gloo"

@@ -311,8 +311,11 @@ def _draw_strategy(rng: random.Random) -> tuple[str, dict[str, Any]]:
                 layout["recompute"] = True
             return "PipelineStrategy", layout
         case "hybrid":
-            data = rng.choice((2, (2, 1), (1, 2)))
-            return "HybridStrategy", {"data": data, "pipe": 2, "microbatches": rng.choice((1, 2))}
+            replicas = rng.choice(({"data": 2}, {"data": (2, 1)}, {"data": (1, 2)}, {"shard": 2}))
+            layout = {**replicas, "pipe": 2, "microbatches": rng.choice((1, 2))}
+            if "shard" in layout:
+                layout |= {"level": "slots"} | rng.choice(({}, {"engine": "gloo"}))
+            return "HybridStrategy", layout
         case _:
             return "ParameterServerStrategy", {"servers": 1, "workers": 2}
 

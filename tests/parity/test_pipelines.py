@@ -39,7 +39,9 @@ STRATEGIES = {
     "2-interleaved-gloo": lockstep.PipelineStrategy(2, None, 5, "interleaved", engine="gloo"),
     "3-zb-h1-gloo": lockstep.PipelineStrategy(3, None, 4, "zb-h1", engine="gloo"),
     "3-gpipe-gloo": lockstep.PipelineStrategy(3, None, 2, "gpipe", recompute=[1], engine="gloo"),
-    "data-2-pipe-2-gloo": lockstep.HybridStrategy(2, 2, microbatches=2, engine="gloo"),
+    "shard-2-pipe-2-gloo": lockstep.HybridStrategy(
+        pipe=2, shard=2, level="slots", microbatches=2, engine="gloo"
+    ),
 }
 
 

@@ -138,6 +138,33 @@ class FullySharded(Wrapping):
         return self.units
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShardedStages(Wrapping):
+    """Another maker's Plan with stages, whose replicas divide the optimizer's slots.
+
+    Where ranks share memory, replicas of a stage have one copy of its slots anyway.
+
+    Attributes:
+        data: groups of replicas.
+        shard: replicas of each group.
+    """
+
+    data: int
+    shard: int
+
+    def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
+        """Make the Plan for global batches of ``batch_size`` samples."""
+        plan = self.maker(graph, cluster, batch_size)
+        axes = {"data": self.data, "shard": self.shard}
+        own = tuple(Axis(name=name, size=size) for name, size in axes.items() if size > 1)
+        return msgspec.structs.replace(
+            plan,
+            strategy="hybrid",
+            mesh=(*own, *(axis for axis in plan.mesh if axis.name != "data")),
+            sharding=None if plan.engine.shares_memory else Sharding(level="slots"),
+        )
+
+
 def _divides(plan: Plan) -> bool:
     """Whether ranks that divide layers keep only their part of the parameters, too."""
     return not plan.engine.shares_memory and (plan.num_hosts == 1 or is_cpu(plan.devices))

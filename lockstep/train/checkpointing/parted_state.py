@@ -246,7 +246,7 @@ def whole_tensors(state: TrainingState) -> Tensors:
 
 def divides_copies(plan: Plan) -> bool:
     """True if ranks can write copies of a training together."""
-    if plan.sharding is None:
+    if plan.sharding is None or plan.pipeline is not None:
         return False
     return plan.num_ranks > 1 or plan.sharding.offload is not None
 

@@ -112,9 +112,10 @@ class RunningCall:
         lost = worker.updater.recover()
         plan = self.assignment.plan
         on_devices = not is_cpu(plan.devices)
+        sharding = plan.sharding if plan.pipeline is None else None
         has_older = (
             len(plan.domains) > 1
-            and (plan.sharding is None or (on_devices and plan.sharding.offload is None))
+            and (sharding is None or (on_devices and sharding.offload is None))
             and (bool(worker.updater.slot_keys()) or on_devices)
         )
         last = worker.board.last_update
