@@ -290,3 +290,16 @@ def test_errors_leave_whole_weights_in_host_memory() -> None:
     for one, other in zip(bad.model.parameters(), good.model.parameters(), strict=True):
         assert one.device.type == "cpu"
         assert torch.equal(one, other)
+
+
+def test_activations_are_computed_again_in_low_precision() -> None:
+    """By the thread of backward, as the forward pass has computed them."""
+    values = torch.randn(16, 256, generator=torch.Generator().manual_seed(1))
+    found = []
+    for recompute in (False, True):
+        strategy = sharded(offload="parameters", recompute=recompute)
+        options: dict[str, Any] = {"loss": nn.MSELoss(), "precision": "bf16-mixed"}
+        trainer = make_trainer(strategy, lambda: layers()[:4], **options)  # type: ignore[index]
+        trainer.fit((values, values), batch_size=8, verbose=0)
+        found.append(state_of(trainer))
+    check_same_bits(found[1], found[0])

@@ -64,7 +64,7 @@ class ModelPasses(Passes):
         self._interleaver = Interleaver(
             partial(_keep_own, self._buffers), partial(_restore_own, self._buffers), self.device
         )
-        self._recomputation = Recomputation.of(self._model, self._plan.sharding)
+        self._recomputation = Recomputation.of(work, self._linears.applied)
         self._losses: dict[int, ShareLoss] = {}
         self._joint: dict[int, JointLoss] = {}  # they wait for the weights of all shares
         self._apart: dict[int, SharePart] = {}  # they wait for the outputs of all shares

@@ -6,7 +6,7 @@ same states, and buffers have the values that they had; after it they are as bef
 """
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.parallel.data_parallel.buffers import Buffers
-from lockstep.plan.sharding import Sharding
+from lockstep.parallel.workload import Workload
+
+Surrounding = Callable[[], AbstractContextManager[None]]
 
 
 class Recomputation:
@@ -23,18 +25,24 @@ class Recomputation:
     Args:
         model: the model.
         names: of the modules; none of them is a part of another.
+        as_in_pass: what a forward pass runs in, for backward, whose thread may be another.
     """
 
-    def __init__(self, model: nn.Module, names: Collection[str]) -> None:
+    def __init__(
+        self, model: nn.Module, names: Collection[str], as_in_pass: Surrounding = nullcontext
+    ) -> None:
         self._modules = []
         for name in names:
             module = model.get_submodule(name)
-            self._modules.append((module, partial(_recomputed, Buffers(module), module.forward)))
+            again = partial(_as_before, Buffers(module), as_in_pass)
+            self._modules.append((module, partial(_recomputed, again, module.forward)))
 
     @classmethod
-    def of(cls, model: nn.Module, sharding: Sharding | None) -> "Recomputation | None":
+    def of(cls, work: Workload, as_in_pass: Surrounding) -> "Recomputation | None":
         """As a Plan divides the model; None if nothing is recomputed."""
-        return cls(model, sharding.recompute) if sharding and sharding.recompute else None
+        sharding = work.plan.sharding
+        names = () if sharding is None else sharding.recompute
+        return cls(work.model, names, as_in_pass) if names else None
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -51,11 +59,25 @@ class Recomputation:
                     vars(module)["forward"] = before
 
 
-def _recomputed(buffers: Buffers, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
-    kept = buffers.keep()
+def _recomputed(
+    as_before: Callable[[], Surrounding], forward: Callable[..., Any], *inputs: Any, **named: Any
+) -> Any:
+    again = as_before()
     return checkpoint(
         partial(forward, **named),  # they may have the names of options of ``checkpoint``
         *inputs,
         use_reentrant=False,
-        context_fn=lambda: (nullcontext(), buffers.as_in(kept)),
+        context_fn=lambda: (nullcontext(), again()),
     )
+
+
+def _as_before(buffers: Buffers, as_in_pass: Surrounding) -> Surrounding:
+    """What a module is computed in again: with the buffers that it has now."""
+    kept = buffers.keep()
+
+    @contextmanager
+    def surrounding() -> Iterator[None]:
+        with buffers.as_in(kept), as_in_pass():
+            yield
+
+    return surrounding
