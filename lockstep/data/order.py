@@ -6,6 +6,7 @@ Nothing here knows how many devices there are.
 import hashlib
 import random
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,10 @@ import numpy as np
 import torch
 
 from lockstep import accelerators
+
+# Whoever seeds the streams holds it until the last draw: they belong to the process, in which
+# several threads may train, each a model of its own.
+_held = threading.RLock()
 
 
 class StreamStates(NamedTuple):
@@ -92,13 +97,22 @@ def set_torch_streams(state: torch.Tensor) -> None:
 
 
 @contextmanager
+def held_streams() -> Iterator[None]:
+    """Around what seeds the global random streams and draws from them: other threads wait."""
+    with _held:
+        yield
+
+
+@contextmanager
 def kept_streams() -> Iterator[None]:
     """After the block the global random streams are as they were before it."""
-    states = stream_states()
+    with _held:
+        states = stream_states()
     try:
         yield
     finally:
-        restore_streams(states)
+        with _held:
+            restore_streams(states)
 
 
 def same_streams(one: StreamStates, other: StreamStates) -> bool:

@@ -1,6 +1,10 @@
-"""Two threads and one model: the second is refused, and the first does not notice."""
+"""Two threads and one model: the second is refused, and the first does not notice.
+
+Two threads with a model and a Trainer each are as two processes.
+"""
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import lockstep
+from lockstep.capture.tracing import trace_modes
 from lockstep.errors import OptionError
+from lockstep.parallel.data_parallel.functional_patch import Redirection
 
 X, Y = torch.rand(24, 4), torch.rand(24, 2)
 WAIT_SECONDS = 60.0
@@ -85,3 +92,66 @@ def test_a_thread_may_go_on_after_another() -> None:
     for _ in range(2):
         with ThreadPoolExecutor(1) as other:
             other.submit(trainer.fit, (X, Y), verbose=0).result(WAIT_SECONDS)
+
+
+class Slow(nn.Module):
+    """Gives other threads time between two draws of random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(self.first(x))
+        time.sleep(0.01)
+        output: torch.Tensor = self.second(F.dropout(x))
+        return output
+
+
+def test_trainers_in_threads_draw_as_if_alone() -> None:
+    def trained(seed: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        trainer = lockstep.Trainer(
+            model := Slow(),
+            loss="mse",
+            optimizer="sgd",
+            strategy=lockstep.MirroredStrategy(1, num_shares=2),
+            seed=seed,
+        )
+        may_begin.wait()
+        trainer.fit(X, Y, batch_size=8, verbose=0)
+        trainer.evaluate(X, Y)
+        return model.first.weight.detach().clone()
+
+    may_begin = threading.Barrier(1)
+    expected = [trained(seed) for seed in (0, 1)]
+    may_begin = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as others:
+        found = list(others.map(trained, (0, 1)))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_function_is_redirected_until_each_thread_has_ended() -> None:
+    """Two parts of Lockstep redirect it, and end in another order than they began."""
+    functions: Any = F
+    plain, first, second = F.linear, Redirection("linear"), Redirection("linear")
+    with ThreadPoolExecutor(1) as other:
+        with first.to(lambda x: f"first of {x}"):
+            other.submit(second.begin, lambda x: f"second of {x}").result()
+            assert functions.linear("x") == "first of x"
+        assert other.submit(lambda: functions.linear("x")).result() == "second of x"
+        with first.to(lambda x: f"first of {first.plain is plain}"):
+            assert functions.linear("x") == "first of True"
+        other.submit(second.end, None).result()
+    assert F.linear is plain
+    with first.to(lambda x: [x]), second.to(lambda x: [second.plain(x)]):
+        assert functions.linear("x") == [["x"]]
+    assert F.linear is plain
+
+
+def test_models_are_traced_one_after_the_other() -> None:
+    before = nn.Module.__call__
+    with ThreadPoolExecutor(2) as others:
+        traces = list(others.map(lambda model: trace_modes(model, X), (Slow(), Slow())))
+    assert nn.Module.__call__ is before
+    assert all(len(trace.layers) > 1 for modes in traces for trace in modes)

@@ -19,7 +19,13 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lockstep.comm.collectives.gradients import TensorSpec
 from lockstep.comm.shared_memory.shared_region import SharedRegion
-from lockstep.data.order import restore_streams, seed_streams, stream_seed, stream_states
+from lockstep.data.order import (
+    held_streams,
+    restore_streams,
+    seed_streams,
+    stream_seed,
+    stream_states,
+)
 from lockstep.errors import ModelError, OptionError
 from lockstep.parallel.storage.store import TensorStore, tensor_spec
 from lockstep.plan.layout import flat_offsets
@@ -138,6 +144,7 @@ def blank_names(model: nn.Module) -> frozenset[str]:
     )
 
 
+@held_streams()
 @torch.no_grad()
 def initialize(
     model: nn.Module,

@@ -4,6 +4,7 @@ A part is a view of the parameter, and a leaf of autograd. So a parameter may be
 and whole in another: its gradient is the sum of what both give.
 """
 
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -226,21 +227,24 @@ _REDIRECTIONS = [
 
 _apply = torch.autograd.Function.__dict__["apply"]
 _count = 0
+_lock = threading.Lock()  # Trainers may train in several threads
 
 
 @contextmanager
 def _whole_in_functions() -> Iterator[None]:
     """Within the block, functions with a backward of their own get whole tensors."""
     global _count
-    if _count == 0:
-        torch.autograd.Function.apply = classmethod(_apply_whole)  # type: ignore[assignment]
-    _count += 1
+    with _lock:
+        if _count == 0:
+            torch.autograd.Function.apply = classmethod(_apply_whole)  # type: ignore[assignment]
+        _count += 1
     try:
         yield
     finally:
-        _count -= 1
-        if _count == 0:
-            torch.autograd.Function.apply = _apply  # type: ignore[method-assign]
+        with _lock:
+            _count -= 1
+            if _count == 0:
+                torch.autograd.Function.apply = _apply  # type: ignore[method-assign]
 
 
 def _apply_whole(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.data.iterable.read_ahead import Read
 from lockstep.data.map_style.sources import Source
-from lockstep.data.order import BatchOrder
+from lockstep.data.order import BatchOrder, held_streams
 from lockstep.data.records.bad_records import CheckedSource
 from lockstep.launch.health.failure import ending_with
 from lockstep.parallel.batch_run import Observe, StepBatch
@@ -401,6 +401,7 @@ class FitTask(Task):
                 yield [read for turn in turns for read in worker.reads(indices, step, turn)]
                 step += 1
 
+    @held_streams()
     def _train_step(self, rank_sync: RankSync, batch: StepBatch) -> StepResult:
         """One step, or one of each function in turn; none if no record is left."""
         worker = rank_sync.worker
