@@ -177,7 +177,8 @@ def _check_modules(what: str, option: str, given: Sequence[str], graph: LayerGra
         raise OptionError(
             f"{what} must be a module of the model that has parameters.",
             received=f"{option} with {first_few(unknown)}",
-            fix=f"Use names of model.named_modules(), such as {first_few(names)}.",
+            fix="Use names of model.named_modules(), such as "
+            f"{first_few([name for name in names if name])}.",
         )
 
 
