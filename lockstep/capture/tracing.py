@@ -33,7 +33,7 @@ from lockstep.capture.replaying import (
     result_of,
 )
 from lockstep.capture.state import ModelState, set_mode
-from lockstep.data.order import held_streams
+from lockstep.data.order import holds_streams
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 
 __all__ = ["Trace", "TracedLayer", "run_trace", "trace_model", "trace_modes"]
@@ -66,7 +66,7 @@ class Trace:
     rewritten: tuple[tuple[int, int], ...] = ()
 
 
-@held_streams()
+@holds_streams
 def trace_model(
     model: nn.Module,
     inputs: Tree,

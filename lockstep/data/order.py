@@ -7,19 +7,23 @@ import hashlib
 import random
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 
 from lockstep import accelerators
 
-# Whoever seeds the streams holds it until the last draw: they belong to the process, in which
-# several threads may train, each a model of its own.
-_held = threading.RLock()
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+# Who seeds the streams holds it until the last draw: they belong to the process, in which several
+# threads may train, each a model of its own.
+held_streams = threading.RLock()
 
 
 class StreamStates(NamedTuple):
@@ -96,22 +100,26 @@ def set_torch_streams(state: torch.Tensor) -> None:
         accelerators.set_random_state(state[length:].clone())
 
 
-@contextmanager
-def held_streams() -> Iterator[None]:
-    """Around what seeds the global random streams and draws from them: other threads wait."""
-    with _held:
-        yield
+def holds_streams(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A decorator of what seeds the global random streams and draws from them: others wait."""
+
+    @wraps(function)
+    def held(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with held_streams:
+            return function(*args, **kwargs)
+
+    return held
 
 
 @contextmanager
 def kept_streams() -> Iterator[None]:
     """After the block the global random streams are as they were before it."""
-    with _held:
+    with held_streams:
         states = stream_states()
     try:
         yield
     finally:
-        with _held:
+        with held_streams:
             restore_streams(states)
 
 

@@ -19,7 +19,6 @@ import torch
 
 from lockstep.data.iterable.read_ahead import Read
 from lockstep.data.map_style.sources import Batch, Source
-from lockstep.data.order import held_streams
 from lockstep.data.trees import Tree
 from lockstep.errors import NonFiniteError
 from lockstep.parallel.batch_run import Observe, Run, StepBatch, Take
@@ -312,7 +311,6 @@ class Worker(UpdateWorker):
 
     # --- evaluation and prediction ---------------------------------------------------------------
 
-    @held_streams()
     @torch.no_grad()
     def evaluate_step(
         self, source: Source, indices: torch.Tensor, observe: Observe | None = None
@@ -331,7 +329,6 @@ class Worker(UpdateWorker):
         losses = self.passes.losses_of(run, parts)
         return losses if self.passes.leads else []
 
-    @held_streams()
     @torch.no_grad()
     def predict_step(self, source: Source, indices: torch.Tensor) -> list[tuple[int, Tree]]:
         """(position in the batch, output) of the shares whose output this rank computes."""

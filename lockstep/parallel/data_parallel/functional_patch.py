@@ -24,21 +24,21 @@ class Redirection:
     Args:
         name: of the function.
         owner: the module, or the class, that has it.
+
+    Attributes:
+        own: ``own.target`` is the thread's replacement.
     """
 
     def __init__(self, name: str, owner: ModuleType | type[Any] = F) -> None:
         self._patch = _PATCHES.setdefault((owner, name), _Patch(name, owner))
-        self._own = threading.local()
+        self.own = threading.local()
 
     @property
     def plain(self) -> Callable[..., Any]:
         """What is redirected."""
-        below: Redirection | None = getattr(self._own, "below", None)
-        return self._patch.plain if below is None else below.call
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the replacement."""
-        return self._own.target(*args, **kwargs)
+        below: Redirection | None = getattr(self.own, "below", None)
+        plain: Callable[..., Any] = self._patch.plain if below is None else below.own.target
+        return plain
 
     @contextmanager
     def to(self, target: Callable[..., Any], *, is_compiled: bool = False) -> Iterator[None]:
@@ -57,58 +57,56 @@ class Redirection:
             is_compiled: the caller is compiled: ``target`` must not be compiled with it, because it
                 may wait for other ranks.
         """
-        self._patch.begin(is_compiled=is_compiled)
-        before = getattr(self._own, "target", None)
-        self._own.target = target
+        patch = self._patch
+        with patch.lock:
+            if patch.blocks == 0:
+                patch.plain = getattr(patch.owner, patch.name)
+                call = torch.compiler.disable(patch.call) if is_compiled else patch.call
+                setattr(patch.owner, patch.name, call)
+            patch.blocks += 1
+        before = getattr(self.own, "target", None)
+        self.own.target = target
         if before is None:
-            self._own.below = getattr(self._patch.own, "top", None)
-            self._patch.own.top = self
+            self.own.below = getattr(patch.own, "top", None)
+            patch.own.top = self
         return before
 
     def end(self, before: Any) -> None:
         """End what ``begin`` began; ``before`` is what it returned."""
-        self._own.target = before
+        patch = self._patch
+        self.own.target = before
         if before is None:
-            self._patch.own.top, self._own.below = self._own.below, None
-        self._patch.end()
+            patch.own.top, self.own.below = self.own.below, None
+        with patch.lock:
+            patch.blocks -= 1
+            if patch.blocks == 0:
+                setattr(patch.owner, patch.name, patch.plain)
 
 
 class _Patch:
     """Stands in for a function while any thread redirects it.
 
     Attributes:
+        call: the stand-in.
         own: ``own.top`` is the redirection that the thread began last.
+        blocks: how many have begun, in all threads; ``lock`` is held to change it.
         plain: the function.
     """
 
     def __init__(self, name: str, owner: ModuleType | type[Any]) -> None:
-        self._name, self._owner = name, owner
-        self._lock = threading.Lock()
-        self._blocks = 0
-        self._call = self._function()
+        self.name, self.owner = name, owner
+        self.lock = threading.Lock()
+        self.blocks = 0
+        self.call = self._function()
         self.own = threading.local()
         self.plain: Callable[..., Any] = getattr(owner, name)
-
-    def begin(self, *, is_compiled: bool) -> None:
-        with self._lock:
-            if self._blocks == 0:
-                self.plain = getattr(self._owner, self._name)
-                call = torch.compiler.disable(self._call) if is_compiled else self._call
-                setattr(self._owner, self._name, call)
-            self._blocks += 1
-
-    def end(self) -> None:
-        with self._lock:
-            self._blocks -= 1
-            if self._blocks == 0:
-                setattr(self._owner, self._name, self.plain)
 
     def _function(self) -> Callable[..., Any]:
         """The patched function: a plain function, so that it can be a method, too."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             top: Redirection | None = getattr(self.own, "top", None)
-            return (self.plain if top is None else top.call)(*args, **kwargs)
+            return (self.plain if top is None else top.own.target)(*args, **kwargs)
 
         return call
 

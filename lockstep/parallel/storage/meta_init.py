@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from lockstep.comm.collectives.gradients import TensorSpec
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.data.order import (
-    held_streams,
+    holds_streams,
     restore_streams,
     seed_streams,
     stream_seed,
@@ -144,7 +144,7 @@ def blank_names(model: nn.Module) -> frozenset[str]:
     )
 
 
-@held_streams()
+@holds_streams
 @torch.no_grad()
 def initialize(
     model: nn.Module,

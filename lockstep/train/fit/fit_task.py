@@ -189,7 +189,7 @@ class FitTask(Task):
         worker, control, driver = run.rank_sync.worker, run.rank_sync.control, run.rank_sync.driver
         if self.proves:
             prove = check_ranks_agree if worker.plan.pipeline is None else check_stages_agree
-            with worker.trial_memory():
+            with held_streams, worker.trial_memory():
                 prove(worker, control, driver.samples)
         replica = own_replica(self.start.replicas, worker)
         if replica is not None:
@@ -273,10 +273,11 @@ class FitTask(Task):
             batch, indices = bad_records.filtered(batch, indices, step, num_turns)
         now = StepBatch(batch, indices, step, run.observe)
         noted: Noted = {}
-        if self.snapshots is None and self.traced is None:
-            result = self._train_step(rank_sync, now)
-        else:
-            result, noted = self._watch_step(run, now)
+        with held_streams:
+            if self.snapshots is None and self.traced is None:
+                result = self._train_step(rank_sync, now)
+            else:
+                result, noted = self._watch_step(run, now)
         if run.observe is not None and worker.local_steps is None:  # else at the epoch's end
             self.metrics.settle(rank_sync.control)
         num_samples = indices.shape[0]
@@ -401,7 +402,6 @@ class FitTask(Task):
                 yield [read for turn in turns for read in worker.reads(indices, step, turn)]
                 step += 1
 
-    @held_streams()
     def _train_step(self, rank_sync: RankSync, batch: StepBatch) -> StepResult:
         """One step, or one of each function in turn; none if no record is left."""
         worker = rank_sync.worker

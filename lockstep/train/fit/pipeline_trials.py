@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.data.map_style.sources import Batch, Source
-from lockstep.data.order import held_streams, kept_streams
+from lockstep.data.order import holds_streams, kept_streams
 from lockstep.parallel.data_parallel.forward import DTYPES, ModelCall
 from lockstep.parallel.data_parallel.staging import moved
 from lockstep.parallel.independence.reduction_test import check_added, check_mean
@@ -20,7 +20,7 @@ from lockstep.train.runtime.assignment import Assignment, compute_settings
 from lockstep.train.validation.stage_consistency import Crossing, run_stages
 
 
-@held_streams()
+@holds_streams
 def check_inner_loss(
     assignment: Assignment, loss: LossAdapter, source: Source | None, batch_size: int
 ) -> None:
@@ -59,7 +59,7 @@ def check_inner_loss(
     loss.is_linear = check_mean(model, loss_of, batch, is_low=call.is_low)
 
 
-@held_streams()
+@holds_streams
 def stages_on_samples(assignment: Assignment, samples: Any) -> Crossing | None:
     """Run all stages of a pipeline here on samples, before ranks hold them; None if that fails."""
     plan, model, loss = assignment.plan, assignment.model, assignment.loss

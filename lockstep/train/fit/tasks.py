@@ -15,7 +15,7 @@ import torch
 
 from lockstep.data.iterable.read_ahead import Read
 from lockstep.data.map_style.sources import Source
-from lockstep.data.order import batch_bounds
+from lockstep.data.order import batch_bounds, held_streams
 from lockstep.data.trees import Tree, concatenate, map_tensors
 from lockstep.parallel.batch_run import Observe
 from lockstep.parallel.data_parallel.forward import modes_of
@@ -176,7 +176,8 @@ class MeansOfSamples(Evaluation):
     def run(
         self, rank_sync: RankSync, source: Source, indices: torch.Tensor, observe: Observe | None
     ) -> None:
-        self._shares += rank_sync.worker.evaluate_step(source, indices, observe)
+        with held_streams:
+            self._shares += rank_sync.worker.evaluate_step(source, indices, observe)
 
     def logs(self, control: Control) -> Logs:
         gathered = control.gather(self._shares)
@@ -241,9 +242,11 @@ class PredictTask(Task):
 
         def predict(index: int, source: Source, indices: torch.Tensor) -> None:
             nonlocal start
+            with held_streams:
+                found = worker.predict_step(source, indices)
             own = [
                 (start + position, map_tensors(torch.Tensor.cpu, output))
-                for position, output in worker.predict_step(source, indices)
+                for position, output in found
             ]
             parts.extend(own)
             start += len(indices)

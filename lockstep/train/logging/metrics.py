@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
-from lockstep.data.order import held_streams, seed_streams, stream_seed
+from lockstep.data.order import holds_streams, seed_streams, stream_seed
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 from lockstep.errors import DataError, OptionError
 from lockstep.parallel.batch_run import ShareOutput
@@ -205,7 +205,7 @@ class Metrics:
             self._update_batch(batch, list(shares))
         return seen
 
-    @held_streams()
+    @holds_streams
     def _update_batch(self, batch: int, shares: Sequence[MetricUpdate]) -> None:
         """Update with a whole batch."""
         self._num_updates += 1

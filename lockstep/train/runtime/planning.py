@@ -32,7 +32,7 @@ from lockstep.cluster.devices import discover
 from lockstep.cluster.topology import Cluster
 from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.map_style.sources import Source
-from lockstep.data.order import held_streams, kept_streams
+from lockstep.data.order import holds_streams, kept_streams
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 from lockstep.errors import OptionError
 from lockstep.graph.layer_graph import Division, LayerGraph
@@ -315,7 +315,7 @@ class Planning:
                 note_lone_sample(error)
                 raise
 
-    @held_streams()
+    @holds_streams
     def _splits(
         self, inputs: Tree, precision: str, num_shards: int, whole: Sequence[str]
     ) -> TensorSplits:
@@ -329,7 +329,7 @@ class Planning:
         key = inputs, precision, num_shards, tuple(whole), hooked
         return self._kept(self._split, key, observe)
 
-    @held_streams()
+    @holds_streams
     def _capture(
         self,
         inputs: Tree,

@@ -28,7 +28,7 @@ from lockstep.capture.layers import FrontEndModel, functions_of
 from lockstep.capture.seeding import gradients_of
 from lockstep.capture.state import left_alone
 from lockstep.data.map_style.sources import Batch, Source
-from lockstep.data.order import held_streams, kept_streams, seed_streams
+from lockstep.data.order import kept_streams, seed_streams
 from lockstep.data.trees import tensors_of
 from lockstep.errors import ModelError
 from lockstep.parallel.data_parallel.forward import DTYPES
@@ -82,7 +82,6 @@ def proof_key(sight: object, parts: tuple[Any, ...], model: nn.Module) -> object
     return seen, TorchSettings.current(), modes, functions_of(model)
 
 
-@held_streams()
 def check_ranks_agree(worker: Worker, control: Control, samples: Any) -> None:
     """Compare what all ranks compute; every rank calls it, in training mode.
 

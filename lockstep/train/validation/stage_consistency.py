@@ -20,7 +20,7 @@ from lockstep.capture.instructions import CallModule, GetAttribute
 from lockstep.capture.seeding import gradients_of, seeded
 from lockstep.capture.state import left_alone
 from lockstep.data.map_style.sources import Batch
-from lockstep.data.order import held_streams, seed_streams
+from lockstep.data.order import seed_streams
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 from lockstep.parallel.data_parallel.forward import modes_of
 from lockstep.parallel.exchange.control import Control
@@ -197,7 +197,6 @@ def run_stages(tools: StageTools, samples: Any) -> Crossing | None:
     return crossing
 
 
-@held_streams()
 def check_stages_agree(worker: Worker, control: Control, crossing: Crossing | None) -> None:
     """Compare what all ranks compute in their stages; every rank calls it, in training mode.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lockstep.data.map_style.sources import Source
-from lockstep.data.order import BatchOrder, epoch_order
+from lockstep.data.order import BatchOrder, epoch_order, held_streams
 from lockstep.frontends.keras.layers.metrics import KerasMetrics
 from lockstep.frontends.keras.loss.share_losses import KerasLoss
 from lockstep.parallel.batch_run import Observe, StepBatch
@@ -119,7 +119,8 @@ class MeansOfBatches(Evaluation):
         self, rank_sync: RankSync, source: Source, indices: torch.Tensor, observe: Observe | None
     ) -> None:
         self._sizes.append(len(indices))
-        self._shares.append(rank_sync.worker.evaluate_step(source, indices, observe))
+        with held_streams:
+            self._shares.append(rank_sync.worker.evaluate_step(source, indices, observe))
 
     def logs(self, control: Control) -> Logs:
         self._means.add(_sized_losses(self._loss, self._sizes, control.gather(self._shares)))
