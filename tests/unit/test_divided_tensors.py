@@ -177,6 +177,26 @@ def own_function(model: Any, x: Tensor) -> Tensor:
     return hidden
 
 
+class Product(torch.autograd.Function):
+    """A product with a weight that is divided elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        return input @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        input, weight = ctx.saved_tensors
+        return gradient @ weight.mT, (input.mT @ gradient).sum(0)
+
+
+def own_product(model: Any, x: Tensor) -> Tensor:
+    inner: Tensor = Product.apply(model.out(x), model.up.weight.mT)  # type: ignore[no-untyped-call]
+    hidden: Tensor = model.down(inner) + model.down(model.up(x))
+    return hidden
+
+
 def checkpointed(model: Any, x: Tensor) -> Tensor:
     inner = lambda one: model.down(F.gelu(model.up(one)))  # noqa: E731
     out: Tensor = checkpoint(inner, model.out(x), use_reentrant=False)
@@ -374,6 +394,7 @@ CASES: dict[Callable[[Any, Tensor], Tensor], set[str]] = {
     normed_over_columns: {"layer_norm", END},
     summed_over_columns: {"softmax"},
     own_function: {"Double", END},
+    own_product: {"Product", "linear", END},
     checkpointed: {END},
     penalised: set(),
     changed_after_a_look: {"argmax", END},

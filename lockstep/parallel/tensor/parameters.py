@@ -74,7 +74,8 @@ class DividedParameters(Owner):
 
     def _call(self, function: Redirection, *args: Any, **kwargs: Any) -> Any:
         """Call a function that may have a weight of the model among its arguments."""
-        if any(self._is_ours(one) for one in args[:12]):
+        is_inside = getattr(_functions, "is_inside", False)
+        if not is_inside and any(self._is_ours(one) for one in args[:12]):
             return dispatch(self, function.plain, args, kwargs)
         return function.plain(*args, **kwargs)
 
@@ -226,6 +227,7 @@ _REDIRECTIONS = [
 
 
 _apply = torch.autograd.Function.__dict__["apply"]
+_functions = threading.local()  # ``is_inside`` one's forward, whose results autograd records
 _count = 0
 _lock = threading.Lock()  # Trainers may train in several threads
 
@@ -250,4 +252,8 @@ def _whole_in_functions() -> Iterator[None]:
 def _apply_whole(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """``Function.apply`` with whole tensors; divided ones may be in lists, too."""
     plain = [one.left_whole(cls) if isinstance(one, DividedTensor) else one for one in args]
-    return _apply.__get__(None, cls)(*plain, **kwargs)
+    was_inside, _functions.is_inside = getattr(_functions, "is_inside", False), True
+    try:
+        return _apply.__get__(None, cls)(*plain, **kwargs)
+    finally:
+        _functions.is_inside = was_inside
