@@ -441,6 +441,32 @@ def test_parts_of_a_batch_have_the_same_samples(tmp_path: Path) -> None:
         recorder.__enter__()
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_adam_excuses_no_change_of_a_running_mean(bias: bool, tmp_path: Path) -> None:
+    """Its full steps of rounding move a bias before BatchNorm, and its mean; nothing else does."""
+
+    def record(path: Path, change: float) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8, bias=bias), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        batches = torch.randn(4, 16, 4)
+        with lockstep.record(model, optimizer, path, steps=4):
+            for index, batch in enumerate(batches):
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                if index == 2:
+                    model[1].running_mean.add_(change)  # type: ignore[operator]
+                optimizer.step()
+
+    record(tmp_path / "right", 0.0)
+    record(tmp_path / "wrong", 1e-3)
+    found = lockstep.compare(tmp_path / "wrong", tmp_path / "right")
+    assert found.first is not None
+    assert (found.first.name, found.first.step) == ("1.running_mean", 2)
+    assert found.cause is not None
+    assert found.cause.kind == "buffers"
+
+
 def test_what_is_no_record_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="There must be a record"):
         Run(tmp_path)

@@ -25,6 +25,7 @@ from lockstep.proof.recording.record_file import (
 from lockstep.proof.records.batches import batch_words, beyond, mean_loss, shared_by_ranks
 from lockstep.proof.records.run import Run, Value
 from lockstep.proof.records.tolerances import (
+    MEAN_OF_AMPLIFIED,
     PART_OF_ALL,
     Tolerance,
     adaptive_bound,
@@ -92,6 +93,7 @@ class Pairing:
         self.run, self.reference = run, reference
         dtypes = {run.computing_dtype, reference.computing_dtype} - {""}
         self.tolerance = Tolerance(max(dtypes, key=epsilon_of, default=""), tolerance)
+        self._amplified: dict[int, float] = {}  # by step, the largest distance of a parameter
 
     @property
     def is_single(self) -> bool:
@@ -274,6 +276,8 @@ class Pairing:
         relative = worst / scale if scale else (math.inf if worst > bound else 0.0)
         epsilon = self.tolerance.epsilon(other.dtype)
         is_amplified = not wrong and relative > self.tolerance.relative(other.dtype, step)
+        if is_amplified and own.kind == PARAMETER:
+            self._amplified[step] = max(worst, self._amplified.get(step, 0.0))
         return Difference(
             kind=own.kind,
             name=own.name,
@@ -300,9 +304,13 @@ class Pairing:
         bound = self.tolerance.bound(other.dtype, step, other.size, all_sizes)
         if step == START or self.tolerance.given is not None or not self._is_adaptive:
             return bound
-        if other.kind == PARAMETER or other.name.endswith("running_mean"):
-            relative = self.tolerance.relative(other.dtype, 0)
-            bound += adaptive_bound(self._largest_rate(step), step, other.shape, relative)
+        relative = self.tolerance.relative(other.dtype, 0)
+        amplified = adaptive_bound(self._largest_rate(step), step, other.shape, relative)
+        if other.kind == PARAMETER:
+            bound += amplified
+        elif other.name.endswith("running_mean"):
+            before = [size for at, size in self._amplified.items() if at < step]
+            bound += min(amplified, MEAN_OF_AMPLIFIED * max(before, default=0.0))
         return bound
 
     def _largest_rate(self, step: int) -> float:

@@ -9,6 +9,8 @@ units are rounding. A fault changes gradients by far more: by a factor, or by ot
 - Adam and its like divide by a gradient's size. Where it is only rounding, they make full steps of
   it: with such an optimizer a parameter may differ by two steps of its learning rate for each
   update. A wrong decay or learning rate is seen in the optimizer's options.
+- BatchNorm's running mean follows a bias before it. It may differ by a multiple of the most that a
+  parameter's full steps of rounding have made of it before.
 """
 
 import math
@@ -19,6 +21,7 @@ import torch
 # Units of rounding that two right runs may differ by, in one tensor.
 _UNITS = {"float64": 2.0**20, "float32": 2.0**10, "float16": 2.0**5, "bfloat16": 2.0**3}
 PART_OF_ALL = 1 / 16
+MEAN_OF_AMPLIFIED = 16.0
 _ADAPTIVE = ("exp_avg_sq", "exp_inf", "sum", "square_avg", "acc_delta", "velocity")
 
 

@@ -59,8 +59,9 @@ def _of_options(options: Sequence[Difference]) -> Cause:
 
 
 def _of_buffer(pairing: Pairing, first: Difference) -> Cause:
-    norms = {m.name for m in pairing.run.first.header.modules if m.kind.startswith("BatchNorm")}
-    if module_of(first.name) in norms:
+    run = pairing.run
+    norms = {m.name for m in run.first.header.modules if m.kind.startswith("BatchNorm")}
+    if run.world_size > 1 and module_of(first.name) in norms:
         return Cause(
             "batch statistics",
             f"{first.name} holds statistics of each replica's part of the batch, not of all of it: "
