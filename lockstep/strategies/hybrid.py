@@ -193,7 +193,7 @@ class HybridStrategy(StagedStrategy):
 
 _ALONE = {
     "tensor": "`tensor` without `pipe` or `cuts` divides layers within a host, without stages.",
-    "shard": "`shard` divides parameters, without stages and without dividing layers inside.",
+    "shard": "`shard` without `pipe` or `cuts` divides parameters, and no layers inside.",
 }
 
 

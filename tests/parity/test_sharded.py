@@ -712,10 +712,13 @@ def test_two_backward_passes_recompute_the_same_forward_pass() -> None:
         (lambda: trained(mlp, SHARDED(level="slots", units=["head"])), "units with head"),
         (lambda: trained(Norms, SHARDED(num_shares=4)), "one share per device"),
         (lambda: REPLICAS(level="all"), "level='all'"),
-        (lambda: REPLICAS(pipe=2, tensor=2), "shard with pipe, tensor"),
+        (lambda: REPLICAS(pipe=2), "divide the optimizer's slots only"),
         (lambda: lockstep.HybridStrategy((1, 2), shard=2), "`data` must be a number of replicas"),
         (lambda: lockstep.HybridStrategy(2, shard=0), "shard=0"),
-        (lambda: lockstep.HybridStrategy(2, 2, units=["a"]), "`level` and `units` need `shard`"),
+        (
+            lambda: lockstep.HybridStrategy(2, 2, units=["a"]),
+            "`level` needs `shard`, `units` needs it without stages",
+        ),
         (
             lambda: trained(mlp, REPLICAS(devices=["cpu"] * 3, engine="gloo")),
             "data=2 and shard=2 with 3 devices",

@@ -15,7 +15,7 @@ def test_no_memory_for_the_model_names_the_device(monkeypatch: pytest.MonkeyPatc
     def move(model: nn.Module, device: torch.device) -> None:
         raise torch.OutOfMemoryError
 
-    plan: Any = SimpleNamespace(devices=("cuda:1",))
+    plan: Any = SimpleNamespace(devices=("cuda:1",), sharding=None)
     monkeypatch.setattr(accelerators, "use", lambda _: None)
     monkeypatch.setattr(checks, "move_model", move)
     with pytest.raises(torch.OutOfMemoryError) as caught:

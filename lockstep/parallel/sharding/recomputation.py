@@ -6,7 +6,7 @@ same states, and buffers have the values that they had; after it they are as bef
 """
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,8 +34,8 @@ class Recomputation:
         self._modules = []
         for name in names:
             module = model.get_submodule(name)
-            again = partial(_as_before, Buffers(module), as_in_pass)
-            self._modules.append((module, partial(_recomputed, again, module.forward)))
+            again = partial(_recomputed, Buffers(module), as_in_pass, module.forward)
+            self._modules.append((module, again))
 
     @classmethod
     def of(cls, work: Workload, as_in_pass: Surrounding) -> "Recomputation | None":
@@ -60,24 +60,39 @@ class Recomputation:
 
 
 def _recomputed(
-    as_before: Callable[[], Surrounding], forward: Callable[..., Any], *inputs: Any, **named: Any
+    buffers: Buffers,
+    as_in_pass: Surrounding,
+    forward: Callable[..., Any],
+    *inputs: Any,
+    **named: Any,
 ) -> Any:
-    again = as_before()
+    again = _AsBefore(buffers, as_in_pass)
     return checkpoint(
         partial(forward, **named),  # they may have the names of options of ``checkpoint``
         *inputs,
         use_reentrant=False,
-        context_fn=lambda: (nullcontext(), again()),
+        context_fn=lambda: (nullcontext(), again),
     )
 
 
-def _as_before(buffers: Buffers, as_in_pass: Surrounding) -> Surrounding:
-    """What a module is computed in again: with the buffers that it has now."""
-    kept = buffers.keep()
+class _AsBefore(AbstractContextManager[None]):
+    """What a module is computed in again, in each backward pass: with the buffers that it has now.
 
-    @contextmanager
-    def surrounding() -> Iterator[None]:
-        with buffers.as_in(kept), as_in_pass():
-            yield
+    Args:
+        buffers: of the module.
+        as_in_pass: what a forward pass runs in.
+    """
 
-    return surrounding
+    def __init__(self, buffers: Buffers, as_in_pass: Surrounding) -> None:
+        self._buffers, self._as_in_pass = buffers, as_in_pass
+        self._kept = buffers.keep()
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self._buffers.as_in(self._kept))
+            stack.enter_context(self._as_in_pass())
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
