@@ -72,7 +72,11 @@ def train(name: str, plan_name: str, steps: int) -> dict[str, Any]:
     times = [end - begin for begin, end in pairwise(clock.ends)]
     if not times:  # host 1
         return {}
-    return {"plan": trainer.plan, "seconds": statistics.median(times[WARM_UP_STEPS - 1 :][:steps])}
+    return {
+        "net": name,
+        "plan": trainer.plan,
+        "seconds": statistics.median(times[WARM_UP_STEPS - 1 :][:steps]),
+    }
 
 
 def measure(hosts: Hosts, name: str, plan_name: str, steps: int) -> dict[str, Any]:
@@ -113,6 +117,13 @@ def host_cluster(found: dict[str, Any], network: Network) -> Cluster:
     return Cluster(hosts=tuple(named), networks=(network,))
 
 
+def predicted_seconds(found: dict[str, Any], measured: dict[str, Any], cluster: Cluster) -> float:
+    """Of a training's step, by its Plan."""
+    plan = msgspec.convert(measured["plan"], Plan)
+    graph = msgspec.convert(found["graph"], LayerGraph)
+    return cost_of(plan, graph, cluster, planner.ALL[measured["net"]].batch_size).step.total
+
+
 def row(name: str, rate: str, predicted: dict[str, float], measured: dict[str, float]) -> str:
     pick, best = min(predicted, key=predicted.__getitem__), min(measured, key=measured.__getitem__)
     times = " | ".join(f"{1e3 * predicted[one]:.0f}, {1e3 * measured[one]:.0f}" for one in PLANS)
@@ -142,16 +153,7 @@ def main() -> None:
                     hosts.shape(host, rate)
                 cluster = host_cluster(found, network_of(hosts))
                 rows = {one: measure(hosts, name, one, options.steps) for one in PLANS}
-            graph, batch_size = (
-                msgspec.convert(found["graph"], LayerGraph),
-                planner.ALL[name].batch_size,
-            )
-            predicted = {
-                one: cost_of(
-                    msgspec.convert(rows[one]["plan"], Plan), graph, cluster, batch_size
-                ).step.total
-                for one in PLANS
-            }
+            predicted = {one: predicted_seconds(found, rows[one], cluster) for one in PLANS}
             measured = {one: rows[one]["seconds"] for one in PLANS}
             print(row(name, rate, predicted, measured), flush=True)
 

@@ -98,6 +98,8 @@ def test_one_device_has_the_threads_of_the_process() -> None:
     assert slow == pytest.approx(1.5 * fast)
     found = next(candidates(Problem(graph=faster, cluster=cluster, batch_size=8)))
     assert found.cost.step.forward == pytest.approx(fast)
+    alone = cost_of(plan, faster, cores(1), 8)  # a host with a single core
+    assert alone.step.forward == pytest.approx(slow)
 
 
 def test_the_bubble_of_a_pipeline_is_that_of_its_schedule() -> None:

@@ -59,7 +59,7 @@ def _modelled(plan: Plan, graph: LayerGraph, cluster: Cluster, batch_size: int) 
         return tensor_cost(graph, profile, seats, plan.tensor, batch_size)
     layout = Layout((0,), (plan.num_ranks,), plan.num_shares)
     if plan.threads_per_device is None:  # it has those of the process
-        profile = profile.threaded
+        profile = profile.threaded(cluster.hosts[0].num_cores)
     return staged_cost(profile, seats, layout, batch_size)
 
 

@@ -92,10 +92,9 @@ class Profile:
         """The costs of the model."""
         return self.of(0, self.num_units)
 
-    @property
-    def threaded(self) -> "Profile":
-        """The same with the times of a rank that has all cores' threads."""
-        speed = self.threads_speed
+    def threaded(self, num_cores: int) -> "Profile":
+        """The same with the times of a rank that has all cores' threads, if there are several."""
+        speed = self.threads_speed if num_cores > 1 else 1.0
         times = ("forward_fixed", "forward", "backward_fixed", "backward")
         faster = {name: [value / speed for value in self.sums[name]] for name in times}
         return replace(self, sums={**self.sums, **faster}, threads_speed=1.0)

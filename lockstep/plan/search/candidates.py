@@ -221,7 +221,7 @@ def _runnable(layout: Layout, batch_size: int) -> Layout:
 def _of_layout(problem: Problem, profile: Profile, layout: Layout) -> Candidate:
     seats = seats_of(problem.cluster, layout.num_ranks)
     if layout.num_ranks == layout.shares == 1:
-        profile = profile.threaded
+        profile = profile.threaded(problem.cluster.hosts[seats.all[0].host].num_cores)
     numbers = sorted({seat.host for seat in seats.all})
     hosts = tuple(problem.cluster.hosts[number] for number in numbers)
     family = "stages" if len(layout.starts) > 1 else "replicas"
