@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 import planner
+import torch
 from host_contenders import PORT
 from hosts import NUM_HOSTS, environments, task
 
@@ -58,6 +59,7 @@ class Clock(lockstep.Callback):
 def train(name: str, plan_name: str, steps: int) -> dict[str, Any]:
     """Train a net on this host."""
     net, clock = planner.ALL[name], Clock()
+    torch.manual_seed(1)  # all hosts have the same data
     data = net.make_data(min(net.num_samples, 8 * net.batch_size))
     trainer = lockstep.Trainer(
         net.make_model(),

@@ -133,6 +133,41 @@ def test_what_mixes_samples_in_backward_is_refused(name: str, rows: int) -> None
     assert all(one.grad is None for one in model.parameters())
 
 
+class CrossesKink(torch.autograd.Function):
+    """Another gradient where a sample runs alone, as if rounding had gone to a kink's other side.
+
+    So it is for samples whose first feature is a half.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, marked: Tensor) -> Tensor:
+        ctx.save_for_backward(marked)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (marked,) = ctx.saved_tensors
+        return gradient * (1.0 + marked[:, None] * (len(gradient) == 1)), None
+
+
+@pytest.mark.parametrize(("marked", "is_refused"), [([0], False), ([0, 2], True)])
+def test_one_sample_at_a_kink_is_no_mixing(marked: list[int], is_refused: bool) -> None:
+    class Kinked(Between):
+        def forward(self, x: Tensor) -> Tensor:
+            marked = (x[:, 0] == 0.5).to(x)
+            hidden: Tensor = CrossesKink.apply(self.first(x).tanh(), marked)  # type: ignore[no-untyped-call]
+            return self.last(hidden)  # type: ignore[no-any-return]
+
+    inputs = FLOATS.clone()
+    inputs[marked, 0] = 0.5
+    model = Kinked(through)
+    if is_refused:
+        with pytest.raises(ModelError, match="gradients of first"):
+            check_sample_independence(model, model, batch_of(inputs))
+    else:
+        check_sample_independence(model, model, batch_of(inputs))
+
+
 class Recomputes(Between):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = checkpoint(super().forward, x, use_reentrant=False)

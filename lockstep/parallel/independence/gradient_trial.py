@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -62,17 +62,21 @@ def check_gradients(model: nn.Module, root_of: RootOf, batch: Batch, *, is_low: 
     Raises:
         ModelError: they do not add up.
     """
-    trial, scaled = _Trial(model, root_of), None
+    trial, scaled, wrong = _Trial(model, root_of), None, dict[str, float]()
     with left_alone(model) as state, torch.enable_grad():
         for few in _few(batch):
             try:
-                residue = trial.of(few, state)
+                wrong = trial.differing(few, state, is_low=is_low)
                 scaled = trial.of_multiples(few, state)
                 break
             except Exception:  # the model requires other batch sizes: no result
-                residue = None
-    if residue is not None:
-        _check(residue, is_low=is_low or trial.precision.is_low)
+                wrong = {}
+        if wrong and batch.num_samples > 3:
+            # A sample whose rounding crosses a kink differs by itself; mixing shows on all samples.
+            others = trial.differing(repeated(batch, [2, 3, 2]), state, is_low=is_low)
+            wrong = {name: size for name, size in wrong.items() if name in others}
+    if wrong:
+        _refuse(wrong)
     return scaled is None or not _differing(scaled, is_low=False)  # the same bits, scaled
 
 
@@ -127,6 +131,13 @@ class _Trial:
         self._sketches: dict[str, torch.Tensor] = {}
         self._sizes: dict[str, float] = {}
         self._starts: list[int] = []  # first samples of the next runs
+
+    def differing(self, batch: Batch, state: ModelState, *, is_low: bool) -> dict[str, float]:
+        """The relative differences of the gradients that are no sums, by parameter."""
+        residue = self.of(batch, state)
+        if residue is None:
+            return {}
+        return _differing(residue, is_low=is_low or self.precision.is_low)
 
     def of(self, batch: Batch, state: ModelState) -> _Residue | None:
         """The residue of some samples and their halves; None without a result."""
@@ -218,17 +229,15 @@ def _differing(residue: _Residue, *, is_low: bool) -> dict[str, float]:
     }
 
 
-def _check(residue: _Residue, *, is_low: bool) -> None:
-    wrong = _differing(residue, is_low=is_low)
-    if wrong:
-        raise ModelError(
-            "The gradient of a batch must be the sum of its samples' gradients: shares of the "
-            "batch run backward separately.",
-            received=f"gradients of {first_few([*wrong])} that differ by {max(wrong.values()):.1%} "
-            "from the sum over parts of the samples",
-            fix="Remove scale_grad_by_freq, and hooks or autograd functions that mix samples in "
-            "backward (by a norm or a mean of their gradients), or train on one device.",
-        )
+def _refuse(wrong: Mapping[str, float]) -> NoReturn:
+    raise ModelError(
+        "The gradient of a batch must be the sum of its samples' gradients: shares of the batch "
+        "run backward separately.",
+        received=f"gradients of {first_few([*wrong])} that differ by {max(wrong.values()):.1%} "
+        "from the sum over parts of the samples",
+        fix="Remove scale_grad_by_freq, and hooks or autograd functions that mix samples in "
+        "backward (by a norm or a mean of their gradients), or train on one device.",
+    )
 
 
 @torch.no_grad()
