@@ -3,7 +3,8 @@
 A backward pass may mix samples where the forward pass does not: ``scale_grad_by_freq`` divides by
 how often a row of an embedding is used, a hook divides a gradient by its norm, an autograd function
 takes a mean. So the gradient of three samples (the first one occurs twice) is compared with the
-gradients of the first alone and of the others.
+gradients of the first alone and of the others. Where they differ, two more samples must show it,
+too: a sample whose rounding crosses a kink differs by itself.
 
 Of a large parameter's gradient a sketch is kept: sums of its elements with random signs, which are
 linear in it and have its norm on average (Alon, Matias, Szegedy, "The space complexity of
@@ -62,7 +63,7 @@ def check_gradients(model: nn.Module, root_of: RootOf, batch: Batch, *, is_low: 
     Raises:
         ModelError: they do not add up.
     """
-    trial, scaled, wrong = _Trial(model, root_of), None, dict[str, float]()
+    trial, scaled = _Trial(model, root_of), None
     with left_alone(model) as state, torch.enable_grad():
         for few in _few(batch):
             try:
@@ -70,11 +71,11 @@ def check_gradients(model: nn.Module, root_of: RootOf, batch: Batch, *, is_low: 
                 scaled = trial.of_multiples(few, state)
                 break
             except Exception:  # the model requires other batch sizes: no result
-                wrong = {}
+                wrong = None
         if wrong and batch.num_samples > 3:
-            # A sample whose rounding crosses a kink differs by itself; mixing shows on all samples.
             others = trial.differing(repeated(batch, [2, 3, 2]), state, is_low=is_low)
-            wrong = {name: size for name, size in wrong.items() if name in others}
+            if others is not None:
+                wrong = {name: size for name, size in wrong.items() if name in others}
     if wrong:
         _refuse(wrong)
     return scaled is None or not _differing(scaled, is_low=False)  # the same bits, scaled
@@ -132,11 +133,13 @@ class _Trial:
         self._sizes: dict[str, float] = {}
         self._starts: list[int] = []  # first samples of the next runs
 
-    def differing(self, batch: Batch, state: ModelState, *, is_low: bool) -> dict[str, float]:
-        """The relative differences of the gradients that are no sums, by parameter."""
+    def differing(
+        self, batch: Batch, state: ModelState, *, is_low: bool
+    ) -> dict[str, float] | None:
+        """The relative differences of the gradients that are no sums; None without a result."""
         residue = self.of(batch, state)
         if residue is None:
-            return {}
+            return None
         return _differing(residue, is_low=is_low or self.precision.is_low)
 
     def of(self, batch: Batch, state: ModelState) -> _Residue | None:

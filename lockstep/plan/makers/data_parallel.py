@@ -240,6 +240,8 @@ class SingleDevice(Maker):
             DeviceError: an accelerator that this host does not have.
         """
         check_there([self.device], cluster.hosts[0])
+        is_given = self.channels_last is not None
+        given = self.channels_last if is_given or is_cpu([self.device]) else False
         return Plan(
             strategy="single device",
             mesh=(),
@@ -251,11 +253,7 @@ class SingleDevice(Maker):
             ties=ties(graph),
             update=LocalUpdate(),
             precision=self.precision,
-            channels_last=_has_channels_last(
-                self.channels_last if is_cpu([self.device]) else bool(self.channels_last),
-                graph,
-                self.precision,
-            ),
+            channels_last=_has_channels_last(given, graph, self.precision),
         )
 
 
