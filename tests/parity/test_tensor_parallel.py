@@ -235,7 +235,7 @@ def test_named_modules_stay_whole() -> None:
         (partial(HYBRID, 2, 2, shard=2), OptionError, "divide the optimizer's slots only"),
         (partial(HYBRID, 2, 2, shard=2, level="slots", units=["up"]), OptionError, "units"),
         (partial(HYBRID, (2, 1), shard=2, level="slots"), OptionError, "`data` must be a number"),
-        (partial(HYBRID, 2, shard=2, tensor=2), OptionError, "without dividing layers"),
+        (partial(HYBRID, 2, shard=2, tensor=2), OptionError, "no layers inside"),
         (partial(HYBRID, 2, tensor=0), OptionError, "`degree` must be an integer"),
         (partial(HYBRID, 2, tensor=2, num_shares=1), OptionError, "Every replica needs a share"),
         (partial(HYBRID, 2, num_tensor_shards=2), OptionError, "Received: num_tensor_shards"),

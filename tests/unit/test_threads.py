@@ -3,6 +3,7 @@
 Two threads with a model and a Trainer each are as two processes.
 """
 
+import copy
 import threading
 import time
 from collections.abc import Callable
@@ -109,10 +110,12 @@ class Slow(nn.Module):
 
 
 def test_trainers_in_threads_draw_as_if_alone() -> None:
+    torch.manual_seed(0)
+    initial = Slow()
+
     def trained(seed: int) -> torch.Tensor:
-        torch.manual_seed(0)
         trainer = lockstep.Trainer(
-            model := Slow(),
+            model := copy.deepcopy(initial),
             loss="mse",
             optimizer="sgd",
             strategy=lockstep.MirroredStrategy(1, num_shares=2),
