@@ -79,7 +79,7 @@ class Division(msgspec.Struct, frozen=True, kw_only=True):
         dim: that is cut.
         sizes: of the blocks that it consists of.
         unit: elements that stay together.
-        by: ``"columns"``, the outputs of its layer, or ``"rows"``, its inputs.
+        by: ``"columns"``, the outputs of its layer; ``"rows"``, its inputs; or ``"matrices"``.
         gathered_for: the operation that gets the layer's outputs whole; "" if none does.
     """
 

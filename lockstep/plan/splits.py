@@ -60,7 +60,8 @@ class ParameterSplit(Record, frozen=True, kw_only=True):
     Attributes:
         name: of the parameter.
         split: of its dim.
-        by: ``"columns"``, a layer's outputs, or ``"rows"``, its inputs.
+        by: ``"columns"``, a layer's outputs; ``"rows"``, its inputs; or ``"matrices"``, of a stack,
+            such as one for each expert.
         gathered_for: the operation that gets the layer's outputs whole; "" if none does.
     """
 

@@ -43,6 +43,37 @@ class Residual(nn.Module):
         return output
 
 
+class Experts(nn.Module):
+    """Tokens go to two of five experts, then to another five that take a few each. One is idle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(5, *size)) for size in [(12, 14), (7, 12)])
+        self.first, self.second = (
+            nn.Parameter(torch.randn(5, *size) / 4) for size in [(12, 9), (9, 12)]
+        )
+        self.router = nn.Linear(12, 5)
+        self.router.bias.data[4] = -99.0
+        self.last = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2, -1)
+        mixed = torch.zeros_like(x)
+        for expert in range(5):
+            rows, column = torch.where(chosen == expert)
+            gate, up = (x[rows] @ self.up[expert]).chunk(2, -1)
+            output = (gate.sigmoid() * up) @ self.down[expert]
+            mixed.index_add_(0, rows, output * weights[rows, column, None])
+        scores = self.router(mixed).softmax(-1)
+        hot = nn.functional.one_hot(scores.argmax(-1), 5)
+        place = nn.functional.one_hot((hot.cumsum(0) * hot).clamp(max=4), 5)[..., 1:4].to(x)
+        hidden = torch.bmm(torch.einsum("tec,tw->ecw", place, mixed), self.first).tanh()
+        taken = place * scores[..., None]
+        output = torch.einsum("tec,ecw->tw", taken, torch.bmm(hidden, self.second))
+        logits: Tensor = self.last(x + output)
+        return logits
+
+
 def trainer(strategy: lockstep.Strategy, model: nn.Module | None = None, **options: Any) -> Trainer:
     torch.manual_seed(0)
     options = {
@@ -110,7 +141,7 @@ def test_images_in_channels_last_whose_shards_have_one_and_two_channels() -> Non
     assert report.passed, str(report)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.exhaustive), "fp64"])
 def test_the_same_shards_give_the_same_bits(precision: str) -> None:
     found = []
     for degree, engine in [(1, None), (2, None), (4, None), (2, "gloo"), (3, "gloo")]:
@@ -123,13 +154,43 @@ def test_the_same_shards_give_the_same_bits(precision: str) -> None:
         assert all(torch.equal(value, other[name]) for name, value in found[0].items())
 
 
+@pytest.mark.parametrize(
+    ("degree", "same_bits"),
+    [
+        (4, [(1, None), (2, None)]),
+        pytest.param(3, [(4, "gloo")], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_experts_are_divided(degree: int, same_bits: list[tuple[int, str | None]]) -> None:
+    def trained(strategy: lockstep.Strategy) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        return fit(trainer(strategy, Experts(), clip_norm=0.5), epochs=1)
+
+    torch.manual_seed(0)
+    plan = TENSOR(3).plan(Experts(), batch_size=14, sample=(INPUTS, TARGETS))
+    assert plan.tensor is not None
+    ways = {one.name: one.by for one in plan.tensor.parameters}
+    assert [ways[name] for name in ("up", "down", "first", "second")] == [
+        *("columns", "rows", "matrices", "matrices")
+    ]
+    found = trained(TENSOR(degree, num_tensor_shards=4))
+    check_close(found, trained(lockstep.SingleDeviceStrategy()))
+    for other, engine in same_bits:
+        same = trained(TENSOR(other, num_tensor_shards=4, engine=engine))
+        assert all(torch.equal(value, same[name]) for name, value in found.items())
+
+
 class WithoutBatchNorm(Residual):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(12)  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=["plain", "accumulate"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"accumulate": 2}, marks=pytest.mark.exhaustive)],
+    ids=["plain", "accumulate"],
+)
 def test_the_same_shares_and_shards_give_the_same_bits(options: dict[str, Any]) -> None:
     found = []
     runs = [(1, 1, None), (2, 1, None), (1, 2, None), (3, 2, None), (2, 2, "gloo")]

@@ -25,6 +25,7 @@ from lockstep.plan.splits import TensorSplits
 END = "the model's output"
 HEADS, SIZE = 3, 4
 WIDTH = HEADS * SIZE
+EXPERTS = 5
 
 
 class Model(nn.Module):
@@ -51,6 +52,9 @@ class Model(nn.Module):
         self.across = nn.MultiheadAttention(WIDTH, HEADS, kdim=7, vdim=11, batch_first=True)
         self.embedding = nn.Embedding(11, WIDTH, padding_idx=2)
         self.convolution = nn.Conv1d(5, 7, 3, padding=1)
+        self.experts_up = nn.Parameter(torch.rand(EXPERTS, 14, WIDTH))
+        self.experts_down = nn.Parameter(torch.rand(EXPERTS, WIDTH, 7))
+        self.experts_bias = nn.Parameter(torch.rand(EXPERTS, 1, 14))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(self, x)
@@ -359,6 +363,63 @@ def torchs_attention_across_in_one(model: Any, x: Tensor) -> Tensor:
     return both
 
 
+def routed(x: Tensor, run: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """Each token by two of the experts; the last one has none."""
+    tokens = x.flatten(0, 1)
+    weights, chosen = tokens[:, : EXPERTS - 1].softmax(-1).topk(2, -1)
+    found = torch.zeros_like(tokens)
+    for expert in range(EXPERTS):
+        rows, column = torch.where(chosen == expert)
+        output = run(expert, tokens[rows]) * weights[rows, column, None]
+        found.index_add_(0, rows, output)
+    return found
+
+
+def experts_in_a_loop(model: Any, x: Tensor) -> Tensor:
+    def run(expert: int, tokens: Tensor) -> Tensor:
+        gate, up = F.linear(tokens, model.experts_up[torch.tensor(expert)]).chunk(2, -1)
+        made: Tensor = (gate.sigmoid() * up) @ model.experts_down[expert].T
+        return made
+
+    return routed(x, run)
+
+
+def experts_with_gates_between(model: Any, x: Tensor) -> Tensor:
+    ups = list(model.experts_up)
+
+    def run(expert: int, tokens: Tensor) -> Tensor:
+        both = tokens @ ups[expert].t() + model.experts_bias[expert, 0]
+        gate, up = both[..., ::2], both[..., 1::2]
+        return F.linear(gate.sigmoid() * up, model.experts_down[expert])
+
+    return routed(x, run)
+
+
+def experts_by_capacity(model: Any, x: Tensor) -> Tensor:
+    tokens = x.flatten(0, 1)
+    scores = tokens[:, :EXPERTS].softmax(-1)
+    chosen = F.one_hot(scores.argmax(-1), EXPERTS)
+    place = F.one_hot((chosen.cumsum(0) * chosen).clamp(max=3), 4)[..., 1:3].to(x)  # two for each
+    slots = torch.einsum("tec,tw->ecw", place, tokens)
+    hidden = torch.baddbmm(model.experts_bias, slots, model.experts_up.mT)
+    hidden = torch.cat([hidden, hidden.roll(1, -1)], -1)[..., :7].relu()
+    output = torch.bmm(hidden, model.experts_down.transpose(1, 2))
+    return torch.einsum("tec,ecw->tw", place * scores[..., None], output)
+
+
+def experts_by_einsum(model: Any, x: Tensor) -> Tensor:
+    slots = x.flatten(0, 1).expand(EXPERTS, -1, -1)
+    hidden = torch.einsum("ecw,ehw->ech", slots, model.experts_up)[..., :7].sigmoid()
+    output = torch.einsum("ech,ewh->ecw", hidden, model.experts_down)
+    return output.view(EXPERTS, -1, WIDTH).sum(0)
+
+
+def all_experts_for_all(model: Any, x: Tensor) -> Tensor:
+    hidden = x.flatten(0, 1) @ model.experts_up.mT + model.experts_bias
+    mixed: Tensor = (hidden[..., 7:].tanh() @ model.experts_down.mT).sum(dim=0, keepdim=True)
+    return mixed
+
+
 def losses_over_classes(model: Any, x: Tensor) -> Tensor:
     logits = model.up(x)
     flat, target = logits.flatten(0, 1), torch.arange(10) % 7 * 2
@@ -399,7 +460,7 @@ CASES: dict[Callable[[Any, Tensor], Tensor], set[str]] = {
     penalised: set(),
     changed_after_a_look: {"argmax", END},
     with_dropout_in_attention: set(),
-    with_fewer_keys: {"linear"},
+    with_fewer_keys: set(),
     with_one_key: {"linear"},
     with_a_cache: set(),
     with_batched_products: set(),
@@ -416,6 +477,11 @@ CASES: dict[Callable[[Any, Tensor], Tensor], set[str]] = {
     changed_by_its_data: {"__get__", END},
     leaf_behind_a_frozen_layer: {"requires_grad_", "sum"},
     slope_in_between: set(),
+    experts_in_a_loop: set(),
+    experts_with_gates_between: set(),
+    experts_by_capacity: {"roll"},
+    experts_by_einsum: set(),
+    all_experts_for_all: set(),
     losses_over_classes: set(),
     loss_of_probabilities: {"cross_entropy"},
 }

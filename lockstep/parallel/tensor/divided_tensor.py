@@ -80,7 +80,12 @@ class Owner(ABC):
 
     @abstractmethod
     def split_of(
-        self, weight: Any, columns: int, rows: int | None = None, input: Any = None
+        self,
+        weight: Any,
+        columns: int,
+        rows: int | None = None,
+        input: Any = None,
+        by: str = "columns",
     ) -> Split | None:
         """How a weight is divided; None if it is whole, or no weight of the model.
 
@@ -89,11 +94,18 @@ class Owner(ABC):
             columns: its dim of the outputs.
             rows: its dim of the inputs, along which it may be divided, too.
             input: what it is multiplied by.
+            by: what a cut of ``columns`` separates; see ``ParameterSplit``.
         """
 
     @abstractmethod
-    def parts_of(self, weight: torch.Tensor, split: Split) -> Tensors:
-        """This rank's parts of a weight, or of any whole tensor that is divided like one."""
+    def parts_of(self, weight: torch.Tensor, split: Split, place: int | None = None) -> Tensors:
+        """This rank's parts of a weight, or of any whole tensor that is divided like one.
+
+        Args:
+            weight: the whole.
+            split: of it.
+            place: of a matrix, if the weight is a stack and only parts of that are meant.
+        """
 
     @abstractmethod
     def check_pass(self, divided: "DividedTensor") -> None:

@@ -89,7 +89,7 @@ class Observer(DividedParameters):
         self._cuts = cuts
         self._tied = {names[0] for names in ties_of(model)}
         self.asked: dict[str, tuple[tuple[int, ...], int]] = {}
-        self._rows: set[str] = set()
+        self._by: dict[str, str] = {}
         self._users: dict[str, str] = {}  # the last function that got a weight
         self._gathered: dict[str, str] = {}
         self._reasons = {
@@ -104,19 +104,25 @@ class Observer(DividedParameters):
             yield
 
     def split_of(
-        self, weight: Any, columns: int, rows: int | None = None, input: Any = None
+        self,
+        weight: Any,
+        columns: int,
+        rows: int | None = None,
+        input: Any = None,
+        by: str = "columns",
     ) -> Split | None:
         name = self.name_of(weight)
         if name and name not in self._splits and name not in self._reasons:
-            self._decide(name, weight, columns, rows, input)
+            self._decide(name, weight, columns, rows, input, by)
         return super().split_of(weight, columns, rows, input)
 
     def _decide(
-        self, name: str, weight: torch.Tensor, columns: int, rows: int | None, input: Any
+        self, name: str, weight: torch.Tensor, columns: int, rows: int | None, input: Any, by: str
     ) -> None:
+        self._by[name] = by
         if isinstance(input, DividedTensor) and rows is not None and name not in self._tied:
             split = input.division.at(rows)
-            self._rows.add(name)
+            self._by[name] = by if rows == columns else "rows"
         else:
             sizes, unit = self._cuts.get(name, ((weight.shape[columns],), 1))
             split = self._split(columns, sizes, unit)
@@ -130,10 +136,12 @@ class Observer(DividedParameters):
     def _split(self, dim: int, sizes: Sequence[int], unit: int) -> Split:
         return Split(dim=dim, sizes=tuple(sizes), unit=unit, num_shards=self.exchange.num_shards)
 
-    def parts_of(self, weight: torch.Tensor, split: Split) -> Tensors:
+    def parts_of(self, weight: torch.Tensor, split: Split, place: int | None = None) -> Tensors:
         name = self.name_of(weight)
         if name and weight.dim() == 1 and name not in self._reasons:
             self._splits.setdefault(name, split)
+        if place is not None:
+            weight, split = weight[place], split.at(split.dim - 1)
         return [cut(weight, split, shard) for shard in self.exchange.own]
 
     def refine(self, divided: DividedTensor, sizes: Sequence[int], unit: int) -> None:
@@ -171,7 +179,7 @@ class Observer(DividedParameters):
                 ParameterSplit(
                     name=name,
                     split=split,
-                    by="rows" if name in self._rows else "columns",
+                    by=self._by.get(name, "columns"),
                     gathered_for=self._gathered.get(name, ""),
                 )
                 for name, split in self._splits.items()

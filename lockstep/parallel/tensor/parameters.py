@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import lockstep.parallel.tensor.einsum_rules
@@ -25,6 +26,7 @@ from lockstep.parallel.tensor.divided_tensor import (
     DividedTensor,
     Owner,
     dispatch,
+    named,
 )
 from lockstep.parallel.tensor.shard_exchange import ShardExchange, Tensors
 from lockstep.parallel.tensor.transfers import cut_own
@@ -85,7 +87,8 @@ class DividedParameters(Owner):
             return True
         if not isinstance(argument, torch.Tensor):
             return False
-        return id(argument._base) in self._names or bool(self.name_of(argument))
+        base = argument._base
+        return bool(self.name_of(argument if base is None else base))
 
     def check_pass(self, divided: DividedTensor) -> None:
         if not self._is_running:
@@ -117,17 +120,24 @@ class DividedParameters(Owner):
         return name in self._splits
 
     def split_of(
-        self, weight: Any, columns: int, rows: int | None = None, input: Any = None
+        self,
+        weight: Any,
+        columns: int,
+        rows: int | None = None,
+        input: Any = None,
+        by: str = "columns",
     ) -> Split | None:
         split = self._splits.get(self.name_of(weight))
         return split if split is not None and split.dim in (columns, rows) else None
 
-    def parts_of(self, weight: torch.Tensor, split: Split) -> Tensors:
+    def parts_of(self, weight: torch.Tensor, split: Split, place: int | None = None) -> Tensors:
         name = self.name_of(weight)
         own = self._splits.get(name)
-        if own is None or own.dim != split.dim or not own.is_like(split):
-            return cut_own(self.exchange, weight, split)
-        return [part.tensor().to(weight.dtype) for part in self._parts[name]]
+        if own is not None and own.dim == split.dim and own.is_like(split):
+            return [part.tensor(place).to(weight.dtype) for part in self._parts[name]]
+        if place is not None:
+            weight, split = weight[place], split.at(split.dim - 1)
+        return cut_own(self.exchange, weight, split)
 
     # --- gradients -------------------------------------------------------------------------------
 
@@ -188,12 +198,26 @@ class _Shard:
             parameter.detach().narrow(split.dim, start, stop - start)
             for start, stop in split.cuts[shard]
         ]
+        self._matrices: list[tuple[torch.Tensor, ...]] = []  # by leaf
 
-    def tensor(self) -> torch.Tensor:
-        """The shard."""
-        for leaf in self.leaves:
-            leaf.requires_grad_(self._parameter.requires_grad)  # which may change between steps
-        return self.leaves[0] if len(self.leaves) == 1 else torch.cat(self.leaves, self._dim)
+    def tensor(self, place: int | None = None) -> torch.Tensor:
+        """The shard; of a stack, one matrix of it."""
+        leaves, dim = self.leaves, self._dim
+        if leaves[0].requires_grad is not self._parameter.requires_grad:
+            for leaf in leaves:  # it may change between steps
+                leaf.requires_grad_(self._parameter.requires_grad)
+            self._matrices = []
+        if place is not None:
+            leaves, dim = self._of_stack(place), dim - 1
+        return leaves[0] if len(leaves) == 1 else torch.cat(leaves, dim)
+
+    def _of_stack(self, place: int) -> list[torch.Tensor]:
+        """A matrix of each leaf. All come from one operation, whose gradient is formed once."""
+        if not torch.is_grad_enabled():
+            return [leaf[place] for leaf in self.leaves]
+        if not self._matrices:
+            self._matrices = [leaf.unbind() for leaf in self.leaves]
+        return [matrices[place] for matrices in self._matrices]
 
     @property
     def has_gradient(self) -> bool:
@@ -213,6 +237,7 @@ class _Shard:
 
     def clear(self) -> None:
         """Drop its gradient."""
+        self._matrices = []
         for leaf in self.leaves:
             leaf.grad = None
 
@@ -221,8 +246,9 @@ class _Shard:
 _REDIRECTIONS = [
     *(Redirection(name) for name in ("linear", "embedding", "conv1d", "conv2d", "conv3d")),
     Redirection("multi_head_attention_forward"),
-    *(Redirection(name, torch) for name in ("matmul", "mm", "addmm", "einsum")),
-    *(Redirection(name, torch.Tensor) for name in ("matmul", "mm", "__matmul__", "to")),
+    *(Redirection(name, torch) for name in ("matmul", "mm", "addmm", "einsum", "bmm", "baddbmm")),
+    *(Redirection(name, torch.Tensor) for name in ("matmul", "mm", "__matmul__", "bmm", "to")),
+    *(Redirection("grouped_mm") for _ in named("grouped_mm", F)),
 ]
 
 

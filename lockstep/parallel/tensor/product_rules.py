@@ -6,12 +6,18 @@ is divided by rows, its inputs, takes a part of the inputs, and the shards' resu
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from lockstep.parallel.tensor.divided_tensor import RULES, DividedTensor, Owner, whole_of
+from lockstep.parallel.tensor.divided_tensor import (
+    RULES,
+    DividedTensor,
+    Owner,
+    named,
+    whole_of,
+)
 from lockstep.parallel.tensor.shard_exchange import Tensors
 from lockstep.parallel.tensor.transfers import cut_own, spread, total
 from lockstep.plan.splits import Split
@@ -20,38 +26,96 @@ from lockstep.plan.splits import Split
 _Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
+class Weight(NamedTuple):
+    """A weight that a product takes.
+
+    Attributes:
+        whole: a matrix, or a stack of them, such as one for each expert.
+        place: in the stack, of the matrix that is taken; None if all is.
+        is_turned: the matrices are transposed.
+    """
+
+    whole: torch.Tensor
+    place: int | None = None
+    is_turned: bool = False
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """The dims of ``whole`` that are the rows and columns of what is taken."""
+        first = self.whole.dim() - 2
+        return (first + 1, first) if self.is_turned else (first, first + 1)
+
+    def turned(self, part: torch.Tensor) -> torch.Tensor:
+        """A part of what is taken, as the product takes it."""
+        return part.mT if self.is_turned else part
+
+
+def weight_of(owner: Owner, tensor: Any) -> Weight | None:
+    """The weight of which a tensor is a view: all of it, or one matrix; None if it is none."""
+    if owner.name_of(tensor):
+        return Weight(tensor)
+    base = tensor._base
+    if base is None or tensor.dim() < 2 or not 2 <= base.dim() <= 3 or not owner.name_of(base):
+        return None
+    offset, place = tensor.storage_offset() - base.storage_offset(), None
+    if tensor.dim() < base.dim():
+        place, offset = divmod(offset, max(base.stride(0), 1))
+    has_gradient = base.requires_grad and torch.is_grad_enabled()
+    is_plain = not (tensor._backward_hooks or tensor.retains_grad)
+    # A view that was made without gradients says that it requires them.
+    if offset or not is_plain or (tensor.grad_fn is not None) != has_gradient:
+        return None
+    one = base if place is None else base[place].detach()
+    for is_turned, matrix in enumerate((one, one.mT)):
+        if (tensor.shape, tensor.stride()) == (matrix.shape, matrix.stride()):
+            return Weight(base, place, bool(is_turned))
+    return None
+
+
 def _linear(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    input, weight, bias = (*args, *kwargs.values(), None)[:3]
-    split = owner.split_of(weight, 0, 1, _along_last(input))
-    return _multiplied(owner, func, input, weight, bias, split, 1, func)
+    input, matrix, bias = (*args, *kwargs.values(), None)[:3]
+    weight = weight_of(owner, matrix)
+    if weight is None or matrix.dim() != 2:
+        return NotImplemented
+    columns, rows = weight.dims
+
+    def product(input: torch.Tensor, part: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        made: torch.Tensor = func(input, weight.turned(part), bias)
+        return made
+
+    return _multiplied(owner, func, input, weight, bias, columns, rows, product)
 
 
 def _matmul(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs or len(args) != 2 or args[0].dim() < 2 or args[1].dim() != 2:
         return NotImplemented
-    input, weight = args
-    turned = turned_weight(owner, weight)
-    if turned is not None:
-        split = owner.split_of(turned, 0, 1, _along_last(input))
-        product: _Product = lambda input, weight, bias: func(input, weight.t())  # noqa: E731
-        return _multiplied(owner, func, input, turned, None, split, 1, product)
-    split = owner.split_of(weight, 1, 0, _along_last(input))
-    return _multiplied(
-        owner, func, *args, None, split, 0, lambda input, weight, bias: func(input, weight)
+    weight = weight_of(owner, args[1])
+    if weight is None:
+        return NotImplemented
+    rows, columns = weight.dims
+    product: _Product = lambda input, part, bias: func(input, weight.turned(part))  # noqa: E731
+    return _multiplied(owner, func, args[0], weight, None, columns, rows, product)
+
+
+def _grouped(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each group of rows multiplied by its matrix of a stack, as by the expert of these tokens."""
+    if len(args) != 2 or kwargs.get("bias") is not None or args[0].dim() != 2:
+        return NotImplemented
+    weight = weight_of(owner, args[1]) if args[1].dim() == 3 else None
+    if weight is None or (weight.whole.device.type != "cpu" and not _are_aligned(owner, weight)):
+        return NotImplemented
+    rows, columns = weight.dims
+
+    product: _Product = lambda input, part, bias: func(  # noqa: E731
+        input, weight.turned(part), **kwargs
     )
+    return _multiplied(owner, func, args[0], weight, None, columns, rows, product)
 
 
-def turned_weight(owner: Owner, view: torch.Tensor) -> torch.Tensor | None:
-    """The weight of which a matrix is the transpose; None if it is none."""
-    base = view._base
-    if base is None or not owner.name_of(base) or base.dim() != 2 or view.dim() != 2:
-        return None
-    places = (view.shape, view.stride(), view.storage_offset())
-    is_turned = places == (base.shape[::-1], base.stride()[::-1], base.storage_offset())
-    has_gradient = base.requires_grad and torch.is_grad_enabled()
-    is_plain = not (view._backward_hooks or view.retains_grad)
-    # A view that was made without gradients says that it requires them.
-    return base if is_turned and is_plain and (view.grad_fn is not None) == has_gradient else None
+def _are_aligned(owner: Owner, weight: Weight) -> bool:
+    """Whether all parts begin at multiples of 16 bytes, as kernels of devices need it."""
+    unit = owner.exchange.num_shards * 16 // weight.whole.itemsize
+    return not any(size % unit for size in weight.whole.shape[1:])
 
 
 def _along_last(input: Any) -> Any:
@@ -63,37 +127,43 @@ def _along_last(input: Any) -> Any:
 def _addmm(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs or len(args) != 3 or args[0].dim() != 1:
         return NotImplemented
-    bias, input, weight = args
-    split = owner.split_of(weight, 1, 0, _along_last(input))
+    bias, input, matrix = args
+    weight = weight_of(owner, matrix)
+    if weight is None:
+        return NotImplemented
+    rows, columns = weight.dims
 
-    def product(
-        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        made: torch.Tensor = input @ weight if bias is None else func(bias, input, weight)
+    def product(input: torch.Tensor, part: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        own = weight.turned(part)
+        made: torch.Tensor = input @ own if bias is None else func(bias, input, own)
         return made
 
-    return _multiplied(owner, func, input, weight, bias, split, 0, product)
+    return _multiplied(owner, func, input, weight, bias, columns, rows, product)
 
 
 def _multiplied(
     owner: Owner,
     func: Any,
     input: Any,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: Any,
-    split: Split | None,
+    columns: int,
     rows: int,
     product: _Product,
 ) -> Any:
-    """The product with a weight whose inputs are the dim ``rows``."""
+    """The product with a weight whose outputs are the dim ``columns``, its inputs ``rows``."""
+    split = owner.split_of(weight.whole, columns, rows, _along_last(input))
     if split is None:
         return NotImplemented
     if split.dim != rows:
         return _by_columns(owner, func, input, weight, bias, split, -1, product)
-    if rows == 1 and not torch.is_autocast_enabled(weight.device.type):
+    is_matrix = weight.place is not None or weight.whole.dim() == 2
+    is_cast = torch.is_autocast_enabled(weight.whole.device.type)
+    if is_matrix and rows == weight.whole.dim() - 1 and not is_cast:
         product = partial(product_of_columns, product)
-    parts = zip(_inputs(owner, func, input, split), owner.parts_of(weight, split), strict=True)
-    summed = total(owner.exchange, [product(own, part, None) for own, part in parts])
+    weights = owner.parts_of(weight.whole, split, weight.place)
+    pairs = zip(_inputs(owner, func, input, split), weights, strict=True)
+    summed = total(owner.exchange, [product(own, part, None) for own, part in pairs])
     return summed if bias is None else summed + whole_of(bias, func)
 
 
@@ -137,7 +207,7 @@ def _by_columns(
     owner: Owner,
     func: Any,
     input: Any,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: Any,
     split: Split,
     dim: int,
@@ -148,9 +218,10 @@ def _by_columns(
     biases: Any = [None for _ in inputs]
     if bias is not None:
         biases = owner.parts_of(whole_of(bias, func), split.at(0))
-    weights = owner.parts_of(weight, split)
+    weights = owner.parts_of(weight.whole, split, weight.place)
     parts = [product(*each) for each in zip(inputs, weights, biases, strict=True)]
-    return DividedTensor.of(parts, split.at(dim % parts[0].dim()), owner, owner.name_of(weight))
+    name = owner.name_of(weight.whole)
+    return DividedTensor.of(parts, split.at(dim % parts[0].dim()), owner, name)
 
 
 def _inputs(owner: Owner, func: Any, input: Any, split: Split) -> Tensors:
@@ -181,7 +252,7 @@ def _convolution(num_dims: int) -> Any:
             made: torch.Tensor = func(input, weight, bias, **options)
             return made
 
-        return _by_columns(owner, func, input, weight, bias, split, -1 - num_dims, product)
+        return _by_columns(owner, func, input, Weight(weight), bias, split, -1 - num_dims, product)
 
     return rule
 
@@ -257,4 +328,5 @@ RULES[torch.addmm] = _addmm
 RULES[F.embedding] = _embedding
 RULES |= dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), _matmul)
 RULES |= dict.fromkeys((torch.mm, torch.Tensor.mm), _matmul)
+RULES |= dict.fromkeys(named("grouped_mm _grouped_mm", F, torch), _grouped)
 RULES |= {F.conv1d: _convolution(1), F.conv2d: _convolution(2), F.conv3d: _convolution(3)}

@@ -6,6 +6,7 @@ that are divided. Changes of shape: ``shape_rules``.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from lockstep.parallel.tensor.divided_tensor import (
     register,
     whole_of,
 )
+from lockstep.parallel.tensor.product_rules import Weight, weight_of
 from lockstep.parallel.tensor.product_rules import _matmul as multiply_by_weight
-from lockstep.parallel.tensor.transfers import cut_own, gather, spread
+from lockstep.parallel.tensor.transfers import cut_own, gather, spread, total
 from lockstep.plan.splits import Split
 
 _Arguments = tuple[Any, ...]
@@ -124,20 +126,26 @@ def _along(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
 
 
 def _reduction(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
-    """Sums and means along dims that are not divided."""
+    """Sums and means along dims that are not divided; sums along one that is, over the shards."""
     input, *rest = args
     dims = kwargs.get("dim", rest[0] if rest else None)
     dims = (dims,) if isinstance(dims, int) else dims
     if not isinstance(input, DividedTensor) or not isinstance(dims, list | tuple) or not dims:
         return NotImplemented
     reduced = {dim % input.dim() for dim in dims}
-    if input.division.dim in reduced or len(rest) > 2:
+    if len(rest) > 2:
         return NotImplemented
+    if input.division.dim in reduced:
+        if func not in _SUMS or not input.is_floating_point():
+            return NotImplemented
+        return total(owner.exchange, [func(part, *rest, **kwargs) for part in input.parts])
     keeps = kwargs.get("keepdim", rest[1] if len(rest) > 1 else False)
     before = 0 if keeps else sum(dim < input.division.dim for dim in reduced)
     split = input.division.at(input.division.dim - before)
     return input.like([func(part, *rest, **kwargs) for part in input.parts], split)
 
+
+_SUMS = (torch.sum, torch.Tensor.sum)
 
 _NORM = ("input", "normalized_shape", "weight", "bias")
 
@@ -167,23 +175,59 @@ def _norm(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
 
 
 def _matmul(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
-    """Products of matrices by heads, or with a weight."""
+    """Products of matrices by heads or experts, or with a weight."""
     if kwargs or len(args) != 2:
         return NotImplemented
-    parts = _batched(owner, args)
-    if parts is None:
-        return multiply_by_weight(owner, func, args, kwargs)
-    return _lead_of(args).like([func(*each) for each in zip(*parts, strict=True)])
+    found = _batched(owner, func, args)
+    return multiply_by_weight(owner, func, args, kwargs) if found is None else found
 
 
 def _baddbmm(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
     options = {**dict(zip(("input", "batch1", "batch2"), args, strict=False)), **kwargs}
     tensors = [options.pop(name, None) for name in ("input", "batch1", "batch2")]
     is_plain = all(isinstance(one, torch.Tensor) for one in tensors) and "out" not in options
-    parts = _batched(owner, tensors) if is_plain else None
-    if parts is None:
-        return NotImplemented
-    return _lead_of(tensors).like([func(*each, **options) for each in zip(*parts, strict=True)])
+    found = _batched(owner, partial(func, **options), tensors) if is_plain else None
+    return NotImplemented if found is None else found
+
+
+def _batched(owner: Owner, func: Any, tensors: Sequence[Any]) -> DividedTensor | None:
+    """A product of tensors that are divided along one dim before the last two; None if none are.
+
+    A stack of weights is divided there, too: a shard has whole ones, such as experts.
+    """
+    parts = _parts_of_batch(owner, tensors)
+    if parts is not None:
+        return _lead_of(tensors).like([func(*each) for each in zip(*parts, strict=True)])
+    weights = {place: found for place, one in enumerate(tensors) if (found := _stack(owner, one))}
+    if not weights or any(one.dim() > 3 for one in tensors):
+        return None
+    weight = next(iter(weights.values()))
+    if {one.shape[0] for one in tensors if one.dim() == 3} - {1, len(weight.whole)}:
+        return None
+    split = owner.split_of(weight.whole, 0, by="matrices")
+    if split is None:
+        return None
+    columns = [
+        _parts_of_stack(owner, one, weights.get(place), split) for place, one in enumerate(tensors)
+    ]
+    made = [func(*each) for each in zip(*columns, strict=True)]
+    return DividedTensor.of(made, split, owner, owner.name_of(weight.whole))
+
+
+def _stack(owner: Owner, tensor: Any) -> Weight | None:
+    """The weight of which a tensor is all, if it is a stack of matrices for as many shards."""
+    if isinstance(tensor, DividedTensor) or tensor.dim() != 3:
+        return None
+    weight = weight_of(owner, tensor)
+    return weight if weight is not None and len(tensor) >= owner.exchange.num_shards else None
+
+
+def _parts_of_stack(
+    owner: Owner, tensor: Any, weight: Weight | None, split: Split
+) -> Sequence[torch.Tensor]:
+    if weight is not None and owner.split_of(weight.whole, 0, by="matrices") == split:
+        return [weight.turned(one) for one in owner.parts_of(weight.whole, split)]
+    return _parts(owner, whole_of(tensor, torch.bmm), split.at(-3))
 
 
 def _lead_of(tensors: Sequence[Any]) -> DividedTensor:
@@ -191,7 +235,7 @@ def _lead_of(tensors: Sequence[Any]) -> DividedTensor:
     return next(one for one in tensors if isinstance(one, DividedTensor))
 
 
-def _batched(owner: Owner, tensors: Sequence[Any]) -> list[Sequence[Any]] | None:
+def _parts_of_batch(owner: Owner, tensors: Sequence[Any]) -> list[Sequence[Any]] | None:
     """The parts of tensors with as many dims, by tensor; None if a cut crosses matrices.
 
     Those that are divided are so alike, along one dim before the last two; others are cut to fit.
@@ -208,7 +252,17 @@ def _batched(owner: Owner, tensors: Sequence[Any]) -> list[Sequence[Any]] | None
     sizes = {one.shape[place] for one in tensors}
     if not sizes <= {1, lead.division.size}:
         return None
-    return [_parts(owner, one, lead.division.at(place)) for one in tensors]
+    split = lead.division.at(place)
+    return [_parts_beside(owner, one, lead, split) for one in tensors]
+
+
+def _parts_beside(owner: Owner, tensor: Any, lead: DividedTensor, split: Split) -> Sequence[Any]:
+    """A tensor's parts beside those of a divided one; of a stack of weights, its own parts."""
+    weight = _stack(owner, tensor) if split.dim == -3 else None
+    own = None if weight is None else owner.split_of(weight.whole, 0, 0, lead, by="matrices")
+    if weight is None or own is None or not own.is_like(split):
+        return _parts(owner, tensor, split)
+    return [weight.turned(one) for one in owner.parts_of(weight.whole, own)]
 
 
 def _ask_for_one_unit(owner: Owner, tensors: Sequence[DividedTensor]) -> None:
@@ -230,7 +284,7 @@ def _attention(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> A
     mask = options.pop("attn_mask", None)
     if options.pop("enable_gqa", False):
         tensors = [tensors[0], *(_repeated(one, tensors[0]) for one in tensors[1:])]
-    parts = None if isinstance(mask, DividedTensor) else _batched(owner, tensors)
+    parts = None if isinstance(mask, DividedTensor) else _parts_of_batch(owner, tensors)
     lead = next((one for one in tensors if isinstance(one, DividedTensor)), None)
     if parts is None or lead is None:
         return NotImplemented

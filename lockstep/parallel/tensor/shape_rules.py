@@ -287,6 +287,8 @@ def _slice_of_blocks(owner: Owner, input: DividedTensor, index: Any, own: int) -
     """A slice of the divided dim, if it is one of the blocks."""
     size = input.division.size
     start, stop, step = index[own].indices(size)
+    if step > 1 and start < step and stop == size and size % step == 0:
+        return _every(owner, input, index, own, step)
     edges = list(accumulate(input.division.sizes, initial=0))
     if step != 1 or start not in edges or stop not in edges:
         if step == 1 and 0 <= start < stop:
@@ -298,6 +300,22 @@ def _slice_of_blocks(owner: Owner, input: DividedTensor, index: Any, own: int) -
     blocks = _blocks(owner, input, input.division.sizes)
     rest = tuple(slice(None) if place == own else one for place, one in enumerate(index))
     return _item(owner, None, (blocks[edges.index(start)], rest), {})
+
+
+def _every(owner: Owner, input: DividedTensor, index: Any, own: int, step: int) -> Any:
+    """Each ``step``-th element of the divided dim, if they are as many of each shard."""
+    split = input.division
+    if split.unit % step:
+        sizes = [size * input.span for size in split.sizes]
+        owner.refine(input, sizes, math.lcm(split.unit, step) * input.span)
+        return NotImplemented
+    taken = Split(
+        dim=_dim_after(index, _dims_of(index, input.dim()), split.dim),
+        sizes=tuple(size // step for size in split.sizes),
+        num_shards=split.num_shards,
+        unit=split.unit // step,
+    )
+    return input.like([part[index] for part in input.parts], taken, input.span * step, is_view=True)
 
 
 def _equal_blocks(sizes: Sequence[int], size: int) -> list[int]:
