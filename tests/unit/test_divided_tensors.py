@@ -587,6 +587,39 @@ def test_weights_that_are_cast_are_divided_like_others(x: Tensor) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
 
 
+def test_groups_of_tokens_are_multiplied_by_parts_of_their_experts(x: Tensor) -> None:
+    """In float32: the kernel takes no float64. Its parts begin at multiples of 16 bytes."""
+    stops = torch.tensor([3, 3, 4, 9, 10], dtype=torch.int32)
+
+    def by_groups(model: Any, x: Tensor) -> Tensor:
+        both = F.grouped_mm(x.flatten(0, 1).float(), model.ups.mT, offs=stops)
+        gated = both[..., ::2].sigmoid() * both[..., 1::2]
+        gate, up = F.grouped_mm(gated, model.middle, offs=stops).chunk(2, -1)
+        return F.grouped_mm(gate.sigmoid() * up, model.downs.mT, offs=stops)
+
+    model = Model(by_groups)
+    model.ups, model.downs = (nn.Parameter(torch.rand(5, *size)) for size in [(40, 12), (12, 20)])
+    model.middle = nn.Parameter(torch.rand(5, 20, 40))
+    expected = run(model, x)
+    expected.square().sum().backward()
+    plain = gradients(model)
+    model.zero_grad()
+    splits = divide(model, x, 3)
+    found = {one.name: (one.by, one.split.sizes, one.split.unit) for one in splits.parameters}
+    assert found == {
+        "ups": ("columns", (40,), 8),
+        "middle": ("rows", (20,), 4),
+        "downs": ("columns", (12,), 4),
+    }
+    divided = on_shards(model, splits)
+    with divided.running():
+        output = run(model, x)
+        output.square().sum().backward()
+    torch.testing.assert_close(output, expected)
+    for name, gradient in gradients(model, divided).items():
+        torch.testing.assert_close(gradient, plain[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_stay_whole_for_a_reason(kind: Any, x: Tensor) -> None:
     model = nn.ModuleList([kind(WIDTH, 6, batch_first=True), nn.Linear(6, 4)]).double()

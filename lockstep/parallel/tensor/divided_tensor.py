@@ -86,6 +86,7 @@ class Owner(ABC):
         rows: int | None = None,
         input: Any = None,
         by: str = "columns",
+        unit: int = 1,
     ) -> Split | None:
         """How a weight is divided; None if it is whole, or no weight of the model.
 
@@ -95,6 +96,7 @@ class Owner(ABC):
             rows: its dim of the inputs, along which it may be divided, too.
             input: what it is multiplied by.
             by: what a cut of ``columns`` separates; see ``ParameterSplit``.
+            unit: columns that must stay together.
         """
 
     @abstractmethod

@@ -6,6 +6,7 @@ operation would work on parts if a weight were cut in other places, between head
 of a fused projection, the model runs again with these. Names play no part.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -110,28 +111,27 @@ class Observer(DividedParameters):
         rows: int | None = None,
         input: Any = None,
         by: str = "columns",
+        unit: int = 1,
     ) -> Split | None:
         name = self.name_of(weight)
         if name and name not in self._splits and name not in self._reasons:
-            self._decide(name, weight, columns, rows, input, by)
+            if isinstance(input, DividedTensor) and rows is not None and name not in self._tied:
+                self._decide(name, input.division.at(rows), by if rows == columns else "rows")
+            else:
+                self._decide(name, self._by_outputs(name, weight, columns, unit), by)
         return super().split_of(weight, columns, rows, input)
 
-    def _decide(
-        self, name: str, weight: torch.Tensor, columns: int, rows: int | None, input: Any, by: str
-    ) -> None:
-        self._by[name] = by
-        if isinstance(input, DividedTensor) and rows is not None and name not in self._tied:
-            split = input.division.at(rows)
-            self._by[name] = by if rows == columns else "rows"
-        else:
-            sizes, unit = self._cuts.get(name, ((weight.shape[columns],), 1))
-            split = self._split(columns, sizes, unit)
-            if not split.is_possible:
-                split = self._split(columns, (weight.shape[columns],), 1)
+    def _decide(self, name: str, split: Split, by: str) -> None:
         if split.is_possible:
-            self._splits[name] = split
+            self._splits[name], self._by[name] = split, by
         else:
             self._reasons[name] = f"{split.size} outputs are fewer than {split.num_shards} shards"
+
+    def _by_outputs(self, name: str, weight: torch.Tensor, columns: int, unit: int) -> Split:
+        size = weight.shape[columns]
+        sizes, wanted = self._cuts.get(name, ((size,), 1))
+        split = self._split(columns, sizes, math.lcm(unit, wanted))
+        return split if split.is_possible else self._split(columns, (size,), unit)
 
     def _split(self, dim: int, sizes: Sequence[int], unit: int) -> Split:
         return Split(dim=dim, sizes=tuple(sizes), unit=unit, num_shards=self.exchange.num_shards)

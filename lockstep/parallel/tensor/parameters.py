@@ -126,6 +126,7 @@ class DividedParameters(Owner):
         rows: int | None = None,
         input: Any = None,
         by: str = "columns",
+        unit: int = 1,
     ) -> Split | None:
         split = self._splits.get(self.name_of(weight))
         return split if split is not None and split.dim in (columns, rows) else None

@@ -4,6 +4,7 @@ A weight that is divided by columns, its outputs, gives each shard a part of the
 is divided by rows, its inputs, takes a part of the inputs, and the shards' results are added up.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -101,21 +102,22 @@ def _grouped(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     """Each group of rows multiplied by its matrix of a stack, as by the expert of these tokens."""
     if len(args) != 2 or kwargs.get("bias") is not None or args[0].dim() != 2:
         return NotImplemented
-    weight = weight_of(owner, args[1]) if args[1].dim() == 3 else None
-    if weight is None or (weight.whole.device.type != "cpu" and not _are_aligned(owner, weight)):
+    input, stack = args
+    weight = weight_of(owner, stack) if stack.dim() == 3 else None
+    if weight is None:
         return NotImplemented
     rows, columns = weight.dims
-
+    unit = 16 // stack.itemsize  # torch's kernels read so many bytes at once
+    split = owner.split_of(weight.whole, columns, rows, _along_last(input), unit=unit)
+    if split is None or any(split.size_of(shard) % unit for shard in range(split.num_shards)):
+        if split is not None and split.dim == rows and isinstance(input, DividedTensor):
+            sizes = [size * input.span for size in input.division.sizes]
+            owner.refine(input, sizes, math.lcm(unit, input.division.unit) * input.span)
+        return NotImplemented
     product: _Product = lambda input, part, bias: func(  # noqa: E731
         input, weight.turned(part), **kwargs
     )
-    return _multiplied(owner, func, args[0], weight, None, columns, rows, product)
-
-
-def _are_aligned(owner: Owner, weight: Weight) -> bool:
-    """Whether all parts begin at multiples of 16 bytes, as kernels of devices need it."""
-    unit = owner.exchange.num_shards * 16 // weight.whole.itemsize
-    return not any(size % unit for size in weight.whole.shape[1:])
+    return _multiplied(owner, func, input, weight, None, columns, rows, product)
 
 
 def _along_last(input: Any) -> Any:
