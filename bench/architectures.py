@@ -241,8 +241,9 @@ def divided(row: Architecture) -> Row:
     import lockstep
 
     model, data = job_of(row)
-    if getattr(model.config, "_experts_implementation", None):
-        model.config._experts_implementation = "eager"  # other kernels take no float64
+    config: Any = model.config
+    if getattr(config, "_experts_implementation", None):
+        config._experts_implementation = "eager"  # other kernels take no float64
     with torch.random.fork_rng():
         plan = lockstep.TensorParallelStrategy(2).plan(model, batch_size=_BATCH_SIZE, sample=data)
     assert plan.tensor is not None
