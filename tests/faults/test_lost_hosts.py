@@ -20,7 +20,7 @@ from lockstep.train.fault_tolerance.lost_hosts import check_host_restarts
 from tests.faults import host_copies
 from tests.faults.host_copies import TORN
 from tests.faults.host_starts import expected, how_to_start
-from tests.thorough import core_of
+from tests.thorough import OUTER, core_of
 
 ROWS = [
     (strategy, fault)
@@ -39,7 +39,7 @@ COPYING = str(Path(host_copies.__file__))
 
 @pytest.mark.parametrize(
     ("strategy", "fault"),
-    core_of(ROWS, [("replicas on 2 hosts", "host")], [("Keras on 2 hosts", "host")]),
+    core_of(ROWS, [("replicas on 2 hosts", "host")], []),
 )
 def test_a_run_outlives_the_loss_of_each_host(strategy: str, fault: str) -> None:
     is_fresh = (strategy, fault) in FRESH
@@ -55,7 +55,7 @@ def test_a_run_outlives_the_loss_of_each_host(strategy: str, fault: str) -> None
 @pytest.mark.thorough
 def test_a_run_outlives_the_loss_of_parts_of_hosts_one_after_another(tmp_path: Path) -> None:
     """What befalls a whole host is above, and below."""
-    strategy, faults = "replicas on 2 hosts", ("script", "launcher", "stop the script")
+    strategy, faults = "replicas on 2 hosts", ("launcher", "stop the script")
     epochs, chance = host_faults.num_epochs(len(faults)), random.Random(1)
     run = host_faults.Run(strategy, tmp_path / "run", epochs, start=how_to_start(strategy))
     try:
@@ -95,6 +95,7 @@ def whole_epochs(strategy: str) -> object:
     return expected(strategy, EPOCHS, "epoch", LONG_EPOCH)
 
 
+@OUTER
 @pytest.mark.parametrize(
     ("strategy", "host", "is_empty"),
     core_of(

@@ -157,7 +157,7 @@ class Slow(nn.Module):
         return self.layer(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_straggler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = lockstep.Trainer(
         Slow(),

@@ -24,7 +24,7 @@ from lockstep.errors import WorkerError
 from lockstep.parallel.parameter_server.server import ParameterServer
 from lockstep.parallel.parameter_server.update_rollback import SecondCopy
 from lockstep.train.optim.updaters import TorchUpdater
-from tests.thorough import core_of
+from tests.thorough import OUTER, core_of
 
 SAMPLES, BATCH = 400, 10
 
@@ -338,6 +338,7 @@ def test_without_a_second_copy_the_error_says_what_is_left(
     assert any("The weights " in note for note in caught.value.__notes__)
 
 
+@OUTER
 @pytest.mark.parametrize("staleness", core_of([0, 2, None], [2], []))
 def test_without_a_second_copy_the_newest_checkpoint_is_taken(
     staleness: int | None, tmp_path: Path

@@ -125,7 +125,7 @@ print("kept", found == 3 * [(first, second)], len({*first, *second, os.getpid()}
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_two_trainers_take_turns_in_threads_and_keep_their_helpers(tmp_path: Path) -> None:
     """Read from standard input. Helpers outlive the thread that asked for them."""
     out = run(JOB + TURNS, directory=tmp_path, command=["-"], stdin=JOB + TURNS)

@@ -126,7 +126,7 @@ def test_a_helper_that_dies_while_data_is_waited_for_is_noticed() -> None:
     wait_until(lambda: not readers(), 30)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_data_may_take_longer_than_a_helper_is_waited_for_and_it_is_told_where() -> None:
     warm_up(2)
     timeout_seconds = 6.0  # more than a busy machine takes for a step

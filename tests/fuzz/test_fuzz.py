@@ -16,8 +16,8 @@ from tests.parity.loop_processes import run_as_torchrun
 from tests.thorough import core_of
 
 SEEDS = {"fit": range(70), "tensor": range(60), "bits": range(20), "keras": range(20)}
-MORE = {"fit": 25, "tensor": 14, "bits": 6, "keras": 6}
-CORE = {"fit": 10, "tensor": 4, "bits": 3, "keras": 3}
+MORE = {"fit": 18, "tensor": 9, "bits": 5, "keras": 4}
+CORE = {"fit": 7, "tensor": 3, "bits": 2, "keras": 2}
 # What was wrong once, made small.
 FOUND = (
     # An average of a parameter without elements, on one device.

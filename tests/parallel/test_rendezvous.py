@@ -43,6 +43,7 @@ from tests.control_groups import (
     place,
     together,
 )
+from tests.thorough import OUTER
 
 
 def close(results: Iterable[Any]) -> None:
@@ -257,6 +258,7 @@ def enter_fewer(
     return meet(own, SECRET, info(host), timeout_seconds=timeout, patience_seconds=patience)
 
 
+@OUTER
 @pytest.mark.parametrize(
     ("timeout", "patience"), [(3.0, math.inf), (SECONDS, 3.0)], ids=["timeout", "patience"]
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.stand_ins.accelerator import standin
-from tests.thorough import CORE, core_of
+from tests.thorough import CORE
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = ROOT / "tests" / "stand_ins" / "accelerator"
@@ -24,6 +24,9 @@ DEAR = (
     "loop_of_keras or gpt_tied-sharded-3 or gpt_tied-mirrored-4 or data-2-tensor-2 or zb-h1 or lstm"
     " or (not_depend_on and not cnn_dropout) or two-sgd or Adafactor-parameters"
     " or bf16-parameters or unknown-parameters or 2-Recomputed or 2-perceptron"
+    " or hybrid-2x2 or one-sgd or Muon-replicas or (what_is_away and False) or unet"
+    " or gpt_tied-mirrored-1-shares or slots from the start or ASGD or NAdam or slots-2"
+    " or cnn_batch_norm-mirrored-2 or fp16-mixed-pipeline or [slots]"
 )
 
 
@@ -46,17 +49,17 @@ def run_with_it(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    core_of(
-        [f"({QUICK}) and not ({DEAR})", f"not ({QUICK}) and not ({DEAR})", DEAR],
-        lambda chosen: chosen.startswith(f"({QUICK})"),
-        lambda chosen: chosen != DEAR,
-    ),
-    ids=["core", "more", "rest"],
-)
-def test_what_is_tested_on_accelerators(chosen: str) -> None:
+def test_what_is_tested_on_accelerators(pytestconfig: pytest.Config) -> None:
     """What is not marked ``thorough``: all takes twice as long."""
+    run_chosen(QUICK if pytestconfig.option.markexpr == CORE else f"not ({DEAR})")
+
+
+@pytest.mark.exhaustive
+def test_what_is_dear_there() -> None:
+    run_chosen(DEAR)
+
+
+def run_chosen(chosen: str) -> None:
     options = ["-p", "no:cacheprovider", "-m", CORE, "-k", chosen]
     done = run_with_it("-m", "pytest", "tests/devices", *options)
     assert done.returncode == 0, done.stdout + done.stderr

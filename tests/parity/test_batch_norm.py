@@ -102,7 +102,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize(("devices", "num_shares"), core_of([(2, 2), (1, 3), (2, 5)], [(2, 5)]))
+@pytest.mark.parametrize(("devices", "num_shares"), core_of([(2, 2), (1, 3), (2, 5)], [(2, 5)], []))
 @pytest.mark.parametrize("name", NETS)
 def test_batch_norm_sees_the_whole_batch(name: str, devices: int, num_shares: int) -> None:
     torch.manual_seed(0)

@@ -38,7 +38,7 @@ CASES = [
 Told = dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=core_of(NETWORKS, ["gradients"]))
+@pytest.fixture(scope="module", params=core_of(NETWORKS, ["gradients"], []))
 def told(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[dict[str, Told]]]:

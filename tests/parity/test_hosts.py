@@ -99,7 +99,7 @@ LAYOUTS = {
 }
 
 CORE = ("2 hosts x 1, TF_CONFIG",)
-MORE = ("3 hosts x 1, TF_CONFIG", "2 and 1 devices, sharded", "2 hosts x 2, torchrun")
+MORE = ("2 and 1 devices, sharded", "2 hosts x 2, torchrun")
 
 SCRIPT = f"""{BEGINNING}
 from tests.kept_teams import keep_teams

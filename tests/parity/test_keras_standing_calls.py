@@ -185,7 +185,7 @@ CHANGES: list[Callable[[Model], None]] = [
 CORE = (_set_rate, _set_slot, _set_weights, _set_activation, _freeze, _compile_anew)
 
 
-@pytest.mark.parametrize("change", core_of(CHANGES, CORE))
+@pytest.mark.parametrize("change", core_of(CHANGES, CORE, []))
 def test_what_changes_in_between(change: Callable[[Model], None], sent: list[str]) -> None:
     models, epsilon = pair(), keras.config.epsilon()
     try:

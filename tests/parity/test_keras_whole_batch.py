@@ -30,7 +30,7 @@ CELLS = core_of(
     [(job, strategy) for job in JOBS for strategy in STRATEGIES],
     lambda job, strategy: (
         (strategy == "mirrored 2" and job in MIRRORED)
-        or (strategy == "pipeline 2" and job in ("siamese", "extended"))
+        or (strategy == "pipeline 2" and job == "siamese")
     ),
     [],
 )

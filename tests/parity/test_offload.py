@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.comm.shared_memory.file_region import FileRegion, in_turn, is_in_file, write_behind
 from lockstep.errors import DeviceError, OptionError
-from tests.thorough import core_of
+from tests.thorough import OUTER, core_of
 
 INPUTS = torch.randn(48, 12, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randint(0, 5, (48,), generator=torch.Generator().manual_seed(2))
@@ -161,6 +161,7 @@ def resident_bytes(region: FileRegion) -> int:
     return found
 
 
+@OUTER
 def test_of_a_file_few_windows_are_in_memory(tmp_path: Path) -> None:
     size, count = 1 << 20, 16
     region = FileRegion.create_in(str(tmp_path), size * count)

@@ -172,7 +172,7 @@ MORE = [
     ("pipeline-2", "one cycle"),
     *(
         ("mirrored-2", feature)
-        for feature in ("two groups", "an optimizer of one's own", "a rate that is a tensor")
+        for feature in ("an optimizer of one's own", "a rate that is a tensor")
     ),
     *(("mirrored-2", feature) for feature in ("plateau", "float16", "skipping")),
 ]

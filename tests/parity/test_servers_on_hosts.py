@@ -13,7 +13,7 @@ import pytest
 
 from tests.launchers import BEGINNING, lines, lines_of_all, on_loopback
 from tests.netns import HostProcess
-from tests.thorough import core_of, wanted
+from tests.thorough import OUTER, core_of, wanted
 
 SECONDS = 250.0
 
@@ -177,7 +177,7 @@ def num_workers_of(layout: str) -> int:
             ("3 hosts of 2, 2 servers", (2, 2, 4)),
         ],
         lambda layout, _: layout == "a server",
-        lambda layout, _: layout == "3 hosts of 2, 2 servers",
+        [],
     ),
     indirect=["layout"],
 )
@@ -382,6 +382,7 @@ except lockstep.LockstepError as error:
 """
 
 
+@OUTER
 @pytest.mark.parametrize(
     ("tasks", "dying", "staleness", "name"),
     core_of(
@@ -443,7 +444,7 @@ tell(history.history)
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_hosts_end_alike_and_have_learned(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     (state, history), (other, _) = told_by_all(tmp_path, ALIKE, 2, [2, 1, folder])

@@ -24,11 +24,8 @@ ROWS = {
         "lockstep.PipelineStrategy(2, microbatches=3, timeout_seconds=180)",
         (
             "mlp",
-            "cnn_dropout",
             "gpt_tied",
             "unet",
-            "lstm",
-            "two_inputs",
             "two_tower",
             "encoder_decoder",
         ),
@@ -172,7 +169,7 @@ tell(len(list(ours.model.parameters())))
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_every_host_has_the_whole_model_afterwards(make_hosts: MakeHosts, tmp_path: Path) -> None:
     """Weights, slots, histories, predictions; a schedule that moves at every step; a second fit; a
     checkpoint."""

@@ -342,7 +342,7 @@ def test_memory_maps_train_as_arrays(strategy: str, tmp_path: Path) -> None:
     assert_same(trainer.model, plain_loop(batches, nn.functional.cross_entropy, epochs=1))
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_tf_data_trains_as_in_a_plain_loop(tmp_path: Path) -> None:
     """In a process of its own: TensorFlow does not leave one as it finds it."""
     script = Path(__file__).with_name("tensorflow_data.py")

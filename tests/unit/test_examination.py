@@ -45,7 +45,7 @@ def test_what_a_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
     assert msgspec.json.decode(msgspec.json.encode(report), type=HostReport) == report
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_second_helper_finds_the_first_ones_imports() -> None:
     """The least of two times each: whoever is held up starts later."""
     first, following = zip(*(examination._start_helpers() for _ in range(2)), strict=True)

@@ -68,6 +68,7 @@ def test_an_own_loop_comes_to_the_same_on_two_replicas(tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, alone[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_views_of_a_digit_come_together(tmp_path: Path) -> None:
     before, after = re.findall(r"([\d.]+)%", run("contrastive.py", tmp_path))
     assert float(after) > float(before)
