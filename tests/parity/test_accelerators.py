@@ -25,8 +25,8 @@ DEAR = (
     " or (not_depend_on and not cnn_dropout) or two-sgd or Adafactor-parameters"
     " or bf16-parameters or unknown-parameters or 2-Recomputed or 2-perceptron"
     " or hybrid-2x2 or one-sgd or Muon-replicas or (what_is_away and False) or unet"
-    " or gpt_tied-mirrored-1-shares or slots from the start or ASGD or NAdam or slots-2"
-    " or cnn_batch_norm-mirrored-2 or fp16-mixed-pipeline or [slots]"
+    " or gpt_tied-mirrored-1-shares or (go_on_from_a_file and start) or ASGD or NAdam"
+    " or cnn_batch_norm-mirrored-2 or fp16-mixed-pipeline or (its_part and slots)"
 )
 
 
