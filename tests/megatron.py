@@ -15,8 +15,8 @@ from lockstep.graph.layer_graph import (
     OptimizerCosts,
     ParameterInfo,
 )
+from lockstep.plan.cost.placement import placement_of
 from lockstep.plan.cost.profile import profile_of
-from lockstep.plan.cost.seats import seats_of
 from lockstep.plan.cost.staged import Layout, staged_cost
 
 SEQUENCE, VOCABULARY, PEAK = 2048, 51_200, 312e12
@@ -80,10 +80,10 @@ def _teraflops(row: Row, constants: Constants, samples: int) -> float:
         return 0.0
     speed = PEAK * constants.reached * row.hidden / (row.hidden + constants.half_width)
     profile = profile_of(_graph(row, constants, speed))
-    seats = seats_of(_cluster(row, speed))
+    placement = placement_of(_cluster(row, speed))
     starts = tuple(row.layers * stage // row.pipe for stage in range(row.pipe))
     layout = Layout(starts, (replicas,) * row.pipe, shares, recompute=True)
-    seconds = staged_cost(profile, seats, layout, row.batch).step.total
+    seconds = staged_cost(profile, placement, layout, row.batch).step.total
     return _operations(row) / seconds / row.gpus / 1e12
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from lockstep.cluster.topology import Cluster, Device, Host, Link, Network
 from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph, ParameterInfo
+from lockstep.plan.cost.placement import Placement
 from lockstep.plan.cost.profile import Profile
-from lockstep.plan.cost.seats import Seats
 from lockstep.plan.cost.staged import Layout, StageCost, stage_cost
 
 SAMPLES = 16
@@ -72,16 +72,18 @@ def _random_memory(choice: random.Random) -> int:
     return _BASE_BYTES + choice.randrange(10 * MEGABYTES, 120 * MEGABYTES)
 
 
-def best_by_trying(profile: Profile, seats: Seats, batch_size: int, shares: Sequence[int]) -> float:
+def best_by_trying(
+    profile: Profile, placement: Placement, batch_size: int, shares: Sequence[int]
+) -> float:
     """The shortest step of all layouts that fit; infinite if none does."""
 
     @functools.cache
     def known(start: int, stop: int, behind: int, replicas: int, count: int) -> StageCost:
         layout = Layout((start,), (replicas,), count)
-        return stage_cost(profile, seats, layout, batch_size, start, stop, behind, replicas)
+        return stage_cost(profile, placement, layout, batch_size, start, stop, behind, replicas)
 
     best = math.inf
-    for layout in every_layout(profile.num_units, len(seats), shares):
+    for layout in every_layout(profile.num_units, len(placement), shares):
         behind = [*itertools.accumulate(reversed(layout.replicas), initial=0)]
         stops = (*layout.starts[1:], profile.num_units)
         places = zip(layout.starts, stops, reversed(behind[:-1]), layout.replicas, strict=True)

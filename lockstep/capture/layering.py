@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep.capture.instruction_log import Record
 from lockstep.capture.instructions import (
     CallModule,
     GetAttribute,
@@ -23,7 +24,6 @@ from lockstep.capture.instructions import (
     references,
 )
 from lockstep.capture.layers import BatchLayer, FrontEndLayer, kind_of
-from lockstep.capture.notes import Record
 
 
 @dataclass(frozen=True, kw_only=True)

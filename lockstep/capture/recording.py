@@ -39,6 +39,7 @@ from lockstep.capture.calls import (
     streams_differ,
     telling,
 )
+from lockstep.capture.instruction_log import DataError, InstructionLog, Record, UntraceableError
 from lockstep.capture.instructions import (
     Apply,
     CallFunction,
@@ -48,7 +49,6 @@ from lockstep.capture.instructions import (
     Output,
     contents_of,
 )
-from lockstep.capture.notes import DataError, Notes, Record, UntraceableError
 from lockstep.capture.sizes import has_numbers, plain
 from lockstep.data.order import torch_streams
 from lockstep.data.trees import Tree, tensors_of
@@ -130,7 +130,7 @@ class Recorder(TorchFunctionMode):
 
     Attributes:
         culprit: path of the module that made it fail.
-        inside: the module without a path that failed in there, see ``Notes``.
+        inside: the module without a path that failed in there, see ``InstructionLog``.
         failure: the first thing that could not be noted; the model may have caught it.
     """
 
@@ -147,7 +147,7 @@ class Recorder(TorchFunctionMode):
         self.inside = ""
         self.failure: UntraceableError | None = None
         self._model = model
-        self._notes = Notes(model, self)
+        self._log = InstructionLog(model, self)
         self._leaves = leaves
         self._grad_enabled = grad_enabled
         self._is_told = is_told
@@ -167,20 +167,20 @@ class Recorder(TorchFunctionMode):
         Raises:
             UntraceableError: or any error of the model.
         """
-        notes = self._notes
+        log = self._log
         try:
-            self._record(notes, inputs)
+            self._record(log, inputs)
         finally:
             # Sizes still in use keep this recorder alive, and need not keep all values. No cycle:
             # it would keep the model, with its shared memory, until it is collected.
-            self._notes = Notes(self._model, weakref.proxy(self))
-        return notes.records
+            self._log = InstructionLog(self._model, weakref.proxy(self))
+        return log.records
 
-    def _record(self, notes: Notes, inputs: Tree) -> None:
+    def _record(self, log: InstructionLog, inputs: Tree) -> None:
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for target, value in inputs_of(inputs):
-            noted = notes.note(Input(target=target), value, removable=True)
+            noted = log.add(Input(target=target), value, removable=True)
             if isinstance(target, str):
                 kwargs[target] = noted
             else:
@@ -190,7 +190,7 @@ class Recorder(TorchFunctionMode):
         if self.failure is not None:
             raise self.failure
         self.culprit = ""
-        notes.note(Output(args=(notes.argument(output),)), None)
+        log.add(Output(args=(log.argument(output),)), None)
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class Recorder(TorchFunctionMode):
         if not (made or changed):
             if not tensors or not (result is None or has_numbers(result)):
                 return result
-            if result is not None and all(map(self._notes.path_of, tensors)):
+            if result is not None and all(map(self._log.path_of, tensors)):
                 return self._ask_elsewhere(result)
         if given and list(map(id, given)) != list(map(id, contents_of((args, kwargs)))):
             raise UntraceableError("hands an object to a layer that changes it")
@@ -238,7 +238,7 @@ class Recorder(TorchFunctionMode):
         has_drawn_here = has_drawn(stream) or (
             self._watch.draws and any(tensor.is_meta for tensor in made)
         )
-        return self._notes.note(instruction, result, removable=is_question, draws=has_drawn_here)
+        return self._log.add(instruction, result, removable=is_question, draws=has_drawn_here)
 
     def _check_call(self, func: Any) -> None:
         self._check_host_streams()
@@ -294,14 +294,14 @@ class Recorder(TorchFunctionMode):
 
     def _ask_elsewhere(self, value: Any) -> Any:
         """A property of a parameter: its sizes never change; others depend on where it is."""
-        return self._notes.ask_device(value) if isinstance(value, torch.device) else value
+        return self._log.ask_device(value) if isinstance(value, torch.device) else value
 
     def _instruction(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Instruction:
         kind, target, args = describe(func, args)
         return kind(
             target=target,
-            args=tuple(map(self._notes.argument, args)),
-            kwargs={name: self._notes.argument(value) for name, value in kwargs.items()},
+            args=tuple(map(self._log.argument, args)),
+            kwargs={name: self._log.argument(value) for name, value in kwargs.items()},
             no_grad=self._grad_enabled and not torch.is_grad_enabled(),
         )
 
@@ -312,8 +312,8 @@ class Recorder(TorchFunctionMode):
         result = function(*plain(args))
         if not self._is_listening() or not isinstance(result, int | float):
             return result
-        refs = tuple(map(self._notes.argument, args))
-        return self._notes.note(CallFunction(target=function, args=refs), result, removable=True)
+        refs = tuple(map(self._log.argument, args))
+        return self._log.add(CallFunction(target=function, args=refs), result, removable=True)
 
     def compare(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Note a decision of the model's code that depends on sizes."""
@@ -321,8 +321,8 @@ class Recorder(TorchFunctionMode):
             return NotImplemented
         result = function(*plain(args))
         if self._is_listening():
-            refs = tuple(map(self._notes.argument, args))
-            self._notes.note(CallFunction(target=Decision(function, result), args=refs), result)
+            refs = tuple(map(self._log.argument, args))
+            self._log.add(CallFunction(target=Decision(function, result), args=refs), result)
         return result
 
     def _is_listening(self) -> bool:
@@ -339,7 +339,7 @@ class Recorder(TorchFunctionMode):
         if self.failure is None:
             self.failure = failure
             failure.place = _place_in_code()
-            self.culprit, self.inside = self._notes.scope, self._notes.inside
+            self.culprit, self.inside = self._log.scope, self._log.inside
 
     # --- replaced while recording -----------------------------------------------------------------
 
@@ -362,7 +362,7 @@ class Recorder(TorchFunctionMode):
 
     def _wrap_call(self, original: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            path = self._notes.path_of(module)
+            path = self._log.path_of(module)
             is_model = module is self._model and not self._stack and not self._is_busy
             if not (is_model or self._is_listening()):
                 return original(module, *args, **kwargs)
@@ -378,8 +378,8 @@ class Recorder(TorchFunctionMode):
     def _enter(self, path: str, forward: Callable[[], Any]) -> Any:
         """Trace through a module."""
         self._stack.append(path)
-        self._notes.scope = path
-        outside, self._notes.inside = self._notes.inside, ""
+        self._log.scope = path
+        outside, self._log.inside = self._log.inside, ""
         try:
             result = forward()
             self._check_host_streams()
@@ -389,19 +389,19 @@ class Recorder(TorchFunctionMode):
             raise
         finally:
             self._stack.pop()
-            self._notes.scope = self._stack[-1] if self._stack else ""
-            self._notes.inside = outside
+            self._log.scope = self._stack[-1] if self._stack else ""
+            self._log.inside = outside
 
     def _pass_through(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
         """Trace through a module that is no layer of its own, and keep its name for messages."""
-        outside, self._notes.inside = self._notes.inside, _label(module)
+        outside, self._log.inside = self._log.inside, _label(module)
         try:
             return forward()
         except Exception as error:
             self._blame(error)
             raise
         finally:
-            self._notes.inside = outside
+            self._log.inside = outside
 
     def _blame(self, error: Exception) -> None:
         """Make the innermost module the culprit of an error."""
@@ -409,12 +409,12 @@ class Recorder(TorchFunctionMode):
             self._keep(error)
         elif self.failure is None and self._raised is not error:
             self._raised = error
-            self.culprit, self.inside = self._notes.scope, self._notes.inside
+            self.culprit, self.inside = self._log.scope, self._log.inside
 
     def _wrap_setattr(self, original: Any) -> Any:
         def change(module: nn.Module, name: str, *value: Any) -> None:
             is_new = not value or value[0] is not getattr(module, name, None)
-            if is_new and self._is_listening() and self._notes.path_of(module) is not None:
+            if is_new and self._is_listening() and self._log.path_of(module) is not None:
                 failure = UntraceableError(f"changes attribute {name!r} in forward")
                 self._keep(failure)
                 raise failure

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lockstep.capture.instruction_log import Record, UntraceableError
 from lockstep.capture.instructions import (
     GetAttribute,
     Input,
@@ -20,7 +21,6 @@ from lockstep.capture.instructions import (
     references,
     run_instruction,
 )
-from lockstep.capture.notes import Record, UntraceableError
 from lockstep.capture.recording import storage_of
 from lockstep.capture.seeding import gradients_of, seeded
 from lockstep.data.order import torch_streams
@@ -47,7 +47,7 @@ class MismatchError(Exception):
     Args:
         path: of the module to blame.
         reason: in one line.
-        inside: the culprit in there, see ``Notes``.
+        inside: the culprit in there, see ``InstructionLog``.
         looks_at_values: Python code looks at values, but might not under ``is_compiling()``.
     """
 

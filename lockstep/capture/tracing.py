@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from lockstep.capture.calls import telling, uncompiled
+from lockstep.capture.instruction_log import DataError, Record
 from lockstep.capture.instructions import CallModule, Instruction, run_instruction
 from lockstep.capture.layering import TracedLayer, divide
 from lockstep.capture.layers import check_modules
-from lockstep.capture.notes import DataError, Record
 from lockstep.capture.recording import Recorder, inputs_of, is_leaf
 from lockstep.capture.replaying import (
     MismatchError,

@@ -46,7 +46,7 @@ from lockstep.train.multihost.discovery import find_hosts
 from lockstep.train.multihost.followers import host_key
 from lockstep.train.multihost.host_channels import HostChannels
 from lockstep.train.multihost.hosts import Hosts
-from lockstep.train.runtime.serving import Connections
+from lockstep.train.runtime.helper_session import Connections
 
 # The most numbers that a replica sends at once, in float64.
 _ROW_NUMBERS = 1 << 12

@@ -33,10 +33,10 @@ from lockstep.parallel.storage.store import (
     slot_spec,
     tensor_spec,
 )
-from lockstep.parallel.update import SlotKey, Updater
 from lockstep.parallel.update_worker import UpdateWorker
+from lockstep.parallel.updater_interface import SlotKey, Updater
 from lockstep.train.optim.optimizer_state import place_slots
-from lockstep.train.runtime.serving import open_store
+from lockstep.train.runtime.helper_session import open_store
 from lockstep.train.runtime.stores import Access
 
 

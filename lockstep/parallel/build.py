@@ -42,7 +42,7 @@ from lockstep.parallel.sharding.units import (
 from lockstep.parallel.tensor.divided_stages import DividedStagePasses
 from lockstep.parallel.tensor.sharded_tensor_passes import ShardedTensorPasses
 from lockstep.parallel.tensor.tensor_passes import TensorPasses
-from lockstep.parallel.update import Updater
+from lockstep.parallel.updater_interface import Updater
 from lockstep.parallel.worker import Worker
 from lockstep.parallel.workload import Workload
 from lockstep.plan.layout import Piece, block_sizes

@@ -7,7 +7,7 @@ import torch
 
 from lockstep.comm.collectives.gradients import cut_piece
 from lockstep.comm.exchange_spec import GroupSpec
-from lockstep.parallel.update import BoundPiece
+from lockstep.parallel.updater_interface import BoundPiece
 from lockstep.plan.layout import Piece
 
 

@@ -88,7 +88,7 @@ class TrainingStep:
         )
 
 
-# True while a trace is recorded (``train.fit.tracing``).
+# True while a trace is recorded (``train.fit.step_profiler``).
 is_traced: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 

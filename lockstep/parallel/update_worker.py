@@ -18,7 +18,7 @@ from lockstep.parallel.data_parallel.late_check import LateCheck
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.sharding.residency import Residency
 from lockstep.parallel.sharding.streaming import Streaming
-from lockstep.parallel.update import BoundPiece, Updater
+from lockstep.parallel.updater_interface import BoundPiece, Updater
 from lockstep.plan.spec import Plan
 from lockstep.units import first_few
 

@@ -26,15 +26,15 @@ from lockstep.parallel.data_parallel.late_check import LateCheck, LateStep
 from lockstep.parallel.data_parallel.passes import Passes
 from lockstep.parallel.independence.split_test import is_tried
 from lockstep.parallel.local_steps import LocalSteps
-from lockstep.parallel.loss.loss_rules import check_used, refuses, unequal_scale
+from lockstep.parallel.loss.loss_checks import check_used, refuses, unequal_scale
 from lockstep.parallel.loss.share_losses import Sums
 from lockstep.parallel.loss.whole_batch import SharePart
 from lockstep.parallel.storage.allocator import temporary_memory
 from lockstep.parallel.storage.device_store import Mirror, Mirrors
 from lockstep.parallel.storage.store import copy_to_views
 from lockstep.parallel.training_step import StepResult, TrainingStep, is_traced, span
-from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.update_worker import UpdateWorker
+from lockstep.parallel.updater_interface import PieceSlots
 from lockstep.parallel.workload import Workload
 from lockstep.plan.devices import is_cpu
 from lockstep.plan.program.lowering import leaves_a_rank_idle

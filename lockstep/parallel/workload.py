@@ -11,7 +11,7 @@ from lockstep.parallel.data_parallel.step_functions import StepFunction
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.loss.share_losses import LossAdapter
 from lockstep.parallel.pipeline.partition import Partition
-from lockstep.parallel.update import Updater
+from lockstep.parallel.updater_interface import Updater
 from lockstep.plan.spec import Plan
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lockstep.parallel.update import PieceSlots
+from lockstep.parallel.updater_interface import PieceSlots
 from lockstep.proof.reference import Record
 from lockstep.train.callbacks.driver import Snapshot
 

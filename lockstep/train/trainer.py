@@ -45,8 +45,8 @@ from lockstep.train.representation import describe_trainer
 from lockstep.train.resume.fit_checkpoints import FitCheckpoints
 from lockstep.train.runtime.job_context import JobContext, StrategyLike
 from lockstep.train.runtime.runner import Runner
-from lockstep.train.saved_state import StateMethods
 from lockstep.train.scope import current_strategy
+from lockstep.train.state_methods import StateMethods
 from lockstep.train.torch_front_end import TorchFrontEnd
 from lockstep.train.validation.checks import check_arguments
 

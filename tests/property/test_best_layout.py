@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from lockstep.plan.cost.placement import placement_of
 from lockstep.plan.cost.profile import profile_of
-from lockstep.plan.cost.seats import seats_of
 from lockstep.plan.cost.staged import simulated, staged_cost
 from lockstep.plan.search.layouts import best_layouts
 from tests.planning import best_by_trying, every_layout, random_cluster, random_graph
@@ -20,15 +20,15 @@ def assert_is_optimum(seed: int, most_units: int, most_devices: int) -> bool:
     choice = random.Random(seed)
     profile = profile_of(random_graph(choice.randrange(1, most_units + 1), choice))
     cluster = random_cluster(choice.randrange(1, most_devices + 1), choice, has_limits=seed % 2 > 0)
-    seats = seats_of(cluster)
-    best = best_by_trying(profile, seats, BATCH, SHARES)
-    found = best_layouts(profile, seats, BATCH, SHARES).values()
+    placement = placement_of(cluster)
+    best = best_by_trying(profile, placement, BATCH, SHARES)
+    found = best_layouts(profile, placement, BATCH, SHARES).values()
     if not found:
         assert best == float("inf")
         return False
     chosen = min(found, key=lambda one: one.seconds)
     assert chosen.seconds == pytest.approx(best, rel=1e-9)
-    cost = staged_cost(profile, seats, chosen.layout, BATCH)
+    cost = staged_cost(profile, placement, chosen.layout, BATCH)
     assert cost.fits
     assert cost.step.total == pytest.approx(best, rel=1e-9)
     return True
@@ -44,9 +44,9 @@ def assert_is_optimum_of_many(seed: int) -> bool:
     """Ten layers on eight devices; whether anything fitted."""
     choice = random.Random(seed)
     profile = profile_of(random_graph(10, choice))
-    seats = seats_of(random_cluster(8, choice, has_limits=seed % 2 > 0))
-    best = best_by_trying(profile, seats, BATCH, (4,))
-    found = best_layouts(profile, seats, BATCH, (4,)).values()
+    placement = placement_of(random_cluster(8, choice, has_limits=seed % 2 > 0))
+    best = best_by_trying(profile, placement, BATCH, (4,))
+    found = best_layouts(profile, placement, BATCH, (4,)).values()
     assert min((one.seconds for one in found), default=float("inf")) == pytest.approx(best)
     return bool(found)
 
@@ -71,10 +71,10 @@ def test_closed_forms_agree_with_the_simulator() -> None:
     for seed in range(20):
         choice = random.Random(seed)
         profile = profile_of(random_graph(4, choice))
-        seats = seats_of(random_cluster(3, choice, has_limits=False))
+        placement = placement_of(random_cluster(3, choice, has_limits=False))
         for layout in every_layout(4, 3, (1, 3, 6)):
-            closed = staged_cost(profile, seats, layout, BATCH).step.total
-            exact = simulated(profile, seats, layout, BATCH).step.total
+            closed = staged_cost(profile, placement, layout, BATCH).step.total
+            exact = simulated(profile, placement, layout, BATCH).step.total
             if len(layout.starts) == 1:
                 assert closed == exact
             else:

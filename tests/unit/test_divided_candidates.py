@@ -11,9 +11,9 @@ from torch import nn
 import lockstep
 from lockstep.errors import OptionError, PlanError
 from lockstep.graph.layer_graph import Division, Layer, LayerCosts, LayerGraph, ParameterInfo
+from lockstep.plan.cost.placement import placement_of
 from lockstep.plan.cost.plan_cost import cost_of
 from lockstep.plan.cost.profile import profile_of
-from lockstep.plan.cost.seats import seats_of
 from lockstep.plan.cost.tensor import parts_of, tensor_cost
 from lockstep.plan.engines import over
 from lockstep.plan.makers.data_parallel import Mirrored
@@ -109,9 +109,9 @@ def test_its_candidate_has_the_costs_of_its_plan() -> None:
     plan = found.plan(graph, 8)
     assert plan.tensor_degree == 2
     assert cost_of(plan, graph, cluster, 8) == found.cost
-    seats = seats_of(cluster)
+    placement = placement_of(cluster)
     splits = splits_of(graph, 2)
-    assert tensor_cost(graph, profile_of(graph), seats, splits, 8) == found.cost
+    assert tensor_cost(graph, profile_of(graph), placement, splits, 8) == found.cost
 
 
 # --- plans that a call cannot be made under -------------------------------------------------------
@@ -162,7 +162,7 @@ def trained(strategy: lockstep.Strategy | None, **options: Any) -> lockstep.Trai
 @pytest.fixture
 def light_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Members of process groups take no memory: else small models are not divided to save some."""
-    monkeypatch.setattr("lockstep.plan.cost.seats._MEMBER_BYTES", 0)
+    monkeypatch.setattr("lockstep.plan.cost.placement._MEMBER_BYTES", 0)
 
 
 @OUTER

@@ -18,9 +18,9 @@ from lockstep.cluster.topology import Cluster, Device, Host, Link, Network
 from lockstep.errors import OptionError, PlanError
 from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph, ParameterInfo
 from lockstep.launch.health.machine_measuring import measured
+from lockstep.plan.cost.placement import placement_of
 from lockstep.plan.cost.plan_cost import cost_of
 from lockstep.plan.cost.profile import profile_of
-from lockstep.plan.cost.seats import seats_of
 from lockstep.plan.cost.staged import HEAP, Layout, staged_cost
 from lockstep.plan.decision import ServedUpdate
 from lockstep.plan.engines import over
@@ -82,12 +82,12 @@ def test_the_parts_of_a_step() -> None:
     assert one.step.forward == pytest.approx(4e-3)
     assert one.step.backward == pytest.approx(8e-3)
     assert (one.step.exchange, one.step.bubble) == (0, 0)
-    update, seats = 4000 * graph.optimizer.seconds_per_element, seats_of(cluster).all
-    assert one.step.update == pytest.approx(update + seats_of(cluster, 1).all[0].step_seconds)
+    update, placement = 4000 * graph.optimizer.seconds_per_element, placement_of(cluster).all
+    assert one.step.update == pytest.approx(update + placement_of(cluster, 1).all[0].step_seconds)
     two = cost_of(Mirrored(devices=2)(graph, cluster, 8), graph, cluster, 8)
     assert two.step.forward == pytest.approx(one.step.forward / 2)
     assert two.step.exchange == pytest.approx(16000 / 2 / 1e9)
-    assert two.step.update == pytest.approx(update / 2 + seats[0].step_seconds)
+    assert two.step.update == pytest.approx(update / 2 + placement[0].step_seconds)
 
 
 def test_one_device_has_the_threads_of_the_process() -> None:
@@ -201,14 +201,14 @@ def test_a_message_between_hosts_takes_its_time_once_and_in_each_direction() -> 
     link = Link(latency_seconds=0.0, bytes_per_second=100.0)
     cluster = Cluster(hosts=(host, host), networks=(Network(link=link),))
     two = Layout(starts=(0, 1), replicas=(1, 1), shares=4)
-    cost = staged_cost(profile_of(graph), seats_of(cluster), two, 8)
+    cost = staged_cost(profile_of(graph), placement_of(cluster), two, 8)
     assert cost.step.total == pytest.approx((4 + 1) * 200 / 100, rel=0.01)
 
 
 def test_what_does_not_fit_comes_last_and_nothing_is_an_error() -> None:
     graph = even_graph(parameters=8 << 20)
     whole = 4 * 4 * (8 << 20)
-    base = int(seats_of(cores(1)).all[0].base_bytes)
+    base = int(placement_of(cores(1)).all[0].base_bytes)
     cluster = cores(4, base + 3 * whole)
     rows = best_plans(Problem(graph=graph, cluster=cluster, batch_size=16))
     single = next(row for row in rows if row.candidate.name == "one device")

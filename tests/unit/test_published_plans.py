@@ -14,8 +14,8 @@ Megatron-LM: Narayanan et al. 2021 (SC), Table 1, see ``tests.megatron``.
 import pytest
 
 from lockstep.cluster.cluster_file import parse_cluster
+from lockstep.plan.cost.placement import placement_of
 from lockstep.plan.cost.profile import profile_of
-from lockstep.plan.cost.seats import seats_of
 from lockstep.plan.search.layouts import best_layouts
 from tests.architectures import alexnet, graph_of, resnet50, vgg16
 from tests.megatron import ROWS, Constants, predicted_teraflops
@@ -50,8 +50,8 @@ PIPEDREAM = {
 def test_plans_of_pipedream(name: str) -> None:
     gpus, images, replicas = PIPEDREAM[name]
     profile = profile_of(graph_of(ARCHITECTURES[name.split()[0]]()))
-    seats = seats_of(parse_cluster(SERVERS.format(count=gpus)))
-    found = best_layouts(profile, seats, images * gpus, (gpus - 1, gpus))
+    placement = placement_of(parse_cluster(SERVERS.format(count=gpus)))
+    found = best_layouts(profile, placement, images * gpus, (gpus - 1, gpus))
     best = min(found.values(), key=lambda one: one.seconds)
     assert best.layout.replicas == replicas
 

@@ -18,7 +18,7 @@ from lockstep.errors import DataError, OptionError
 from lockstep.proof.recording import watches
 from lockstep.proof.recording.digests import WIDTH
 from lockstep.proof.recording.names import Names, parameters_of, torch_optimizer
-from lockstep.proof.recording.record_file import START, file_of
+from lockstep.proof.recording.record_frames import START, file_of
 from lockstep.proof.recording.samples import samples_of, words_of
 from lockstep.proof.records.run import Run
 

@@ -22,7 +22,7 @@ from lockstep.comm.collectives.gradients import cut_piece
 from lockstep.errors import ModelError, OptionError
 from lockstep.parallel.storage.store import ParameterStore, TensorStore, tensor_spec
 from lockstep.parallel.transfer.serialization import pack, unpack
-from lockstep.parallel.update import BoundPiece, PieceSlots, assemble_slots
+from lockstep.parallel.updater_interface import BoundPiece, PieceSlots, assemble_slots
 from lockstep.plan.layout import Extent, Piece
 from lockstep.train.optim.fused_step import fastest_form
 from lockstep.train.optim.optimizer_checks import check_hooks, make_optimizer

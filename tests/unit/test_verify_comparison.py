@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.parallel.update import PieceSlots
+from lockstep.parallel.updater_interface import PieceSlots
 from lockstep.proof.comparison import Comparison, compare_step, norm_of, rounding_mask
 from lockstep.proof.reference import Record
 from lockstep.proof.report import make_report

@@ -20,7 +20,7 @@ import torch
 from lockstep import accelerators
 from lockstep.comm.shared_memory.status_board import StatusBoard, look_around_of
 from lockstep.errors import NonFiniteGradientError
-from lockstep.parallel.update import BoundPiece
+from lockstep.parallel.updater_interface import BoundPiece
 
 OnNonFinite = Literal["raise", "skip", "ignore"]
 

@@ -22,7 +22,7 @@ from lockstep.comm.shared_memory.status_board import look_around_of
 from lockstep.parallel.batch_run import Run, StepBatch
 from lockstep.parallel.data_parallel.buffers import Kept
 from lockstep.parallel.data_parallel.gradient_rules import GradientRules
-from lockstep.parallel.update import Updater
+from lockstep.parallel.updater_interface import Updater
 
 
 class LateCheck:

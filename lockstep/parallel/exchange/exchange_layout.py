@@ -16,7 +16,7 @@ from lockstep.parallel.data_parallel.batch_norm import BatchNorms
 from lockstep.parallel.exchange.compressed_tensors import compressions
 from lockstep.parallel.groups import ParameterGroup, parameter_groups
 from lockstep.parallel.local_sgd.averaging import averaged_groups
-from lockstep.parallel.parameter_server import slot_notes
+from lockstep.parallel.parameter_server import slot_journal
 from lockstep.parallel.parameter_server.update_rollback import copied_bytes
 from lockstep.parallel.pipeline.stage_mail import MailSpec, mail_spec
 from lockstep.parallel.sharding.units import unit_of_parameters
@@ -142,7 +142,7 @@ def _work_bytes(work: Workload, trained: Sequence[TensorSpec]) -> tuple[int, ...
     slots = [slot_spec(key, parameters[key.parameter]) for key in updater.slot_keys()]
     return (
         work_queue.num_bytes(plan.num_ranks - servers, servers),
-        slot_notes.num_bytes(trained, servers),
+        slot_journal.num_bytes(trained, servers),
         copied_bytes([*trained, *slots]) if plan.update.replicas > 1 else 0,
         row_versions.num_bytes(
             [one for one in trained if plan.hosts and one.name in sparse_weights(work.model)]

@@ -18,7 +18,7 @@ from lockstep.comm.exchange_spec import GroupSpec
 from lockstep.errors import ModelError
 from lockstep.parallel.exchange.compressed_tensors import compressions
 from lockstep.parallel.storage.store import tensor_spec
-from lockstep.parallel.update import Updater
+from lockstep.parallel.updater_interface import Updater
 from lockstep.parallel.workload import Workload
 from lockstep.plan.layout import elementwise_slices
 from lockstep.plan.makers.averaging import AveragedUpdate, Nesterov

@@ -22,7 +22,7 @@ from lockstep.parallel.exchange.exchange_layout import exchange_spec, work_of_re
 from lockstep.parallel.local_sgd.averaging import Averaging
 from lockstep.parallel.local_steps import LocalSteps
 from lockstep.parallel.training_step import StepResult
-from lockstep.parallel.update import PieceSlots, Updater
+from lockstep.parallel.updater_interface import PieceSlots, Updater
 from lockstep.parallel.worker import Worker
 from lockstep.parallel.workload import Workload
 from lockstep.plan.makers.averaging import AveragedUpdate

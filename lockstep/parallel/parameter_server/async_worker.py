@@ -36,12 +36,12 @@ from lockstep.parallel.local_steps import LocalSteps
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.parameter_server.push_pull import OwnWeights, PulledWeights, Pusher
 from lockstep.parallel.parameter_server.server import ParameterServer
-from lockstep.parallel.parameter_server.slot_notes import SlotNotes
+from lockstep.parallel.parameter_server.slot_journal import SlotJournal
 from lockstep.parallel.parameter_server.update_rollback import SecondCopy
 from lockstep.parallel.parameter_server.worker_messages import Inbox, Outbox
 from lockstep.parallel.parameter_server.worker_proxy import FreshWeights, WorkerProxy
 from lockstep.parallel.training_step import StepResult
-from lockstep.parallel.update import PieceSlots
+from lockstep.parallel.updater_interface import PieceSlots
 from lockstep.parallel.worker import Worker
 from lockstep.parallel.workload import Workload
 from lockstep.plan.decision import ServedUpdate
@@ -107,7 +107,7 @@ class AsyncWorker(Worker, LocalSteps):
         group = self._groups[_GROUP]
         self._mail = mail
         row_versions = RowVersions(region, offsets[3], _sparse(group) if self.plan.hosts else {})
-        self._notes = SlotNotes(region, offsets[1], group.spec.gradients.tensors, len(served))
+        self._notes = SlotJournal(region, offsets[1], group.spec.gradients.tensors, len(served))
         self._copies = (
             SecondCopy.each(group, self.updater, served, region, offsets[2])
             if update.replicas > 1

@@ -10,7 +10,7 @@ from lockstep.comm.collectives.gradients import Gradients, cut_piece
 from lockstep.comm.shared_memory.work_queue import WorkQueue
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.parameter_server.worker_messages import Fresh
-from lockstep.parallel.update import BoundPiece, PieceSlots, Updater
+from lockstep.parallel.updater_interface import BoundPiece, PieceSlots, Updater
 from lockstep.plan.layout import Piece
 
 

@@ -12,10 +12,10 @@ from lockstep.comm.shared_memory.work_queue import Push, WorkQueue
 from lockstep.comm.sparse.row_versions import RowVersions
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.parameter_server.batch_sum import BatchSum
-from lockstep.parallel.parameter_server.slot_notes import SlotNotes
+from lockstep.parallel.parameter_server.slot_journal import SlotJournal
 from lockstep.parallel.parameter_server.update_rollback import SecondCopy
 from lockstep.parallel.parameter_server.worker_proxy import WorkerProxy
-from lockstep.parallel.update import BoundPiece, Updater
+from lockstep.parallel.updater_interface import BoundPiece, Updater
 
 
 class ParameterServer:
@@ -43,7 +43,7 @@ class ParameterServer:
         group: OwnedGroup,
         pieces: Sequence[BoundPiece],
         updater: Updater,
-        notes: SlotNotes,
+        notes: SlotJournal,
         copy: SecondCopy | None,
         proxies: Sequence[WorkerProxy],
         row_versions: RowVersions | None,

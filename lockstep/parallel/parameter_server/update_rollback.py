@@ -17,7 +17,7 @@ from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.errors import WorkerError
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.storage.store import TensorStore, tensor_spec
-from lockstep.parallel.update import Updater
+from lockstep.parallel.updater_interface import Updater
 from lockstep.plan.layout import Piece, flat_offsets
 
 Named = Sequence[tuple[str, torch.Tensor]]

@@ -19,7 +19,7 @@ from lockstep.comm.shared_memory.file_region import FileRegion
 from lockstep.comm.shared_memory.shared_region import SharedRegion, dense_stride
 from lockstep.errors import ModelError
 from lockstep.parallel.storage.allocator import give_back_freed_memory, temporary_memory
-from lockstep.parallel.update import SlotKey
+from lockstep.parallel.updater_interface import SlotKey
 from lockstep.plan.layout import flat_offsets
 
 # Freed memory that may stay in the heap while parameters are moved.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lockstep.plan.cost.parts import Memory, PlanCost, StepTime
+from lockstep.plan.cost.placement import DIVIDING_BYTES, Placement
 from lockstep.plan.cost.profile import Profile
 from lockstep.plan.cost.rates import (
     backward_seconds,
@@ -16,13 +17,12 @@ from lockstep.plan.cost.rates import (
     sum_seconds,
     update_seconds,
 )
-from lockstep.plan.cost.seats import DIVIDING_BYTES, Seats
 from lockstep.plan.cost.staged import HEAP, Layout, exposed, staged_cost
 
 
 def sharded_cost(
     profile: Profile,
-    seats: Seats,
+    placement: Placement,
     level: str,
     unit_bytes: Sequence[float],
     shares: int,
@@ -35,7 +35,7 @@ def sharded_cost(
 
     Args:
         profile: of the model.
-        seats: of the ranks.
+        placement: of the ranks.
         level: see ``plan.sharding``.
         unit_bytes: parameters of each unit that is gathered.
         shares: of a batch.
@@ -43,13 +43,13 @@ def sharded_cost(
         has_one_copy: ranks have one copy of the parameters, and gather none.
         replicas: groups of ranks that divide parameters among themselves.
     """
-    ranks, costs = len(seats), profile.whole
-    place = seats.place(0, ranks)
-    seat, group = place.seat, place.group
+    ranks, costs = len(placement), profile.whole
+    place = placement.place(0, ranks)
+    placed, group = place.placed, place.group
     turns, samples = -(-shares // ranks), -(-batch_size // shares)
     divided = sum(unit_bytes) if level == "parameters" and not has_one_copy else 0.0
     shard = ranks // replicas
-    among = seats.place(0, shard).group
+    among = placement.place(0, shard).group
     gather = sum(gather_seconds(one, among) for one in unit_bytes if divided)
     copies = replace(group, size=replicas, hosts=min(group.hosts, replicas))
     buckets = unit_bytes or [costs.trainable_bytes]
@@ -57,14 +57,14 @@ def sharded_cost(
     whole = costs.trainable_bytes
     exchange += 0.0 if has_one_copy else gather_seconds(whole - divided, group)
     exchange += gather_seconds(divided / shard, copies)
-    forward = forward_seconds(costs, samples, seat)
-    backward = backward_seconds(costs, samples, seat)
+    forward = forward_seconds(costs, samples, placed)
+    backward = backward_seconds(costs, samples, placed)
     gathers = 2 * turns * gather
     step = StepTime(
         forward=turns * forward,
         backward=turns * backward,
-        exchange=float(exposed(exchange + gathers, turns * (forward + backward), seat)),
-        update=update_seconds(costs.trainable / ranks, profile.optimizer, seat),
+        exchange=float(exposed(exchange + gathers, turns * (forward + backward), placed)),
+        update=update_seconds(costs.trainable / ranks, profile.optimizer, placed),
     )
     largest = max(unit_bytes, default=0.0)
     kept = whole - sum(unit_bytes)
@@ -74,44 +74,44 @@ def sharded_cost(
         # Autograd makes gradients beside the rows from which they are sent.
         gradients=2 * whole if level == "slots" else kept + sum(unit_bytes) / ranks,
         slots=profile.optimizer.slots * whole / ranks,
-        activations=HEAP**seat.is_core
+        activations=HEAP**placed.is_core
         * samples
         * (costs.activation_bytes + profile.gradient_bytes),
         gathered=largest if divided else 0.0,
         buffers=whole / 8 if level == "slots" else largest,
-        base=seat.base_bytes + DIVIDING_BYTES * seat.is_core * (level != "slots"),
+        base=placed.base_bytes + DIVIDING_BYTES * placed.is_core * (level != "slots"),
     )
     sent = (ranks - 1) * (whole + (not has_one_copy) * (whole - divided))
     sent += (replicas - 1 + 2 * turns * replicas * (shard - 1)) * divided
     return PlanCost(
         step=step,
         memory=(memory,) * ranks,
-        memory_limits=tuple(one.device.memory_bytes for one in seats.all),
+        memory_limits=tuple(one.device.memory_bytes for one in placement.all),
         bytes_sent=sent,
     )
 
 
 def served_cost(
-    profile: Profile, seats: Seats, servers: int, shares: int, batch_size: int
+    profile: Profile, placement: Placement, servers: int, shares: int, batch_size: int
 ) -> PlanCost:
     """What synchronous parameter servers cost: workers compute, and then servers update.
 
-    Servers have the first places of ``seats``.
+    Servers have the first places of ``placement``.
     """
-    workers, costs = len(seats) - servers, profile.whole
-    computing = Seats(seats.cluster, seats.all[servers:])
+    workers, costs = len(placement) - servers, profile.whole
+    computing = Placement(placement.cluster, placement.all[servers:])
     base = staged_cost(profile, computing, Layout((0,), (workers,), shares), batch_size)
-    group = seats.place(0, len(seats)).group
-    seat = seats.place(0, servers).seat
+    group = placement.place(0, len(placement)).group
+    placed = placement.place(0, servers).placed
     # Each server sums its part of what all workers have written.
     exchange = sum_seconds(costs.trainable_bytes * workers / servers, group, shares_memory=True)
-    update = update_seconds(costs.trainable / servers, profile.optimizer, seat)
+    update = update_seconds(costs.trainable / servers, profile.optimizer, placed)
     server = Memory(
-        slots=profile.optimizer.slots * costs.trainable_bytes / servers, base=seat.base_bytes
+        slots=profile.optimizer.slots * costs.trainable_bytes / servers, base=placed.base_bytes
     )
     return PlanCost(
         step=replace(base.step, exchange=exchange, update=update),
         memory=(*(replace(one, slots=0.0) for one in base.memory), *(server,) * servers),
-        memory_limits=tuple(one.device.memory_bytes for one in reversed(seats.all)),
+        memory_limits=tuple(one.device.memory_bytes for one in reversed(placement.all)),
         bytes_sent=base.bytes_sent,
     )

@@ -6,8 +6,8 @@ from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.cost.corrections import corrected, family_of
 from lockstep.plan.cost.divided import served_cost, sharded_cost
 from lockstep.plan.cost.parts import PlanCost
+from lockstep.plan.cost.placement import Placement, placement_at
 from lockstep.plan.cost.profile import Profile, profile_of
-from lockstep.plan.cost.seats import Seats, seats_at
 from lockstep.plan.cost.staged import Layout, simulated, staged_cost
 from lockstep.plan.cost.tensor import tensor_cost
 from lockstep.plan.decision import Pipeline
@@ -39,15 +39,15 @@ def _modelled(plan: Plan, graph: LayerGraph, cluster: Cluster, batch_size: int) 
     profile = profile_of(graph, batch_size)
     if plan.pipeline is not None:
         layout, order = _layout_of(plan, plan.pipeline, graph, profile)
-        return simulated(profile, _seats(plan, cluster, order), layout, batch_size)
-    seats = _seats(plan, cluster, [*reversed(range(plan.num_ranks))])
+        return simulated(profile, _placement(plan, cluster, order), layout, batch_size)
+    placement = _placement(plan, cluster, [*reversed(range(plan.num_ranks))])
     if plan.num_servers:
-        return served_cost(profile, seats, plan.num_servers, plan.num_shares, batch_size)
+        return served_cost(profile, placement, plan.num_servers, plan.num_shares, batch_size)
     if plan.sharding is not None:
         sizes = unit_bytes(graph, plan.sharding.units)
         return sharded_cost(
             profile,
-            seats,
+            placement,
             plan.sharding.level,
             sizes,
             plan.num_shares,
@@ -56,11 +56,11 @@ def _modelled(plan: Plan, graph: LayerGraph, cluster: Cluster, batch_size: int) 
             replicas=len(plan.ranks_along("data", 0)),
         )
     if plan.tensor is not None:
-        return tensor_cost(graph, profile, seats, plan.tensor, batch_size)
+        return tensor_cost(graph, profile, placement, plan.tensor, batch_size)
     layout = Layout((0,), (plan.num_ranks,), plan.num_shares)
     if plan.threads_per_device is None:  # it has those of the process
         profile = profile.threaded(cluster.hosts[0].num_cores)
-    return staged_cost(profile, seats, layout, batch_size)
+    return staged_cost(profile, placement, layout, batch_size)
 
 
 def unit_bytes(graph: LayerGraph, units: tuple[tuple[str, ...], ...]) -> list[float]:
@@ -122,12 +122,12 @@ def _layout_of(
     return layout, order
 
 
-def _seats(plan: Plan, cluster: Cluster, order: list[int]) -> Seats:
+def _placement(plan: Plan, cluster: Cluster, order: list[int]) -> Placement:
     places = []
     for rank in order:
         host = plan.host_of(rank) if plan.hosts else 0
         places.append((host, _device(cluster.hosts[host], plan.devices[rank])))
-    return seats_at(cluster, places, apart=not plan.engine.shares_memory)
+    return placement_at(cluster, places, apart=not plan.engine.shares_memory)
 
 
 def _device(host: Host, name: str) -> Device:

@@ -7,8 +7,8 @@ from typing import Any
 
 from lockstep.cluster.topology import Link
 from lockstep.graph.layer_graph import OptimizerCosts
+from lockstep.plan.cost.placement import Group, PlacedDevice
 from lockstep.plan.cost.profile import Costs
-from lockstep.plan.cost.seats import Group, Seat
 
 # A backward pass multiplies twice as many numbers as a forward pass.
 _BACKWARD_OPERATIONS = 2.0
@@ -19,26 +19,26 @@ _BYTES_PER_OPERATION = 1 / 78
 _UPDATE_BYTES_PER_ELEMENT = 28  # reads and writes of Adam in float32
 
 
-def forward_seconds(costs: Costs, samples: float, seat: Seat) -> Any:
+def forward_seconds(costs: Costs, samples: float, placed: PlacedDevice) -> Any:
     """A forward pass of ``samples``."""
-    if seat.device.operations_per_second:
-        return samples * costs.operations / seat.device.operations_per_second
-    return (costs.forward_fixed + samples * costs.forward) / seat.speed
+    if placed.device.operations_per_second:
+        return samples * costs.operations / placed.device.operations_per_second
+    return (costs.forward_fixed + samples * costs.forward) / placed.speed
 
 
-def backward_seconds(costs: Costs, samples: float, seat: Seat) -> Any:
+def backward_seconds(costs: Costs, samples: float, placed: PlacedDevice) -> Any:
     """A backward pass of ``samples``."""
-    if seat.device.operations_per_second:
-        return _BACKWARD_OPERATIONS * forward_seconds(costs, samples, seat)
-    return (costs.backward_fixed + samples * costs.backward) / seat.speed
+    if placed.device.operations_per_second:
+        return _BACKWARD_OPERATIONS * forward_seconds(costs, samples, placed)
+    return (costs.backward_fixed + samples * costs.backward) / placed.speed
 
 
-def update_seconds(elements: Any, optimizer: OptimizerCosts, seat: Seat) -> Any:
+def update_seconds(elements: Any, optimizer: OptimizerCosts, placed: PlacedDevice) -> Any:
     """The optimizer's step on so many elements, and what every step takes without a model."""
-    if seat.device.operations_per_second:
-        bandwidth = seat.device.operations_per_second * _BYTES_PER_OPERATION
+    if placed.device.operations_per_second:
+        bandwidth = placed.device.operations_per_second * _BYTES_PER_OPERATION
         return elements * _UPDATE_BYTES_PER_ELEMENT / bandwidth
-    return elements * optimizer.seconds_per_element / seat.speed + seat.step_seconds
+    return elements * optimizer.seconds_per_element / placed.speed + placed.step_seconds
 
 
 def send_seconds(num_bytes: Any, link: Link) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.plan.cost.parts import Memory, PlanCost, StepTime
+from lockstep.plan.cost.placement import Group, PlacedDevice, Placement
 from lockstep.plan.cost.profile import Costs, Profile
 from lockstep.plan.cost.rates import (
     backward_seconds,
@@ -24,7 +25,6 @@ from lockstep.plan.cost.rates import (
     sum_seconds,
     update_seconds,
 )
-from lockstep.plan.cost.seats import Group, Seat, Seats
 from lockstep.plan.pipeline.schedules import make_schedule
 from lockstep.plan.pipeline.simulation import StageCosts, run_programs
 from lockstep.plan.pipeline.stage_graph import StageGraph
@@ -101,30 +101,32 @@ class StageCost:
         return (self.turns - 1) * self.turn + self.exchange + self.update
 
 
-def staged_cost(profile: Profile, seats: Seats, layout: Layout, batch_size: int) -> PlanCost:
+def staged_cost(
+    profile: Profile, placement: Placement, layout: Layout, batch_size: int
+) -> PlanCost:
     """What a layout costs for batches of ``batch_size``."""
-    stages = list(stage_costs(profile, seats, layout, batch_size))
+    stages = list(stage_costs(profile, placement, layout, batch_size))
     seconds = sum(stage.turn for stage in stages) + max(stage.rest for stage in stages)
     return _plan_cost(stages, layout, seconds)
 
 
-def simulated(profile: Profile, seats: Seats, layout: Layout, batch_size: int) -> PlanCost:
+def simulated(profile: Profile, placement: Placement, layout: Layout, batch_size: int) -> PlanCost:
     """The same by the event simulator, if it has stages and not too many passes."""
-    stages, alone = list(stage_costs(profile, seats, layout, batch_size)), _alone(layout)
+    stages, alone = list(stage_costs(profile, placement, layout, batch_size)), _alone(layout)
     if len(stages) == 1 or alone.shares * len(stages) > _MOST_PASSES:
-        return staged_cost(profile, seats, layout, batch_size)
+        return staged_cost(profile, placement, layout, batch_size)
     return _plan_cost(stages, layout, _simulated_seconds(stages, alone))
 
 
 def stage_costs(
-    profile: Profile, seats: Seats, layout: Layout, batch_size: int
+    profile: Profile, placement: Placement, layout: Layout, batch_size: int
 ) -> Iterator[StageCost]:
     """The costs of each stage, from the first to the last."""
     behind = layout.num_ranks
     edges = pairwise([*layout.starts, profile.num_units])
     for (start, stop), replicas in zip(edges, layout.replicas, strict=True):
         behind -= replicas
-        yield stage_cost(profile, seats, layout, batch_size, start, stop, behind, replicas)
+        yield stage_cost(profile, placement, layout, batch_size, start, stop, behind, replicas)
 
 
 def in_flight(behind: int, replicas: int, turns: int) -> int:
@@ -143,18 +145,18 @@ def kept_bytes(activations: Any, received: Any, at_once: int, *, recompute: bool
     return at_once * received + activations if recompute else at_once * activations
 
 
-def exposed(exchange: Any, backward: Any, seat: Seat) -> Any:
+def exposed(exchange: Any, backward: Any, placed: PlacedDevice) -> Any:
     """The part of an exchange that the last backward pass does not hide.
 
     Cores compute and exchange themselves. Accelerators do both at once, but for a bucket.
     """
-    return exchange if seat.is_core else np.maximum(exchange / BUCKETS, exchange - backward)
+    return exchange if placed.is_core else np.maximum(exchange / BUCKETS, exchange - backward)
 
 
 def replica_memory(
     costs: Costs,
     slots: float,
-    seat: Seat,
+    placed: PlacedDevice,
     group: Group,
     activations: Any,
     messages: Any,
@@ -172,7 +174,7 @@ def replica_memory(
     Args:
         costs: of the stage.
         slots: of the optimizer.
-        seat: of the rank.
+        placed: of the rank.
         group: of the stage's replicas.
         activations: kept from forward to backward, and gradients of one layer's.
         messages: buffers.
@@ -180,18 +182,18 @@ def replica_memory(
             compare its gradients, and what the heap then had it keeps.
         tried_bytes: that the script's rank, of this stage, has for a while before the first step.
     """
-    together = group.on_a_host if seat.shares_memory else 1
-    if seat.is_core:
+    together = group.on_a_host if placed.shares_memory else 1
+    if placed.is_core:
         activations = HEAP * activations
     factored = costs.factored_bytes
-    formed = costs.formed_bytes if seat.has_others else 0.0
-    made = seat.is_core * (costs.trainable_bytes - formed)
-    copies = seat.has_others * seat.is_core * costs.trainable_bytes * (1 + slots)
-    scratch = 0.0 if seat.shares_memory or group.size == 1 else costs.trainable_bytes / BUCKETS
-    has_own = group.size == 1 or not seat.shares_memory
+    formed = costs.formed_bytes if placed.has_others else 0.0
+    made = placed.is_core * (costs.trainable_bytes - formed)
+    copies = placed.has_others * placed.is_core * costs.trainable_bytes * (1 + slots)
+    scratch = 0.0 if placed.shares_memory or group.size == 1 else costs.trainable_bytes / BUCKETS
+    has_own = group.size == 1 or not placed.shares_memory
     kept = made + activations + has_own * costs.trainable_bytes
-    before = seat.has_others * seat.is_core * PROOF * whole_bytes
-    of_script = before + _excess(seat.is_core * tried_bytes - before)
+    before = placed.has_others * placed.is_core * PROOF * whole_bytes
+    of_script = before + _excess(placed.is_core * tried_bytes - before)
     compared = _excess(of_script - kept - copies) + (group.size - 1) * _excess(before - kept)
     return Memory(
         parameters=costs.parameter_bytes / together,
@@ -199,7 +201,7 @@ def replica_memory(
         slots=slots * costs.trainable_bytes / group.size,
         activations=activations,
         buffers=messages + scratch + (copies + compared) / group.size,
-        base=seat.base_bytes,
+        base=placed.base_bytes,
     )
 
 
@@ -217,7 +219,7 @@ def tried_bytes(profile: Profile, batch_size: int) -> float:
 
 def stage_cost(
     profile: Profile,
-    seats: Seats,
+    placement: Placement,
     layout: Layout,
     batch_size: int,
     start: int,
@@ -231,17 +233,17 @@ def stage_cost(
     """
     samples = -(-batch_size // layout.shares)
     turns = -(-layout.shares // replicas)
-    costs, place = profile.of(start, stop), seats.place(behind, replicas)
-    seat, group = place.seat, place.group
+    costs, place = profile.of(start, stop), placement.place(behind, replicas)
+    placed, group = place.placed, place.group
     received, sent = (samples * size for size in profile.traffic(start, stop))
     transfer = send_seconds(received, place.before) + send_seconds(sent, place.after)
-    forward = forward_seconds(costs, samples, seat)
-    backward = backward_seconds(costs, samples, seat) + layout.recompute * forward
+    forward = forward_seconds(costs, samples, placed)
+    backward = backward_seconds(costs, samples, placed) + layout.recompute * forward
     is_whole = (start, stop) == (0, profile.num_units)
-    if not (is_whole and replicas > 1 and seat.shares_memory and group.hosts == 1):
+    if not (is_whole and replicas > 1 and placed.shares_memory and group.hosts == 1):
         costs = replace(costs, factored_bytes=0.0, factor_bytes=0.0)
     summed = costs.trainable_bytes - costs.factored_bytes
-    exchange = sum_seconds(summed, group, shares_memory=seat.shares_memory)
+    exchange = sum_seconds(summed, group, shares_memory=placed.shares_memory)
     factors = batch_size * costs.factor_bytes
     exchange += gather_seconds(factors, group) if factors else 0.0
     at_once = in_flight(behind, replicas, turns)
@@ -250,18 +252,18 @@ def stage_cost(
     )
     activations += samples * profile.gradient_bytes
     slots = profile.optimizer.slots
-    moved = bytes_moved(costs.trainable_bytes, group, shares_memory=seat.shares_memory)
+    moved = bytes_moved(costs.trainable_bytes, group, shares_memory=placed.shares_memory)
     return StageCost(
         forward=forward,
         backward=backward,
         transfer=transfer,
-        exchange=float(exposed(exchange, backward, seat)),
-        update=update_seconds(costs.trainable / replicas, profile.optimizer, seat),
+        exchange=float(exposed(exchange, backward, placed)),
+        update=update_seconds(costs.trainable / replicas, profile.optimizer, placed),
         turns=turns,
         memory=replica_memory(
             costs,
             slots,
-            seat,
+            placed,
             group,
             activations,
             2 * (received + sent) + factors / replicas,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
 from lockstep.plan.cost.parts import PlanCost, StepTime
+from lockstep.plan.cost.placement import Group, Placement
 from lockstep.plan.cost.profile import Costs, Profile, costs_of_layers
 from lockstep.plan.cost.rates import backward_seconds, forward_seconds, update_seconds
-from lockstep.plan.cost.seats import Group, Seats
 from lockstep.plan.cost.staged import replica_memory
 from lockstep.plan.splits import ParameterSplit, TensorSplits
 
@@ -38,20 +38,20 @@ class LayerShard:
 
 
 def tensor_cost(
-    graph: LayerGraph, profile: Profile, seats: Seats, splits: TensorSplits, batch_size: int
+    graph: LayerGraph, profile: Profile, placement: Placement, splits: TensorSplits, batch_size: int
 ) -> PlanCost:
     """What dividing layers costs for batches of ``batch_size``.
 
     Args:
         graph: of the model, with costs and operations.
         profile: of the graph.
-        seats: of the ranks, all on one host.
+        placement: of the ranks, all on one host.
         splits: of the parameters.
         batch_size: of the global batch, which every rank computes.
     """
-    ranks, optimizer = len(seats), profile.optimizer
-    place = seats.place(0, ranks)
-    seat, group = place.seat, place.group
+    ranks, optimizer = len(placement), profile.optimizer
+    place = placement.place(0, ranks)
+    placed, group = place.placed, place.group
     parts = [*parts_of(graph, splits, ranks)]
     costs = _costs_of_rank(parts, graph.samples)
     width = batch_size * _element_bytes(graph)
@@ -61,21 +61,21 @@ def tensor_cost(
     )
     whole = profile.whole
     step = StepTime(
-        forward=float(forward_seconds(costs, batch_size, seat)),
-        backward=float(backward_seconds(costs, batch_size, seat)),
+        forward=float(forward_seconds(costs, batch_size, placed)),
+        backward=float(backward_seconds(costs, batch_size, placed)),
         exchange=float(exchange),
-        update=float(update_seconds(whole.trainable / ranks, optimizer, seat)),
+        update=float(update_seconds(whole.trainable / ranks, optimizer, placed)),
     )
     activations = batch_size * (costs.activation_bytes + profile.gradient_bytes)
     memory = replica_memory(
-        whole, optimizer.slots, seat, group, activations, 0.0, whole.trainable_bytes
+        whole, optimizer.slots, placed, group, activations, 0.0, whole.trainable_bytes
     )
     memory = replace(memory, gradients=costs.trainable_bytes + whole.trainable_bytes / ranks)
     moved = sum(width * (ranks * one.summed + one.gathered) for one in parts)
     return PlanCost(
         step=step,
         memory=(memory,) * ranks,
-        memory_limits=tuple(one.device.memory_bytes for one in seats.all),
+        memory_limits=tuple(one.device.memory_bytes for one in placement.all),
         bytes_sent=moved,
     )
 

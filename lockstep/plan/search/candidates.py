@@ -10,9 +10,9 @@ from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.cost.corrections import corrected
 from lockstep.plan.cost.divided import sharded_cost
 from lockstep.plan.cost.parts import PlanCost
+from lockstep.plan.cost.placement import Placement, placement_of
 from lockstep.plan.cost.plan_cost import unit_bytes
 from lockstep.plan.cost.profile import Profile, profile_of
-from lockstep.plan.cost.seats import Seats, seats_of
 from lockstep.plan.cost.staged import Layout, simulated
 from lockstep.plan.cost.tensor import tensor_cost
 from lockstep.plan.engines import over
@@ -93,23 +93,23 @@ class Problem:
 def candidates(problem: Problem) -> Iterator[Candidate]:
     """All of them, the single device first; those that do not fit into memory are among them."""
     profile = profile_of(problem.graph, problem.batch_size)
-    seats = seats_of(problem.cluster, problem.num_devices)
-    counts = _device_counts(seats, problem.batch_size)
+    placement = placement_of(problem.cluster, problem.num_devices)
+    counts = _device_counts(placement, problem.batch_size)
     for count in counts:
         yield _of_layout(problem, profile, Layout((0,), (count,), count))
     for count in counts[1:]:
         yield from _sharded(problem, profile, count)
         yield from _divided(problem, profile, count)
     seen = {Layout((0,), (count,), count) for count in counts}
-    for layout in _layouts(problem, profile, seats):
+    for layout in _layouts(problem, profile, placement):
         if layout not in seen:
             seen.add(layout)
             yield _of_layout(problem, profile, layout)
 
 
-def _device_counts(seats: Seats, batch_size: int) -> list[int]:
+def _device_counts(placement: Placement, batch_size: int) -> list[int]:
     """Powers of two, and all."""
-    most = min(len(seats), batch_size)
+    most = min(len(placement), batch_size)
     return sorted({1 << power for power in range(most.bit_length())} | {most})
 
 
@@ -120,7 +120,7 @@ def _sharded(problem: Problem, profile: Profile, count: int) -> Iterator[Candida
     if len(problem.cluster.hosts) > 1:
         return  # ranks of one host divide the state
     is_on_cores = not problem.cluster.hosts[0].accelerators
-    seats = seats_of(problem.cluster, count, apart=True)
+    placement = placement_of(problem.cluster, count, apart=True)
     units = default_units(problem.graph)
     sizes = unit_bytes(problem.graph, units)
     for level in LEVELS:
@@ -129,7 +129,7 @@ def _sharded(problem: Problem, profile: Profile, count: int) -> Iterator[Candida
         divided = () if level == "slots" else sizes
         cost = sharded_cost(
             profile,
-            seats,
+            placement,
             level,
             divided,
             count,
@@ -152,8 +152,8 @@ def _divided(problem: Problem, profile: Profile, count: int) -> Iterator[Candida
     if len(problem.cluster.hosts) > 1 or problem.cluster.hosts[0].accelerators:
         return
     if splits.parameters:
-        seats = seats_of(problem.cluster, count)
-        cost = tensor_cost(problem.graph, profile, seats, splits, problem.batch_size)
+        placement = placement_of(problem.cluster, count)
+        cost = tensor_cost(problem.graph, profile, placement, splits, problem.batch_size)
         yield Candidate(
             name=f"layers divided, {count} devices",
             cost=corrected(cost, problem.cluster, "tensor"),
@@ -167,28 +167,30 @@ def _divided(problem: Problem, profile: Profile, count: int) -> Iterator[Candida
 # --- stages --------------------------------------------------------------------------------------
 
 
-def _layouts(problem: Problem, profile: Profile, seats: Seats) -> Iterator[Layout]:
+def _layouts(problem: Problem, profile: Profile, placement: Placement) -> Iterator[Layout]:
     """The best for each number of microbatches, and of each number of stages.
 
     In a pipeline, layers with statistics over the batch would take those of a microbatch.
     """
-    shares = share_counts(problem.batch_size, len(seats))
+    shares = share_counts(problem.batch_size, len(placement))
     is_whole = any(layer.uses_batch_statistics for layer in problem.graph.layers)
     if is_whole:
         shares = [1]
-    has_limit = any(seat.device.memory_bytes for seat in seats.all)
+    has_limit = any(placed.device.memory_bytes for placed in placement.all)
     ways = (False, True) if has_limit else (False,)
-    found = best_layouts(profile, seats, problem.batch_size, shares, recompute=ways)
+    found = best_layouts(profile, placement, problem.batch_size, shares, recompute=ways)
     for one in sorted(found.values(), key=lambda one: one.seconds):
         yield _runnable(one.layout, problem.batch_size)
     for stages in () if is_whole else (2, 4, 8):
-        if stages <= min(len(seats), profile.num_units):
-            yield from _of_so_many(problem, profile, seats, stages)
+        if stages <= min(len(placement), profile.num_units):
+            yield from _of_so_many(problem, profile, placement, stages)
 
 
-def _of_so_many(problem: Problem, profile: Profile, seats: Seats, stages: int) -> Iterator[Layout]:
+def _of_so_many(
+    problem: Problem, profile: Profile, placement: Placement, stages: int
+) -> Iterator[Layout]:
     """The best layout of so many stages, cut evenly by time, on as many replicas as there are."""
-    replicas = max(min(len(seats) // stages, problem.batch_size), 1)
+    replicas = max(min(len(placement) // stages, problem.batch_size), 1)
     costs = [profile.of(unit, unit + 1) for unit in range(profile.num_units)]
     work = [one.forward + one.backward or one.operations for one in costs]
     starts = even_starts(work, stages)
@@ -219,15 +221,15 @@ def _runnable(layout: Layout, batch_size: int) -> Layout:
 
 
 def _of_layout(problem: Problem, profile: Profile, layout: Layout) -> Candidate:
-    seats = seats_of(problem.cluster, layout.num_ranks)
+    placement = placement_of(problem.cluster, layout.num_ranks)
     if layout.num_ranks == layout.shares == 1:
-        profile = profile.threaded(problem.cluster.hosts[seats.all[0].host].num_cores)
-    numbers = sorted({seat.host for seat in seats.all})
+        profile = profile.threaded(problem.cluster.hosts[placement.all[0].host].num_cores)
+    numbers = sorted({placed.host for placed in placement.all})
     hosts = tuple(problem.cluster.hosts[number] for number in numbers)
     family = "stages" if len(layout.starts) > 1 else "replicas"
     if layout.num_ranks == 1:
         family = "one device"
-    cost = simulated(profile, seats, layout, problem.batch_size)
+    cost = simulated(profile, placement, layout, problem.batch_size)
     return Candidate(
         name=_name(layout),
         cost=corrected(cost, problem.cluster, family),
@@ -260,7 +262,7 @@ def _maker(problem: Problem, profile: Profile, layout: Layout, hosts: tuple[Host
     if len(layout.starts) > 1:
         return over(None, _pipelined(problem, profile, layout))
     if ranks == 1 and layout.shares == 1:
-        device = seats_of(problem.cluster, 1).all[0].device
+        device = placement_of(problem.cluster, 1).all[0].device
         return SingleDevice(device=device.name, precision=precision)
     shares = None if layout.shares == ranks else layout.shares
     if len(hosts) == 1:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.plan.cost.placement import Place, PlacedDevice, Placement
 from lockstep.plan.cost.profile import Costs, Profile
 from lockstep.plan.cost.rates import (
     backward_seconds,
@@ -18,7 +19,6 @@ from lockstep.plan.cost.rates import (
     sum_seconds,
     update_seconds,
 )
-from lockstep.plan.cost.seats import Place, Seat, Seats
 from lockstep.plan.cost.staged import (
     exposed,
     in_flight,
@@ -50,13 +50,13 @@ class Intervals:
 
     Args:
         profile: of the model.
-        seats: of the devices.
+        placement: of the devices.
         batch_size: of the global batch.
     """
 
-    def __init__(self, profile: Profile, seats: Seats, batch_size: int) -> None:
+    def __init__(self, profile: Profile, placement: Placement, batch_size: int) -> None:
         self._profile = profile
-        self._seats = seats
+        self._placement = placement
         self._batch_size = batch_size
         sums: dict[str, Any] = {
             name: _differences(np.array(values)) for name, values in profile.sums.items()
@@ -78,7 +78,7 @@ class Intervals:
         return found
 
     def _stage(self, behind: int, replicas: int, shares: int, *, recompute: bool) -> "_Stage":
-        place, turns = self._seats.place(behind, replicas), -(-shares // replicas)
+        place, turns = self._placement.place(behind, replicas), -(-shares // replicas)
         return _Stage(
             place=place,
             samples=-(-self._batch_size // shares),
@@ -90,27 +90,30 @@ class Intervals:
     def least_turn(self, shares: int, *, recompute: bool) -> float:
         """The seconds of all units in one stage on the fastest device; no layout needs less."""
         samples = -(-self._batch_size // shares)
-        kinds = {(seat.device.operations_per_second, seat.speed): seat for seat in self._seats.all}
-        return min(self._whole_turn(samples, seat, recompute) for seat in kinds.values())
+        kinds = {
+            (placed.device.operations_per_second, placed.speed): placed
+            for placed in self._placement.all
+        }
+        return min(self._whole_turn(samples, placed, recompute) for placed in kinds.values())
 
-    def _whole_turn(self, samples: int, seat: Seat, recompute: bool) -> float:
+    def _whole_turn(self, samples: int, placed: PlacedDevice, recompute: bool) -> float:
         whole = self._profile.whole
-        forward = (1 + recompute) * forward_seconds(whole, samples, seat)
-        return float(forward + backward_seconds(whole, samples, seat))
+        forward = (1 + recompute) * forward_seconds(whole, samples, placed)
+        return float(forward + backward_seconds(whole, samples, placed))
 
     def _made(self, stage: "_Stage") -> RunCosts:
         costs, place = self._costs, stage.place
-        seat, group = place.seat, place.group
+        placed, group = place.placed, place.group
         received, sent = stage.samples * self._received, stage.samples * self._sent
-        forward = forward_seconds(costs, stage.samples, seat)
-        backward = backward_seconds(costs, stage.samples, seat) + stage.recompute * forward
+        forward = forward_seconds(costs, stage.samples, placed)
+        backward = backward_seconds(costs, stage.samples, placed) + stage.recompute * forward
         turn = forward + backward
         turn += send_seconds(received, stage.place.before) + send_seconds(sent, stage.place.after)
         exchange = sum_seconds(
-            costs.trainable_bytes, stage.place.group, shares_memory=seat.shares_memory
+            costs.trainable_bytes, stage.place.group, shares_memory=placed.shares_memory
         )
-        rest = (stage.turns - 1) * turn + exposed(exchange, backward, seat)
-        rest += update_seconds(costs.trainable / group.size, self._profile.optimizer, seat)
+        rest = (stage.turns - 1) * turn + exposed(exchange, backward, placed)
+        rest += update_seconds(costs.trainable / group.size, self._profile.optimizer, placed)
         if place.limit:
             turn[self._needed_bytes(stage, received, sent) > place.limit] = np.inf
         turn[self._empty] = np.inf
@@ -131,7 +134,7 @@ class Intervals:
         if stage.samples < self._batch_size:
             tried[0, :-1] = tried_bytes(self._profile, self._batch_size)
         memory = replica_memory(
-            self._costs, slots, place.seat, place.group, activations, messages, whole, tried
+            self._costs, slots, place.placed, place.group, activations, messages, whole, tried
         )
         return np.asarray(memory.sum)
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.plan.cost.placement import Placement
 from lockstep.plan.cost.profile import Profile
-from lockstep.plan.cost.seats import Seats
 from lockstep.plan.cost.staged import Layout
 from lockstep.plan.search.intervals import Intervals, RunCosts
 
@@ -49,7 +49,7 @@ class Found:
 
 def best_layouts(
     profile: Profile,
-    seats: Seats,
+    placement: Placement,
     batch_size: int,
     shares: Iterable[int],
     *,
@@ -60,14 +60,14 @@ def best_layouts(
     Left out are those that cannot be better than one that was found, and those that do not fit
     into memory.
     """
-    is_uneven = (profile.num_units * len(seats)) ** 2 <= _MOST_UNEVEN
+    is_uneven = (profile.num_units * len(placement)) ** 2 <= _MOST_UNEVEN
     if not is_uneven and profile.num_units > _MOST_UNITS:
-        return _merged(profile, seats, batch_size, shares, recompute)
-    intervals, size = Intervals(profile, seats, batch_size), profile.num_units
+        return _merged(profile, placement, batch_size, shares, recompute)
+    intervals, size = Intervals(profile, placement, batch_size), profile.num_units
     found: dict[tuple[int, bool], Found] = {}
-    counts = sorted(set(shares), key=lambda count: (abs(count - len(seats)), count))
+    counts = sorted(set(shares), key=lambda count: (abs(count - len(placement)), count))
     problems = {
-        (count, again): _Problem(intervals, seats, size, count, recompute=again)
+        (count, again): _Problem(intervals, placement, size, count, recompute=again)
         for again in recompute
         for count in counts
     }
@@ -85,14 +85,14 @@ def best_layouts(
 
 def _merged(
     profile: Profile,
-    seats: Seats,
+    placement: Placement,
     batch_size: int,
     shares: Iterable[int],
     recompute: Sequence[bool],
 ) -> dict[tuple[int, bool], Found]:
     """The best of layouts that cut a long model at some places only."""
     starts = [profile.num_units * one // _MOST_UNITS for one in range(_MOST_UNITS)]
-    few = best_layouts(profile.merged(starts), seats, batch_size, shares, recompute=recompute)
+    few = best_layouts(profile.merged(starts), placement, batch_size, shares, recompute=recompute)
     return {
         key: replace(
             found,
@@ -116,10 +116,10 @@ class _Problem:
     """One number of microbatches."""
 
     def __init__(
-        self, intervals: Intervals, seats: Seats, size: int, shares: int, *, recompute: bool
+        self, intervals: Intervals, placement: Placement, size: int, shares: int, *, recompute: bool
     ) -> None:
         self._intervals = intervals
-        self._num_seats = len(seats)
+        self._num_devices = len(placement)
         self._size = size
         self._shares = shares
         self._recompute = recompute
@@ -140,20 +140,20 @@ class _Problem:
 
     def _replica_counts(self) -> list[int]:
         """Those with a middling number of stages first: a good layout prunes the others."""
-        most = min(self._num_seats, self._shares)
+        most = min(self._num_devices, self._shares)
         counts = {1 << power for power in range(most.bit_length())} | {most}
-        middling = self._num_seats / _MIDDLING_STAGES
+        middling = self._num_devices / _MIDDLING_STAGES
         return sorted(counts, key=lambda count: (abs(math.log(count / middling)), count))
 
     def _uneven_places(self) -> list[tuple[int, int]]:
         return [
             (behind, replicas)
-            for behind in range(self._num_seats)
-            for replicas in range(1, min(self._num_seats - behind, self._shares) + 1)
+            for behind in range(self._num_devices)
+            for replicas in range(1, min(self._num_devices - behind, self._shares) + 1)
         ]
 
     def _uniform_places(self, replicas: int) -> list[tuple[int, int]]:
-        stages = min(self._num_seats // replicas, self._size)
+        stages = min(self._num_devices // replicas, self._size)
         return [(stage * replicas, replicas) for stage in range(stages)]
 
     def _costs(self, behind: int, replicas: int) -> RunCosts:

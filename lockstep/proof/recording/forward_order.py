@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.proof.recording.names import Names
-from lockstep.proof.recording.record_file import Computation
+from lockstep.proof.recording.record_frames import Computation
 
 
 class ForwardOrder:

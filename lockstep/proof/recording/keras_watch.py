@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lockstep.proof.recording.record_file import Group
+from lockstep.proof.recording.record_frames import Group
 from lockstep.proof.recording.watches import Observer, Update, Watch
 
 _OPTIONS = ("weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "beta_1", "beta_2")

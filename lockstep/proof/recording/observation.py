@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.proof.recording.digests import WIDTH, Pending
 from lockstep.proof.recording.keras_variables import layers_of
 from lockstep.proof.recording.names import Names
-from lockstep.proof.recording.record_file import Entries, Entry, Group, Module, RecordWriter
+from lockstep.proof.recording.record_frames import Entries, Entry, Group, Module, RecordWriter
 from lockstep.proof.recording.shards import Piece, Shard, local_part
 
 _MATTERING = (

@@ -30,7 +30,7 @@ from lockstep.proof.recording.observation import (
     random_state,
 )
 from lockstep.proof.recording.optimizers import watch
-from lockstep.proof.recording.record_file import (
+from lockstep.proof.recording.record_frames import (
     BUFFER,
     GRADIENT,
     PARAMETER,

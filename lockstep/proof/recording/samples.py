@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from lockstep.errors import OptionError
-from lockstep.proof.recording.record_file import Samples
+from lockstep.proof.recording.record_frames import Samples
 
 _PRIME = 0x100000001B3  # of the hash FNV-1a
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from lockstep.proof.recording.observation import groups_of
-from lockstep.proof.recording.record_file import Group
+from lockstep.proof.recording.record_frames import Group
 
 
 class Update(NamedTuple):

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import numpy as np
 
-from lockstep.proof.recording.record_file import Loss, Samples
+from lockstep.proof.recording.record_frames import Loss, Samples
 from lockstep.proof.recording.samples import words_of
 from lockstep.proof.records.run import Run
 

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lockstep.proof.recording.record_file import BUFFER, GRADIENT, PARAMETER, START
+from lockstep.proof.recording.record_frames import BUFFER, GRADIENT, PARAMETER, START
 from lockstep.proof.records import sample_causes, update_causes
 from lockstep.proof.records.batches import losses_of
 from lockstep.proof.records.comparison import (

@@ -15,7 +15,7 @@ import numpy as np
 
 from lockstep.errors import DataError
 from lockstep.proof.recording.digests import distance, norm
-from lockstep.proof.recording.record_file import (
+from lockstep.proof.recording.record_frames import (
     BUFFER,
     GRADIENT,
     PARAMETER,

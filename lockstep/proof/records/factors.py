@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from lockstep.proof.recording.record_file import GRADIENT
+from lockstep.proof.recording.record_frames import GRADIENT
 from lockstep.proof.records.batches import losses_of
 from lockstep.proof.records.comparison import Pairing
 from lockstep.proof.records.run import Run

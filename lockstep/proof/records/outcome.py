@@ -12,7 +12,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.proof.recording.record_file import START
+from lockstep.proof.recording.record_frames import START
 from lockstep.proof.records.causes import find_cause
 from lockstep.proof.records.comparison import KINDS, Difference, Pairing, compare_runs
 from lockstep.proof.records.elements import describe_elements

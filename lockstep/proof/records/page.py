@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lockstep.disk import replacing
-from lockstep.proof.recording.record_file import START
+from lockstep.proof.recording.record_frames import START
 from lockstep.proof.records.comparison import KINDS, Difference, Pairing
 
 _STYLE = """

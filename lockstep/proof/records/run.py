@@ -11,7 +11,7 @@ import torch
 
 from lockstep.errors import DataError
 from lockstep.proof.recording.digests import WIDTH, add, are_same, distance, norm
-from lockstep.proof.recording.record_file import (
+from lockstep.proof.recording.record_frames import (
     START,
     Computation,
     Entries,

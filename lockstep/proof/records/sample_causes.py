@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.proof.recording.record_file import START
+from lockstep.proof.recording.record_frames import START
 from lockstep.proof.records.batches import (
     batch_words,
     beyond,

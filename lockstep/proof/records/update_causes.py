@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from lockstep.proof.recording.record_file import BUFFER, PARAMETER, SLOT
+from lockstep.proof.recording.record_frames import BUFFER, PARAMETER, SLOT
 from lockstep.proof.records.comparison import OPTION, Difference, Pairing, module_of
 from lockstep.proof.records.run import Run, Value
 from lockstep.proof.records.sample_causes import Cause

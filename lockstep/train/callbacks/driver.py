@@ -12,7 +12,7 @@ from lockstep.errors import WorkerError
 from lockstep.launch.workers.team import Team
 from lockstep.parallel.debug.module_watch import Noted
 from lockstep.parallel.training_step import StepResult
-from lockstep.parallel.update import PieceSlots, Updater
+from lockstep.parallel.updater_interface import PieceSlots, Updater
 from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.fault_tolerance.rank_states import RankState
 from lockstep.train.history import History

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import torch
 
 from lockstep.parallel.exchange.control import Control
-from lockstep.parallel.update import PieceSlots
+from lockstep.parallel.updater_interface import PieceSlots
 from lockstep.parallel.worker import Worker
 from lockstep.train.callbacks.driver import TaskDriver
 from lockstep.train.callbacks.state_values import set_values
 from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.parted_state import divides_copies, write_requested
-from lockstep.train.fit.tracing import StepTracer
+from lockstep.train.fit.step_profiler import StepProfiler
 from lockstep.train.input.stream_broadcast import Halt
 
 _T = TypeVar("_T")
@@ -195,7 +195,7 @@ class RankSync:
             return []
         return [part for parts in self.control.gather(self.worker.slots()) for part in parts]
 
-    def show_traces(self, tracer: StepTracer) -> None:
+    def show_traces(self, tracer: StepProfiler) -> None:
         """Give the traces of all ranks to the callbacks of rank 0."""
         traces = self.control.gather(tracer.take())
         if self.control.rank == 0:

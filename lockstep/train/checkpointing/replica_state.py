@@ -11,7 +11,7 @@ import torch
 from lockstep.checkpoint.trees import Tree
 from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.training_step import StepResult
-from lockstep.parallel.update import Slots, assemble_slots
+from lockstep.parallel.updater_interface import Slots, assemble_slots
 from lockstep.parallel.worker import Worker
 from lockstep.train.checkpointing.training_state import TrainingState, copied
 from lockstep.train.fit.epoch_sums import steps_as_tree

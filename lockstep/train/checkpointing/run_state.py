@@ -8,7 +8,7 @@ from torch import nn
 
 from lockstep.checkpoint.trees import Tree
 from lockstep.errors import CheckpointError, Problems
-from lockstep.parallel.update import Updater
+from lockstep.parallel.updater_interface import Updater
 from lockstep.train.callbacks.callback import Callback
 from lockstep.train.callbacks.state_values import set_values
 from lockstep.train.checkpointing.training_state import TrainingState, copied

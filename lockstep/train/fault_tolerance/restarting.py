@@ -11,7 +11,7 @@ from lockstep.launch.health.failure import add_note
 from lockstep.launch.workers.team import Team
 from lockstep.parallel.parameter_server.async_worker import ServerProgress
 from lockstep.parallel.transfer.readers import reader_death
-from lockstep.parallel.update import PieceSlots
+from lockstep.parallel.updater_interface import PieceSlots
 from lockstep.parallel.worker import Worker
 from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.train.callbacks.driver import Logs, TaskDriver

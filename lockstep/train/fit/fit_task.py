@@ -21,7 +21,7 @@ from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.loss.share_losses import ONE_LOSS, LossParts
 from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.transfer.readers import reading_ahead
-from lockstep.parallel.update import PieceSlots
+from lockstep.parallel.updater_interface import PieceSlots
 from lockstep.parallel.worker import Worker
 from lockstep.train.callbacks.driver import Logs, TaskDriver
 from lockstep.train.callbacks.rank_sync import RankSync, RestartTask
@@ -32,6 +32,7 @@ from lockstep.train.fit.epoch_sums import joined_turns, mean_loss, results_of_ra
 from lockstep.train.fit.fit_hooks import FitHooks
 from lockstep.train.fit.position_recorder import PositionRecorder
 from lockstep.train.fit.snapshots import Snapshots
+from lockstep.train.fit.step_profiler import StepProfiler
 from lockstep.train.fit.tasks import (
     Evaluation,
     MeansOfSamples,
@@ -40,7 +41,6 @@ from lockstep.train.fit.tasks import (
     evaluate,
     joined_results,
 )
-from lockstep.train.fit.tracing import StepTracer
 from lockstep.train.input.bad_record_filter import BadRecordFilter, filter_of
 from lockstep.train.input.stream_broadcast import GlobalBatch, Halt, SharedStream
 from lockstep.train.logging.metric_display import Reports
@@ -85,7 +85,7 @@ class _FitRun:
 
     rank_sync: RankSync
     source: Source | SharedStream
-    tracer: StepTracer
+    tracer: StepProfiler
     recorder: PositionRecorder
     observe: Observe | None
     num_epochs: int = 0
@@ -157,7 +157,7 @@ class FitTask(Task):
         recorder = PositionRecorder(
             rank_sync=rank_sync, hooks=self.hooks, metrics=self.metrics, source=self.source
         )
-        tracer = StepTracer(self.traced)
+        tracer = StepProfiler(self.traced)
         resume = None
         driver.hold_interrupts()
         run = _FitRun(

@@ -16,7 +16,7 @@ from lockstep.parallel.groups import ParameterGroup
 from lockstep.plan.spec import Plan
 from lockstep.train.multihost.hosts import Hosts
 from lockstep.train.runtime.assignment import Assignment
-from lockstep.train.runtime.serving import Connections
+from lockstep.train.runtime.helper_session import Connections
 from lockstep.train.runtime.stores import Mapped
 
 # The address at which ranks of one host reach each other.

@@ -28,7 +28,7 @@ from lockstep.launch.untrusted import decode_untrusted
 from lockstep.launch.workers.external_workers import attach_team
 from lockstep.launch.workers.team import Team
 from lockstep.parallel.exchange.engine import ChannelKey
-from lockstep.parallel.update import Updater
+from lockstep.parallel.updater_interface import Updater
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks.model_changes import ModelLayout, take_changes
 from lockstep.train.checkpointing.run_state import set_state, state_of

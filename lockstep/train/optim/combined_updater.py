@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey, Updater
+from lockstep.parallel.updater_interface import BoundPiece, PieceSlots, SlotKey, Updater
 
 
 class CombinedUpdater(Updater):

@@ -17,7 +17,7 @@ from torch import optim
 from lockstep.comm.collectives.gradients import cut_piece
 from lockstep.comm.shared_memory.file_region import in_turn, is_in_file
 from lockstep.comm.shared_memory.shared_region import is_dense
-from lockstep.parallel.update import BoundPiece
+from lockstep.parallel.updater_interface import BoundPiece
 from lockstep.plan.layout import Piece
 
 _MOST_ELEMENTS = 1 << 19

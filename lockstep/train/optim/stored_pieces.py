@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.comm.collectives.gradients import cut_piece
-from lockstep.parallel.update import BoundPiece
+from lockstep.parallel.updater_interface import BoundPiece
 from lockstep.plan.layout import Piece
 
 

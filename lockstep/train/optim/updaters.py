@@ -23,7 +23,7 @@ from lockstep.comm.collectives.gradients import TensorSpec, cut_piece
 from lockstep.data.trees import map_tensors
 from lockstep.parallel.storage.allocator import temporary_memory
 from lockstep.parallel.transfer.serialization import optimizer_contents, rebuild_optimizer
-from lockstep.parallel.update import (
+from lockstep.parallel.updater_interface import (
     BoundPiece,
     PieceSlots,
     SlotKey,

@@ -34,7 +34,7 @@ from lockstep.comm.collectives.gradients import TensorSpec
 from lockstep.comm.shared_memory.file_region import is_in_file, write_behind
 from lockstep.errors import OptionError
 from lockstep.options import is_number
-from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey
+from lockstep.parallel.updater_interface import BoundPiece, PieceSlots, SlotKey
 from lockstep.train.checkpointing.training_state import TrainingState, copy_onto
 from lockstep.train.optim.combined_updater import CombinedUpdater
 from lockstep.train.optim.stored_pieces import StoredPieces

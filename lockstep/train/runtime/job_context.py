@@ -21,7 +21,7 @@ from torch import nn
 from lockstep.cluster.place import Reach
 from lockstep.cluster.topology import Cluster
 from lockstep.errors import LockstepError, ModelError, OptionError
-from lockstep.parallel.update import Updater
+from lockstep.parallel.updater_interface import Updater
 from lockstep.plan.makers.data_parallel import Maker
 from lockstep.plan.spec import Plan
 from lockstep.train.input.data_adapter import DataPipeline

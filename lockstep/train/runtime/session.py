@@ -1,8 +1,8 @@
 """A session: running one task on all ranks of a Plan.
 
 The script's process is rank 0 and computes; helpers are called with everything they need
-(``train.runtime.serving`` is their side). The script's own objects hold all that lasts (weights,
-optimizer, position). Ranks cache what does not change between repeated small calls
+(``train.runtime.helper_session`` is their side). The script's own objects hold all that lasts
+(weights, optimizer, position). Ranks cache what does not change between repeated small calls
 (``train.runtime.call_cache``).
 
 On several hosts the script's process of each leads that host's ranks, with a session of its own.
@@ -61,12 +61,12 @@ from lockstep.train.runtime.assignment_serialization import (
     pack_assignment,
 )
 from lockstep.train.runtime.call_cache import CallCache, CallSignature, CallUpdate, is_cacheable
+from lockstep.train.runtime.helper_session import TaskRequest, serve, serve_again
 from lockstep.train.runtime.helper_watchdog import (
     HelperWatchdog,
     Position,
 )
 from lockstep.train.runtime.running_call import RunningCall, check_not_lost
-from lockstep.train.runtime.serving import TaskRequest, serve, serve_again
 from lockstep.train.runtime.stores import (
     Mapped,
     Stores,
@@ -74,7 +74,7 @@ from lockstep.train.runtime.stores import (
 )
 
 # What every helper needs; the template imports it before it forks any helper.
-PRELOAD: tuple[str, ...] = ("lockstep.train.runtime.serving",)
+PRELOAD: tuple[str, ...] = ("lockstep.train.runtime.helper_session",)
 
 # Longest wait, after a call that failed early, for followers that have not joined it.
 _DISMISSAL_SECONDS = 10.0

@@ -14,7 +14,7 @@ from lockstep.parallel.storage.allocator import give_back_freed_memory
 from lockstep.parallel.storage.device_memory import noting_shortage
 from lockstep.parallel.storage.device_store import DeviceStore
 from lockstep.parallel.storage.store import ParameterStore, TensorStore, check_separate, slot_spec
-from lockstep.parallel.update import SlotKey
+from lockstep.parallel.updater_interface import SlotKey
 from lockstep.plan.devices import is_cpu
 from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.train.runtime.assignment import Assignment, divides_parameters

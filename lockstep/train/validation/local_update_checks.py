@@ -4,7 +4,7 @@ from torch import nn, optim
 
 from lockstep.errors import OptionError, Problems
 from lockstep.parallel.exchange.exchange_layout import sparse_weights
-from lockstep.parallel.update import Updater
+from lockstep.parallel.updater_interface import Updater
 from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.plan.spec import Plan
 from lockstep.train.optim.updater_sets import UpdaterSet

@@ -32,7 +32,13 @@ from lockstep.frontends.keras.optim.optimizer_copy import (
     variable_like,
 )
 from lockstep.parallel.storage.allocator import temporary_memory
-from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey, Updater, assemble_slots
+from lockstep.parallel.updater_interface import (
+    BoundPiece,
+    PieceSlots,
+    SlotKey,
+    Updater,
+    assemble_slots,
+)
 from lockstep.plan.layout import Extent, Piece
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.optim.stored_pieces import StoredPieces

@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 
-class StepTracer:
+class StepProfiler:
     """Traces one rank's steps.
 
     Args:

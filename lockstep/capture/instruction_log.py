@@ -1,6 +1,6 @@
-"""The notes of a model's run: records of its instructions, and which record made which value.
+"""The log of a model's run: records of its instructions, and which record made which value.
 
-Values are recognised by identity. All noted values stay alive, so that no other object gets the
+Values are recognised by identity. All values in it stay alive, so that no other object gets the
 id of one.
 """
 
@@ -71,7 +71,7 @@ class Record:
     Attributes:
         instruction: with references to other records.
         scope: path of the module whose forward ran it.
-        inside: see ``Notes``.
+        inside: see ``InstructionLog``.
         value: its result on the example.
         removable: it has no effect if its value is not used.
         draws: it draws random numbers.
@@ -85,7 +85,7 @@ class Record:
     draws: bool = False
 
 
-class Notes:
+class InstructionLog:
     """The records of one model.
 
     Args:
@@ -110,7 +110,7 @@ class Notes:
         self._fetched: dict[str, int] = {}  # by path of an attribute: its record
         self._open: set[int] = set()  # ids of the objects that are being visited
 
-    def note(
+    def add(
         self, instruction: Instruction, value: Any, *, removable: bool = False, draws: bool = False
     ) -> Any:
         """Append an instruction; returns its value in the form that the model gets."""
@@ -138,7 +138,7 @@ class Notes:
             is_made = not isinstance(record.instruction, GetAttribute)
             if is_made and isinstance(record.value, torch.Tensor) and record.value.device == device:
                 asked = CallFunction(target=getattr, args=(Ref(number), "device"))
-                self.note(asked, device, removable=True)
+                self.add(asked, device, removable=True)
                 break
         return device
 
@@ -184,7 +184,7 @@ class Notes:
         if isinstance(part, _CONSTANTS) and not has_numbers(part):
             return part
         instruction = CallFunction(target=function, args=(Ref(number), key))
-        return self.note(instruction, part, removable=True)
+        return self.add(instruction, part, removable=True)
 
     def argument(self, value: Any) -> Any:
         """A value in the form for instructions: references in place of other records' values.

@@ -1,8 +1,8 @@
-"""The devices that ranks sit on, and the links between them.
+"""The placement of ranks: the devices that they have, and the links between these.
 
-Seats are in the order of places: the fastest host first, and its fastest device. A stage takes
-seats that are next to one another, and the last stage takes the first ones: so a search that adds
-stages from the last to the first knows what is behind each.
+Its devices are in order: those of the fastest host first, of which the fastest is first. A stage
+takes devices that are next to one another, and the last stage takes the first ones: so a search
+that adds stages from the last to the first knows what is behind each.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ _STEP_SECONDS = 3e-4
 
 
 @dataclass(frozen=True)
-class Seat:
+class PlacedDevice:
     """A device that a rank may have.
 
     Attributes:
@@ -97,14 +97,14 @@ class Place:
     """Where the ranks of a stage are.
 
     Attributes:
-        seat: the slowest of their devices.
+        placed: the slowest of their devices.
         group: all of them.
         limit: the least memory of their devices; 0 if it is not known.
         before: the link to the stage before, as long as this end takes for a message.
         after: to the stage behind.
     """
 
-    seat: Seat
+    placed: PlacedDevice
     group: Group
     limit: int
     before: Link
@@ -112,11 +112,11 @@ class Place:
 
 
 @dataclass(frozen=True, eq=False)
-class Seats:
-    """The devices for a job, in the order of places."""
+class Placement:
+    """The devices for a job, in order."""
 
     cluster: Cluster
-    all: tuple[Seat, ...]
+    all: tuple[PlacedDevice, ...]
     _known: dict[tuple[int, int], Place] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -133,9 +133,9 @@ class Seats:
         end, last = behind + count, len(self.all) - 1
         own = self.all[behind:end]
         return Place(
-            seat=min(own, key=lambda seat: _rank(seat)[0]),
+            placed=min(own, key=lambda placed: _rank(placed)[0]),
             group=self._group(own),
-            limit=min(seat.device.memory_bytes for seat in own),
+            limit=min(placed.device.memory_bytes for placed in own),
             before=self._link(end - 1, min(end, last)),
             after=self._link(max(behind - 1, 0), behind),
         )
@@ -148,18 +148,18 @@ class Seats:
         link = inner_link(self.cluster.hosts[first.host])
         return link if first.is_core else _half(link)
 
-    def _group(self, own: Sequence[Seat]) -> Group:
+    def _group(self, own: Sequence[PlacedDevice]) -> Group:
         first, last = own[0].host, own[-1].host
         return Group(
             size=len(own),
-            hosts=len({seat.host for seat in own}) if first != last else 1,
+            hosts=len({placed.host for placed in own}) if first != last else 1,
             inside=own[0].link or inner_link(self.cluster.hosts[first]),
             outside=network_between(self.cluster, first, last),
         )
 
 
-def seats_of(cluster: Cluster, count: int | None = None, *, apart: bool = False) -> Seats:
-    """The first ``count`` devices of a Cluster in the order of places; None is all.
+def placement_of(cluster: Cluster, count: int | None = None, *, apart: bool = False) -> Placement:
+    """The first ``count`` devices of a Cluster, in order; None is all.
 
     Accelerators where hosts have some, else cores, on which several ranks may be.
 
@@ -172,23 +172,23 @@ def seats_of(cluster: Cluster, count: int | None = None, *, apart: bool = False)
     if wanted > there:
         hosts = _crowded(cluster, hosts, wanted)
     crowd = max(wanted / there, 1.0)
-    seats = [
+    placement = [
         [
-            Seat(number, device, _speed(cluster.hosts[number], wanted) / crowd, apart)
+            PlacedDevice(number, device, _speed(cluster.hosts[number], wanted) / crowd, apart)
             for device in devices
         ]
         for number, devices in enumerate(hosts)
     ]
-    for own in seats:
+    for own in placement:
         own.sort(key=_rank, reverse=True)
-    seats.sort(key=lambda own: _rank(own[0]), reverse=True)
-    return _with_processes(cluster, [seat for own in seats for seat in own][:wanted])
+    placement.sort(key=lambda own: _rank(own[0]), reverse=True)
+    return _with_processes(cluster, [placed for own in placement for placed in own][:wanted])
 
 
-def seats_at(
+def placement_at(
     cluster: Cluster, places: Sequence[tuple[int, Device]], *, apart: bool = False
-) -> Seats:
-    """Given devices, each with the number of its host, in the order of places."""
+) -> Placement:
+    """Given devices, each with the number of its host, in order."""
     cores = {
         number: len(host.accelerators) or host.num_cores
         for number, host in enumerate(cluster.hosts)
@@ -197,38 +197,38 @@ def seats_at(
     for host, device in places:
         crowd = sum(other == host for other, _ in places) / max(cores[host], 1)
         speed = _speed(cluster.hosts[host], len(places)) / max(crowd, 1.0)
-        found.append(Seat(host, device, speed, apart))
+        found.append(PlacedDevice(host, device, speed, apart))
     return _with_processes(cluster, found)
 
 
-def _with_processes(cluster: Cluster, seats: Sequence[Seat]) -> Seats:
-    """Seats with the costs of their processes; a host's ranks have equal parts of its memory."""
-    counts = Counter(seat.host for seat in seats)
-    return Seats(
+def _with_processes(cluster: Cluster, placement: Sequence[PlacedDevice]) -> Placement:
+    """With the costs of each process; a host's ranks have equal parts of its memory."""
+    counts = Counter(placed.host for placed in placement)
+    return Placement(
         cluster,
         tuple(
             replace(
-                seat,
-                base_bytes=_base_bytes(cluster.hosts[seat.host], counts[seat.host], seat),
-                step_seconds=_step_seconds(counts[seat.host], seat),
-                has_others=len(seats) > 1,
+                placed,
+                base_bytes=_base_bytes(cluster.hosts[placed.host], counts[placed.host], placed),
+                step_seconds=_step_seconds(counts[placed.host], placed),
+                has_others=len(placement) > 1,
             )
-            for seat in seats
+            for placed in placement
         ),
     )
 
 
-def _base_bytes(host: Host, ranks: int, seat: Seat) -> float:
-    if not seat.is_core:
+def _base_bytes(host: Host, ranks: int, placed: PlacedDevice) -> float:
+    if not placed.is_core:
         return ACCELERATOR_BASE_BYTES
     total = (host.script_bytes or _SCRIPT_BYTES) + _TRAINING_BYTES
     if ranks > 1:
         total += _TEMPLATE_BYTES + (ranks - 1) * _HELPER_BYTES
-    return total / ranks + seat.apart * _MEMBER_BYTES
+    return total / ranks + placed.apart * _MEMBER_BYTES
 
 
-def _step_seconds(ranks: int, seat: Seat) -> float:
-    if not seat.is_core:
+def _step_seconds(ranks: int, placed: PlacedDevice) -> float:
+    if not placed.is_core:
         return 0.0
     return _STEP_SECONDS * (1 + ranks * (ranks > 1))
 
@@ -274,6 +274,6 @@ def _speed(host: Host, ranks: int) -> float:
     return host.speed_together if ranks > 1 else 1.0
 
 
-def _rank(seat: Seat) -> tuple[float, int]:
+def _rank(placed: PlacedDevice) -> tuple[float, int]:
     """Larger for faster devices, and for those with more memory."""
-    return (seat.device.operations_per_second or seat.speed, seat.device.memory_bytes)
+    return (placed.device.operations_per_second or placed.speed, placed.device.memory_bytes)

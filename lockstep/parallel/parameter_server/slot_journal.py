@@ -15,7 +15,7 @@ import torch
 
 from lockstep.comm.collectives.gradients import TensorSpec
 from lockstep.comm.shared_memory.shared_region import SharedRegion
-from lockstep.parallel.update import PieceSlots
+from lockstep.parallel.updater_interface import PieceSlots
 from lockstep.plan.layout import align
 
 # Bytes for the slots of a parameter, beside its name.
@@ -23,7 +23,7 @@ _NOTE_BYTES = 1024
 _UNKNOWN = -1
 
 
-class SlotNotes:
+class SlotJournal:
     """One rank's view.
 
     Args:
