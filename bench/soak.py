@@ -13,6 +13,7 @@ Run: ``python bench/soak.py [--minutes 30] [--strategies mirrored] [--signals ki
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -23,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -37,14 +38,17 @@ import lockstep
 from lockstep.comm.shared_memory.status_board import PHASES
 from lockstep.launch.workers import process_state
 from lockstep.train.checkpointing.training_state import TrainingState
-from lockstep.train.fault_tolerance.run_record import read_record
+from lockstep.train.fault_tolerance.run_record import Event, read_record
 
+UNITS = ["0", "3", "4"]  # the net is small: without names all stays on every process
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "single": lambda: None,
     "mirrored": lambda: lockstep.MirroredStrategy(2),
     "pipeline": lambda: lockstep.PipelineStrategy(2, cuts=["3"], microbatches=2),
     "hybrid": lambda: lockstep.HybridStrategy(data=2, pipe=2, cuts=["3"], microbatches=2),
-    "sharded": lambda: lockstep.FullyShardedStrategy(2, engine="gloo"),
+    "sharded": lambda: lockstep.FullyShardedStrategy(2, units=UNITS, engine="gloo"),
+    "sharded in 3": lambda: lockstep.FullyShardedStrategy(3, units=UNITS, engine="gloo"),
+    "data x shard": lambda: lockstep.HybridStrategy(data=2, shard=2, units=UNITS, engine="gloo"),
     "sharded, one copy": lambda: lockstep.FullyShardedStrategy(2),
     "tensor": lambda: lockstep.TensorParallelStrategy(2),
     "tensor, gloo": lambda: lockstep.TensorParallelStrategy(2, engine="gloo"),
@@ -73,6 +77,7 @@ class Faults:
     def __init__(self, number: int | None, most: int, chance: random.Random) -> None:
         self.losses: list[float] = []
         self.seconds: list[float] = []  # from a fault to the first new step
+        self.hits: list[tuple[int, float]] = []  # ranks, and seconds since 1970
         self._number, self._most, self._chance = number, most, chance
         self._phases = cycle(PHASES[1:])
         self._hit_at = 0.0
@@ -106,6 +111,7 @@ class Faults:
             os.sched_yield()
         self._hit_at = time.monotonic()
         if team.num_helpers:
+            self.hits.append((rank, time.time()))
             os.kill(pid, self._number or 0)
 
 
@@ -122,20 +128,36 @@ class Told(lockstep.Callback):
         self._faults.after_step(self.trainer._runner.session, logs["loss"])
 
 
-def trained(strategy: str, faults: Faults, most: int) -> tuple[object, Phases]:
-    """What must be the same, and the phases that were hit."""
+def trained(strategy: str, faults: Faults, most: int) -> tuple[object, Phases, list[float]]:
+    """What must be the same, the phases that were hit, and seconds until errors named the ranks."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as record:
         fit = _fit_keras if strategy == "Keras" else partial(_fit, strategy)
         digest, history = fit([faults], restarts=most, record=record)
-        return [digest, history, faults.losses], _phases(Path(record))
+        events = [event for event in read_record(Path(record)) if event.fault is not None]
+        return [digest, history, faults.losses], _phases(events), _until_named(faults.hits, events)
 
 
-def _phases(record: Path) -> Phases:
+def _phases(events: Iterable[Event]) -> Phases:
     """In which phase the rank at fault was, of each fault that the record knows."""
-    faults = [event.fault for event in read_record(record) if event.fault is not None]
+    faults = [event.fault for event in events if event.fault is not None]
     ranks = [rank for fault in faults for rank in fault.ranks if rank.rank == fault.rank]
     return Counter(rank.phase or "between steps" for rank in ranks)
+
+
+def _until_named(hits: Iterable[tuple[int, float]], events: Sequence[Event]) -> list[float]:
+    """Seconds from each hit to the line of the record that names its rank; infinite without."""
+    return [
+        next(
+            (
+                event.time - at
+                for event in events
+                if event.time >= at and event.fault is not None and event.fault.rank == rank
+            ),
+            math.inf,
+        )
+        for rank, at in hits
+    ]
 
 
 def _fit(strategy: str, faults: Iterable[Faults], **options: Any) -> tuple[str, object]:
@@ -246,6 +268,7 @@ def soak(strategy: str, fault: str, faults: int, until: float) -> str:
             else trained(strategy, Faults(None, 0, chance), 0)[0]
         )
     seconds: list[float] = []
+    named: list[float] = []
     phases = Phases()
     same = rounds = 0
     while len(seconds) < faults and time.monotonic() < until:
@@ -254,13 +277,15 @@ def soak(strategy: str, fault: str, faults: int, until: float) -> str:
             found, own, hit = script_killed(most, chance)
         else:
             harm = Faults(SIGNALS[fault], most, chance)
-            (found, hit), own = trained(strategy, harm, most), harm.seconds
+            (found, hit, until_named), own = trained(strategy, harm, most), harm.seconds
+            named += until_named
         phases += hit
         seconds, rounds, same = [*seconds, *own], rounds + 1, same + (found == whole)
     told = [f"{strategy} {fault}", len(seconds), f"{same} of {rounds}"]
     if len(seconds) > 1:
         p95 = statistics.quantiles(seconds, n=20, method="inclusive")[-1]
         told += [f"{one:.2f} s" for one in (statistics.median(seconds), p95, max(seconds))]
+        told.append(f"{statistics.median(named):.2f}, {max(named):.2f} s" if named else "")
         told.append(", ".join(f"{phase} {count}" for phase, count in sorted(phases.items())))
     return "| " + " | ".join(map(str, told)) + " |"
 
@@ -292,8 +317,8 @@ def main() -> None:
     ]
     share = 60 * asked.minutes / len([*kinds, *of_hosts])
     titles = ["strategy, fault", "survived", "same bits", "median until a new step", "95 %", "most"]
-    print("| " + " | ".join([*titles, "phases hit"]) + " |")
-    print("|---|---|---|---|---|---|---|")
+    print("| " + " | ".join([*titles, "named within (median, most)", "phases hit"]) + " |")
+    print("|---|---|---|---|---|---|---|---|")
     for strategy, fault in kinds:
         print(soak(strategy, fault, asked.faults, time.monotonic() + share), flush=True)
     print(f"\n{host_faults.HEADER}", flush=True)

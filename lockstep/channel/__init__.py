@@ -1,1 +1,1 @@
-"""Sealed connections between hosts."""
+"""Sealed connections between hosts, and waits."""

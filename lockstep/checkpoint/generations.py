@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from lockstep.channel.background import Background
 from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checkpoint.manifest import (
     NAME,
@@ -37,7 +38,6 @@ from lockstep.checkpoint.storage import GENERATION, AnyFolder, Create, Folder, S
 from lockstep.checkpoint.trees import Tensors
 from lockstep.checkpoint.weights import write_tensors
 from lockstep.cluster.devices import usable_cores
-from lockstep.launch.background import Background
 
 # Files are read as a whole, so that the bytes used are those hashed. Several are written at once.
 _SHARD_BYTES = 128 << 20

@@ -141,6 +141,7 @@ def residency_of(
     (group,) = owned
     gradients = exchange.gradients[group.number]
     assert isinstance(gradients, ShardedReduce)
+    assert exchange.board is not None
     of_trained = {name: units[name] for name in group.names}
     if device.type != "cpu":
         separate_storages(work.model, of_trained)
@@ -150,6 +151,7 @@ def residency_of(
         len(sharding.units),
         gradients=gradients,
         updated=group.pieces,
+        gathering=exchange.board.gathering,
         **_kept_pieces(work.plan, group, exchange.rank),
     )
     return Residency(

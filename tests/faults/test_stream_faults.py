@@ -14,7 +14,7 @@ from torch import Tensor
 import lockstep
 from lockstep.data.order import same_streams, stream_states
 from lockstep.errors import WorkerError
-from lockstep.launch import background
+from lockstep.channel import background
 from lockstep.train.input.input_wait import InputBoundWarning
 from tests.faults.jobs import make_data, make_trainer, warm_up
 from tests.faults.processes import wait_until

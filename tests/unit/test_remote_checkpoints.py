@@ -23,7 +23,7 @@ from lockstep.checkpoint.reading import (
 )
 from lockstep.checkpoint.storage import Url, folder_of
 from lockstep.errors import CheckpointError, ExtraError, OptionError
-from lockstep.launch.background import Background
+from lockstep.channel.background import Background
 from tests.unit.test_generations import assert_is, saved
 
 

@@ -24,8 +24,11 @@ from lockstep.comm.shared_memory.shared_region import SharedRegion
 LINE_BYTES = 256
 
 # The phases of a step, for messages.
-PHASES = ("", "reading", "forward", "backward", "exchange", "update", "sync")
+_PASSES = "forward", "backward"
+_GATHERS = [f"gather in {phase}" for phase in _PASSES]
+PHASES = ("", "reading", *_PASSES, "exchange", "update", "sync", *_GATHERS)
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
+_GATHER_IN = {_NUMBERS[phase]: _NUMBERS[f"gather in {phase}"] for phase in _PASSES}
 
 # Numbers that a rank can publish at once.
 _MAX_NUMBERS = 4
@@ -119,6 +122,14 @@ class StatusBoard:
     def note(self, phase: str) -> None:
         """Publish this rank's phase: one of PHASES."""
         self._own.phase = _NUMBERS[phase]
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Within the block this rank gathers parameters for a pass."""
+        before = self._own.phase
+        self._own.phase = _GATHER_IN.get(before, before)
+        yield
+        self._own.phase = before
 
     def phase_of(self, rank: int) -> str:
         """The phase that another rank has published."""

@@ -17,9 +17,12 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from time import monotonic, sleep
 from typing import Any
 
@@ -27,6 +30,7 @@ import torch
 from torch import distributed
 
 from lockstep.accelerators import await_device, await_event, pinned, use
+from lockstep.channel.background import Background
 from lockstep.channel.polling import Stopwatch
 from lockstep.channel.sealed_channel import late
 from lockstep.comm.codec.message_codec import decode, encode
@@ -97,6 +101,7 @@ class ProcessGroups:
         self._store: SharedStore | None = None  # what groups keep of it does not keep it alive
         self._end_groups: Callable[[], object] | None = None
         self._is_open = False
+        self._background = Background("lockstep: messages")
         self._followed: Any = None  # an event behind the last collective that was followed
 
     def __getitem__(self, name: str) -> Any:
@@ -150,20 +155,19 @@ class ProcessGroups:
         else:
             self._finish_on_device(work)
 
-    def finish(self, work: Any) -> None:
-        """Wait for a message that the other rank has begun to send or receive.
+    def finish(self, works: Sequence[Any]) -> None:
+        """Wait for messages to or from other ranks.
 
-        gloo closes the connection when a wait times out, so this wait cannot be interrupted to
-        check other ranks. The other rank must have begun, or begin very soon.
+        gloo closes its connections when a wait times out, so a thread waits.
 
         Raises:
-            WorkerError: the other rank is gone, or hangs.
+            WorkerError: another rank is gone, or hangs.
         """
-        if not self._backend.by_host:
+        if self._backend.by_host and works:
+            future = self._background.submit(partial(_wait_for_all, works))
+            self._wait(partial(_has_returned, future))
+        for work in () if self._backend.by_host else works:
             self._finish_on_device(work)
-            return
-        with self.naming_lost_rank():
-            work.wait(timedelta(seconds=self._meeting.timeout_seconds))
 
     def follow(self, work: Any) -> None:
         """The device's stream waits for a collective on it; this process for the one before.
@@ -398,6 +402,23 @@ _BACKENDS = {
 def missing_backend(name: str) -> bool:
     """Whether torch was built without a backend."""
     return not distributed.is_backend_available(name)
+
+
+def _wait_for_all(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait(_NEVER)
+
+
+def _has_returned(future: "Future[None]") -> bool:
+    """Wait a little for messages.
+
+    Raises:
+        RuntimeError: one of them has failed.
+    """
+    if not futures.wait([future], _LOOK_AROUND.total_seconds()).done:
+        return False
+    future.result()
+    return True
 
 
 def _is_done(work: Any) -> bool:

@@ -175,8 +175,7 @@ class ProcessGroupTransport(Transport):
         Raises:
             WorkerError: another rank is gone, or hangs.
         """
-        for work, _ in messages:
-            self._groups.finish(work)
+        self._groups.finish([work for work, _ in messages])
 
     @property
     def _group(self) -> Any:

@@ -15,7 +15,6 @@ import re
 import select
 import sys
 import threading
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -61,12 +60,6 @@ def show(text: str) -> None:
     if text and sys.stderr is not None:
         with suppress(OSError, ValueError):  # a full disk, a closed pipe or stream
             sys.stderr.write(text)
-
-
-def stack_of(thread: int) -> str:
-    """The Python stack of a thread of this process, by its identifier."""
-    frame = sys._current_frames().get(thread)
-    return "".join(traceback.format_stack(frame)) if frame else "(the thread has ended)\n"
 
 
 def make_event() -> int:

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from lockstep.channel.background import Background
 from lockstep.errors import WorkerError
-from lockstep.launch.background import Background
 from lockstep.launch.health.diagnostics import DiagnosticsFile
 from lockstep.pickling import search_path
 

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
+from lockstep.channel.background import stack_of
 from lockstep.channel.polling import LookAround, Stopwatch, is_readable
 from lockstep.errors import WorkerError
 from lockstep.launch.forks import give_up_in_forks
-from lockstep.launch.health.diagnostics import show, stack_of
+from lockstep.launch.health.diagnostics import show
 from lockstep.launch.health.failure import (
     MEMORY_RAN_OUT,
     failure_error,

@@ -7,7 +7,7 @@ they are, and what autograd has saved of them is valid again once the unit has b
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -31,6 +31,7 @@ class UnitMemory:
         others: the ranks that keep the other pieces, and these.
         copies: the other ranks that keep the same pieces, and what each of them updates.
         gradients: of the parameters; brings pieces from rank to rank.
+        gathering: around the wait for a unit.
 
     Attributes:
         numbers: of the parameters in units.
@@ -50,8 +51,10 @@ class UnitMemory:
         others: Mapping[int, Sequence[Piece]],
         copies: Mapping[int, Sequence[Piece]],
         gradients: ShardedReduce,
+        gathering: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._gradients = gradients
+        self._gathering = gathering
         self._coming: dict[int, Callable[[], None]] = {}
         tensors: list[dict[int, torch.Tensor]] = [{} for _ in range(num_units)]
         for number, (parameter, unit) in enumerate(zip(parameters, units, strict=True)):
@@ -135,7 +138,8 @@ class UnitMemory:
         self.begin(unit)
         if unit in self._coming:
             self._memories[unit].take()
-            self._coming.pop(unit)()
+            with self._gathering():
+                self._coming.pop(unit)()
             self.present.add(unit)
 
     def gather_again(self, unit: int) -> None:

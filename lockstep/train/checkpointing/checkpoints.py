@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from lockstep.channel.background import Background
 from lockstep.checkpoint.generations import PartedGeneration, writing_alone
 from lockstep.checkpoint.reading import (
     DamagedCheckpointWarning,
@@ -27,7 +28,6 @@ from lockstep.checkpoint.reading import (
 from lockstep.checkpoint.storage import Folder, Url, folder_of
 from lockstep.checkpoint.trees import Tensors
 from lockstep.errors import OptionError, Problems, level_of_user
-from lockstep.launch.background import Background
 from lockstep.options import check_choice, check_count
 from lockstep.plan.spec import Plan
 from lockstep.tracebacks import public_methods

@@ -19,6 +19,7 @@ from functools import partial
 
 import numpy as np
 
+from lockstep.channel.background import Background
 from lockstep.channel.polling import LookAround, Stopwatch, is_readable, wait_for, wait_on
 from lockstep.channel.records import TamperedError
 from lockstep.channel.sealed_channel import Channel, lost
@@ -26,7 +27,6 @@ from lockstep.checkpoint.trees import Tree, assembled, flattened
 from lockstep.cluster.memory_limits import free_memory
 from lockstep.comm.codec.message_codec import decode, encoded
 from lockstep.errors import HostError, level_of_user
-from lockstep.launch.background import Background
 from lockstep.launch.health.failure import summary_of
 from lockstep.train.fault_tolerance.overhead_budget import OverheadBudget
 from lockstep.train.resume.fit_record import FitState

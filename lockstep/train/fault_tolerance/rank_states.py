@@ -42,7 +42,7 @@ class RankState(msgspec.Struct, kw_only=True, omit_defaults=True):
         rank: its number.
         pid: of its process; 0 if unknown.
         step: the step that it was in; -1 before the first.
-        phase: of the step: "reading", "forward", "backward", "exchange", "update" or "sync".
+        phase: of the step: one of ``PHASES``.
         awaits: the rank that it waited for; None for none.
         waited_seconds: its total wait for others since training began.
         line: the last known line of code.

@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from lockstep.launch.health.diagnostics import show, stack_of
+from lockstep.channel.background import stack_of
+from lockstep.launch.health.diagnostics import show
 
 _SIGNAL = signal.SIGURG
 _LOOKS = 10  # checks in the time allowed

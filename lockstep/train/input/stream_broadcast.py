@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from lockstep.channel.background import Background, is_done
 from lockstep.channel.polling import Stopwatch
 from lockstep.comm.collectives.gradients import TensorSpec
 from lockstep.comm.shared_memory.shared_region import SharedRegion
@@ -32,7 +33,6 @@ from lockstep.data.map_style.sources import ArraySource, Batch, Source
 from lockstep.data.order import batch_bounds
 from lockstep.data.trees import Tree, map_leaves, map_tensors, tensors_of
 from lockstep.errors import level_of_user
-from lockstep.launch.background import Background, is_done
 from lockstep.parallel.data_parallel.staging import Staged, Staging
 from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.storage.store import TensorStore, tensor_spec

@@ -5,14 +5,14 @@ end, and closing the threads takes at most two seconds.
 """
 
 import contextvars
+import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, TypeVar
-
-from lockstep.launch.health.diagnostics import stack_of
 
 _LOOK_AROUND_SECONDS = 0.02
 _PATIENCE_SECONDS = 2.0
@@ -62,6 +62,12 @@ class Background:
         _end(self._jobs, len(threads))
         for thread in threads:
             thread.join(_PATIENCE_SECONDS)
+
+
+def stack_of(thread: int) -> str:
+    """The Python stack of a thread of this process, by its identifier."""
+    frame = sys._current_frames().get(thread)
+    return "".join(traceback.format_stack(frame)) if frame else "(the thread has ended)\n"
 
 
 def is_done(future: "Future[Any]", gives_up: Callable[[], bool]) -> bool:
