@@ -151,7 +151,7 @@ def residency_of(
         len(sharding.units),
         gradients=gradients,
         updated=group.pieces,
-        gathering=exchange.board.gathering,
+        board=exchange.board,
         **_kept_pieces(work.plan, group, exchange.rank),
     )
     return Residency(

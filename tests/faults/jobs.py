@@ -63,6 +63,7 @@ def make_trainer(
     timeout_seconds: float = 60.0,
     engine: str | None = None,
     in_stages: bool = False,
+    strategy: Any = None,
 ) -> lockstep.Trainer:
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(0)
@@ -72,7 +73,7 @@ def make_trainer(
         model,
         loss=loss or nn.CrossEntropyLoss(),
         optimizer=partial(torch.optim.Adam, lr=1e-3),
-        strategy=make(devices, timeout_seconds=timeout_seconds, engine=engine),
+        strategy=strategy or make(devices, timeout_seconds=timeout_seconds, engine=engine),
         callbacks=callbacks,
     )
 

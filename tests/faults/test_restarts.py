@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.comm.shared_memory.status_board import StatusBoard
 from lockstep.errors import OptionError, WorkerError
 from lockstep.launch.workers import process_state
 from lockstep.parallel.worker import Worker
@@ -19,6 +21,7 @@ from lockstep.plan.program.rank_program import Backward, Reduce, Step, Sync
 from lockstep.train.callbacks.rank_sync import RankSync
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.fault_tolerance import overhead_budget
+from lockstep.train.fault_tolerance.run_record import read_record
 from lockstep.train.optim.updaters import TorchUpdater
 from tests.faults.jobs import make_trainer as make_acting
 from tests.faults.jobs import warm_up
@@ -132,7 +135,7 @@ def trained(
 
 # Of others, that run less often, `sharded replicas`, `tensor, pipeline` and `local-pipelines` have
 # all.
-RARE = ("sharded, one copy", "tensor", "tensor gloo", "local")
+RARE = ("sharded", "sharded, one copy", "tensor", "tensor gloo", "local")
 CASES = [
     *core_of(
         [name for name in STRATEGIES if name not in RARE],
@@ -259,6 +262,51 @@ def test_a_helper_dies_in_a_phase(phase: str, tmp_path: Path) -> None:
     expected, expected_told = losses_of(tmp_path, None, restarts=0)
     assert told == expected_told
     assert digest_of(trainer) == digest_of(expected)
+
+
+def act_while_gathering(phase: str, number: int, once: str) -> None:
+    """On a helper, in forward: have it get a signal in the next gather of this phase."""
+    gathering = StatusBoard.gathering
+
+    @contextmanager
+    def interrupted(board: StatusBoard) -> Iterator[None]:
+        with gathering(board):
+            if board.phase_of(board.rank) == phase and not os.path.exists(once):
+                os.close(os.open(once, os.O_CREAT))
+                os.kill(os.getpid(), number)
+            yield
+
+    if not os.path.exists(once):
+        StatusBoard.gathering = interrupted  # type: ignore[method-assign]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [
+        ("gather in forward", signal.SIGSTOP),
+        ("gather in backward", signal.SIGKILL),
+        pytest.param("gather in forward", signal.SIGKILL, marks=pytest.mark.exhaustive),
+        pytest.param("gather in backward", signal.SIGSTOP, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_helper_is_lost_while_it_gathers_a_unit(
+    phase: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_state, "STOPPED_SECONDS", 0.5)
+    results = []
+    for act in (partial(act_while_gathering, phase, number, str(tmp_path / "once")), None):
+        strategy = lockstep.FullyShardedStrategy(2, units=["first", "second"], engine="gloo")
+        seen = Seen()
+        trainer = make_acting(2, act, step=3, callbacks=(seen,), strategy=strategy)
+        options: dict[str, Any] = {"restarts": 1, "record": tmp_path} if act else {}
+        history = trainer.fit((X, Y), epochs=2, batch_size=BATCH, verbose=0, **options)
+        results.append((seen.told, digest_of(trainer)))
+        trainer.close()
+        assert len(history.restarts) == len(options) // 2
+    assert results[0] == results[1]
+    (fault,) = [event.fault for event in read_record(tmp_path) if event.fault is not None]
+    assert (fault.rank, fault.ranks[1].phase) == (1, phase)
 
 
 def test_a_helper_dies_while_a_copy_is_taken(

@@ -12,9 +12,9 @@ import pytest
 from torch import Tensor
 
 import lockstep
+from lockstep.channel import background
 from lockstep.data.order import same_streams, stream_states
 from lockstep.errors import WorkerError
-from lockstep.channel import background
 from lockstep.train.input.input_wait import InputBoundWarning
 from tests.faults.jobs import make_data, make_trainer, warm_up
 from tests.faults.processes import wait_until

@@ -1,12 +1,15 @@
 """Groups of a backend that works on a device are ended, once, whoever lets go of them."""
 
+import threading
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.comm.transports import process_group
 from lockstep.comm.transports.memfd_store import MeetingPoint
 from lockstep.comm.transports.process_group import ProcessGroups
+from lockstep.errors import WorkerError
 
 
 class _Group:
@@ -44,3 +47,35 @@ def test_groups_on_a_device_are_ended_when_nobody_needs_them(
         assert [group.num_aborts for group in made] == [1, 1]
     del groups
     assert [group.num_aborts for group in made] == [1, 1]
+
+
+def test_who_waits_for_a_message_looks_around() -> None:
+    """The other rank has stopped before it has sent the message: no wait for it ends by itself."""
+    point = MeetingPoint(address="127.0.0.1", num_ranks=2, timeout_seconds=60.0)
+    are_open = threading.Event()
+    waited: list[float] = []
+
+    def look_around(seconds: float) -> None:
+        waited.extend([seconds] if are_open.is_set() else [])
+        if len(waited) == 3:
+            raise WorkerError("Rank 1 is stopped.")
+
+    groups = [
+        ProcessGroups(
+            {"all": (0, 1)},
+            rank=rank,
+            backend="gloo",
+            meeting=point.meeting,
+            look_around=look_around,
+        )
+        for rank in range(2)
+    ]
+    other = threading.Thread(target=groups[1].open)
+    other.start()
+    groups[0].open()
+    other.join()
+    are_open.set()
+    work = groups[0]["all"].recv([torch.empty(8)], 1, 0)
+    with pytest.raises(WorkerError, match="Rank 1 is stopped"):
+        groups[0].finish([work])
+    del groups[1]  # its end closes the connection: the thread that waits ends

@@ -12,6 +12,7 @@ import fsspec.core
 import pytest
 
 import lockstep
+from lockstep.channel.background import Background
 from lockstep.checkpoint import generations as writer
 from lockstep.checkpoint.generations import generations, write_generation, writing_alone
 from lockstep.checkpoint.manifest import NAME
@@ -23,7 +24,6 @@ from lockstep.checkpoint.reading import (
 )
 from lockstep.checkpoint.storage import Url, folder_of
 from lockstep.errors import CheckpointError, ExtraError, OptionError
-from lockstep.channel.background import Background
 from tests.unit.test_generations import assert_is, saved
 
 

@@ -30,6 +30,11 @@ class ReadHook(TorchDispatchMode):
         self._before_read = before_read
         self._needs_memory = _reads if device.type == "cpu" else _reads_or_views
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Otherwise torch imports torch.compile's modules to disable it, which takes a second."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:

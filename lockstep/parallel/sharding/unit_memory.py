@@ -7,13 +7,14 @@ they are, and what autograd has saved of them is valid again once the unit has b
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 
 from lockstep.comm.collectives.gradients import cut_piece
 from lockstep.comm.collectives.piece_memory import PieceMemory, piece_memory
 from lockstep.comm.collectives.sharded_reduce import ShardedReduce
+from lockstep.comm.shared_memory.status_board import StatusBoard
 from lockstep.comm.transport import Buffers
 from lockstep.plan.layout import Piece
 
@@ -31,7 +32,7 @@ class UnitMemory:
         others: the ranks that keep the other pieces, and these.
         copies: the other ranks that keep the same pieces, and what each of them updates.
         gradients: of the parameters; brings pieces from rank to rank.
-        gathering: around the wait for a unit.
+        board: where this rank publishes that it gathers.
 
     Attributes:
         numbers: of the parameters in units.
@@ -51,10 +52,10 @@ class UnitMemory:
         others: Mapping[int, Sequence[Piece]],
         copies: Mapping[int, Sequence[Piece]],
         gradients: ShardedReduce,
-        gathering: Callable[[], AbstractContextManager[None]],
+        board: StatusBoard,
     ) -> None:
         self._gradients = gradients
-        self._gathering = gathering
+        self._board = board
         self._coming: dict[int, Callable[[], None]] = {}
         tensors: list[dict[int, torch.Tensor]] = [{} for _ in range(num_units)]
         for number, (parameter, unit) in enumerate(zip(parameters, units, strict=True)):
@@ -138,7 +139,7 @@ class UnitMemory:
         self.begin(unit)
         if unit in self._coming:
             self._memories[unit].take()
-            with self._gathering():
+            with self._board.gathering():
                 self._coming.pop(unit)()
             self.present.add(unit)
 
