@@ -277,7 +277,7 @@ def act_while_gathering(phase: str, number: int, once: str) -> None:
             yield
 
     if not os.path.exists(once):
-        StatusBoard.gathering = interrupted  # type: ignore[method-assign]
+        StatusBoard.gathering = interrupted  # type: ignore[assignment,method-assign]
 
 
 @pytest.mark.thorough

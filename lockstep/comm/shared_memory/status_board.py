@@ -26,7 +26,7 @@ LINE_BYTES = 256
 # The phases of a step, for messages.
 _PASSES = "forward", "backward"
 _GATHERS = [f"gather in {phase}" for phase in _PASSES]
-PHASES = ("", "reading", *_PASSES, "exchange", "update", "sync", *_GATHERS)
+PHASES: tuple[str, ...] = ("", "reading", *_PASSES, "exchange", "update", "sync", *_GATHERS)
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 _GATHER_IN = {_NUMBERS[phase]: _NUMBERS[f"gather in {phase}"] for phase in _PASSES}
 

@@ -10,11 +10,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.capture.calls import uncompiled
+
 # Views that torch makes of storages without memory, too.
 _ALIASES = ("alias", "detach", "view")
 
 
-class ReadHook(TorchDispatchMode):
+@contextmanager
+def reading(before_read: Callable[[list[Tensor]], None], device: torch.device) -> Iterator[None]:
     """Within the block, calls a function with the tensors that an operation is about to read.
 
     It sees the operations of forward passes and of backward passes, also reads by way of views.
@@ -24,7 +27,11 @@ class ReadHook(TorchDispatchMode):
         device: of the tensors. On an accelerator it is called before most views are made, too:
             torch makes none of a storage without memory.
     """
+    with uncompiled(), _ReadHook(before_read, device):
+        yield
 
+
+class _ReadHook(TorchDispatchMode):
     def __init__(self, before_read: Callable[[list[Tensor]], None], device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._before_read = before_read

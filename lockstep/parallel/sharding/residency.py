@@ -32,7 +32,7 @@ from torch import nn
 
 from lockstep.comm.collectives.sharded_reduce import ShardedReduce
 from lockstep.parallel.sharding.norm_places import NormPlaces
-from lockstep.parallel.sharding.read_hook import ReadHook, entering, is_in_backward
+from lockstep.parallel.sharding.read_hook import entering, is_in_backward, reading
 from lockstep.parallel.sharding.unit_errors import disorder, unit_error
 from lockstep.parallel.sharding.unit_memory import UnitMemory
 from lockstep.parallel.sharding.units import completed_order
@@ -249,7 +249,7 @@ class Residency:
     @contextmanager
     def _watching(self) -> Iterator[None]:
         saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        with ReadHook(self._before_read, self._device), saved, entering(self._enter):
+        with reading(self._before_read, self._device), saved, entering(self._enter):
             yield
 
     @contextmanager
@@ -257,11 +257,8 @@ class Residency:
         """Around a backward pass."""
         self._rounds[1] += 1
         self._start(_BACKWARD)
-        with (
-            ReadHook(self._before_read, self._device),
-            entering(self._enter),
-        ):  # layers may be computed again
-            yield
+        with reading(self._before_read, self._device), entering(self._enter):
+            yield  # layers may be computed again
         self._move_to(0)
 
     def finish_forward(self) -> None:
