@@ -26,7 +26,7 @@ LINE_BYTES = 256
 # The phases of a step, for messages.
 _PASSES = "forward", "backward"
 _GATHERS = [f"gather in {phase}" for phase in _PASSES]
-PHASES: tuple[str, ...] = ("", "reading", *_PASSES, "exchange", "update", "sync", *_GATHERS)
+PHASES = ("", "reading", *_PASSES, "exchange", "update", "sync", *_GATHERS)
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 _GATHER_IN = {_NUMBERS[phase]: _NUMBERS[f"gather in {phase}"] for phase in _PASSES}
 
@@ -133,7 +133,7 @@ class StatusBoard:
 
     def phase_of(self, rank: int) -> str:
         """The phase that another rank has published."""
-        return PHASES[self._lines[rank].phase]
+        return PHASES[int(self._lines[rank].phase)]
 
     def awaited_by(self, rank: int) -> int | None:
         """The rank that another one sleeps for; None while it does not."""

@@ -7,7 +7,7 @@ they are, and what autograd has saved of them is valid again once the unit has b
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -41,6 +41,8 @@ class UnitMemory:
         kept: this rank's pieces that lie elsewhere than in their parameters. These have the values
             while their unit is away.
     """
+
+    _board: StatusBoard | None = None
 
     def __init__(
         self,
@@ -139,7 +141,7 @@ class UnitMemory:
         self.begin(unit)
         if unit in self._coming:
             self._memories[unit].take()
-            with self._board.gathering():
+            with nullcontext() if self._board is None else self._board.gathering():
                 self._coming.pop(unit)()
             self.present.add(unit)
 
