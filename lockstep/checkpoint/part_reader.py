@@ -54,7 +54,7 @@ class PartReader:
 
     @torch.no_grad()
     def read_into(self, tensor: torch.Tensor, name: str, start: int) -> None:
-        """Fill contiguous memory with elements of a tensor.
+        """Fill contiguous memory, on any device, with elements of a tensor.
 
         Args:
             tensor: the memory.
@@ -66,9 +66,12 @@ class PartReader:
             OSError: they cannot be read.
         """
         flat = tensor.detach().view(-1)
-        size = flat.element_size()
-        data = flat.view(torch.uint8).numpy().data
-        self.num_bytes += self._files[self.tensors[name].file].fill(data, name, start * size)
+        here = flat if flat.device.type == "cpu" else torch.empty_like(flat, device="cpu")
+        data = here.view(torch.uint8).numpy().data
+        first = start * flat.element_size()
+        self.num_bytes += self._files[self.tensors[name].file].fill(data, name, first)
+        if here is not flat:
+            flat.copy_(here)
 
     def whole(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """A whole tensor, in new memory, of the form of another; raises as ``read_into`` does."""

@@ -5,6 +5,7 @@ The parity table has rows for whole trainings.
 
 import gc
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import ModelError, NonFiniteLossError, WorkerError
+from lockstep.parallel.sharding.units import unit_of_parameters
 from tests.devices.found import ACCELERATORS, ranks_on_devices
 from tests.faults.jobs import helpers_of
+from tests.parity import test_parted_copies
 from tests.parity.test_sharded import (
     ADAM,
     INPUTS,
@@ -124,6 +127,38 @@ def test_a_training_moves_from_devices_to_cores_and_back(level: str, tmp_path: P
         kept = lockstep.Checkpoint(tmp_path)
         found = fit(make_trainer(strategy), epochs, checkpoint=kept)
     check_close(found, expected)
+
+
+def make_parted(count: int, level: str = "parameters") -> lockstep.Trainer:
+    return test_parted_copies.make_trainer(ranks_on_devices(count), level, engine="gloo")
+
+
+@pytest.mark.thorough
+def test_a_device_reads_its_part_of_a_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint, data = lockstep.Checkpoint(tmp_path, every="1 steps"), (INPUTS, TARGETS)
+    trainer = make_parted(3)
+    trainer.fit(data, batch_size=24, verbose=0, checkpoint=checkpoint)
+    shutil.rmtree(max(tmp_path.glob("generation-*")))  # that of the end
+    resumed = make_parted(3)
+    with caplog.at_level("INFO", "lockstep"):
+        resumed.fit(data, batch_size=24, verbose=0, checkpoint=checkpoint)
+    assert test_parted_copies.digest(resumed) == test_parted_copies.digest(trainer)
+    read = test_parted_copies.bytes_read(caplog)
+    assert trainer.plan is not None
+    assert trainer.plan.sharding is not None
+    units = unit_of_parameters(trainer.plan.sharding, trainer.model)
+    sizes = {name: one.nbytes for name, one in trainer.model.named_parameters()}
+    everywhere = sum(size for name, size in sizes.items() if units[name] is None)
+    parameters = sum(sizes.values())
+    assert sum(read) >= 3 * parameters  # with Adam's two slots
+    assert max(read) <= parameters + everywhere + test_parted_copies.HEADERS
+
+
+@pytest.mark.exhaustive
+def test_a_damaged_part_is_seen_and_an_older_checkpoint_used(tmp_path: Path) -> None:
+    test_parted_copies.check_an_older_one_is_used(tmp_path, make_parted)
 
 
 def test_callbacks_see_and_change_whole_weights() -> None:

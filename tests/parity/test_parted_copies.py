@@ -3,7 +3,7 @@
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,10 @@ HEADERS = 4096
 
 
 def make_trainer(
-    num_ranks: int, level: str = "parameters", *callbacks: lockstep.Callback
+    devices: int | list[str],
+    level: str = "parameters",
+    *callbacks: lockstep.Callback,
+    engine: str | None = None,
 ) -> lockstep.Trainer:
     torch.manual_seed(0)
     return lockstep.Trainer(
@@ -37,7 +40,7 @@ def make_trainer(
         loss=nn.CrossEntropyLoss(),
         optimizer=partial(torch.optim.Adam, lr=1e-2),
         strategy=lockstep.FullyShardedStrategy(
-            num_ranks, level=level.replace("made", "parameters")
+            devices, level=level.replace("made", "parameters"), engine=engine
         ),
         callbacks=callbacks,
     )
@@ -63,6 +66,12 @@ class Written:
 
 def num_bytes(spans: Sequence[WrittenSpan]) -> int:
     return sum(span.stop - span.start for span in spans)
+
+
+def bytes_read(caplog: pytest.LogCaptureFixture) -> list[int]:
+    """Of a checkpoint, by each rank."""
+    (line,) = [one.getMessage() for one in caplog.records if "bytes of each rank" in one.msg]
+    return [int(one) for one in line.partition("rank: [")[2].rstrip("]").split(", ")]
 
 
 class BeginsAnew(lockstep.Callback):
@@ -98,8 +107,7 @@ def test_no_rank_writes_or_reads_more_than_its_part_of_a_checkpoint(
     with caplog.at_level("INFO", "lockstep"):
         resumed.fit((INPUTS, TARGETS), batch_size=24, verbose=0, checkpoint=checkpoint)
     assert digest(resumed) == digest(trainer)
-    (line,) = [one.getMessage() for one in caplog.records if "bytes of each rank" in one.msg]
-    read = [int(one) for one in line.partition("rank: [")[2].rstrip("]").split(", ")]
+    read = bytes_read(caplog)
     assert sum(read) >= 3 * parameters
     assert max(read) <= parameters + HEADERS
 
@@ -141,7 +149,11 @@ def test_all_processes_write_what_is_saved_after_training(
 
 
 def test_a_damaged_part_is_seen_and_an_older_checkpoint_used(tmp_path: Path) -> None:
-    trainer = make_trainer(2)
+    check_an_older_one_is_used(tmp_path, make_trainer)
+
+
+def check_an_older_one_is_used(tmp_path: Path, make: Callable[[int], lockstep.Trainer]) -> None:
+    trainer = make(2)
     checkpoint = lockstep.Checkpoint(tmp_path, every="1 steps")
     trainer.fit((INPUTS, TARGETS), batch_size=24, verbose=0, checkpoint=checkpoint)
     newest = max(tmp_path.glob("generation-*"))
@@ -149,7 +161,7 @@ def test_a_damaged_part_is_seen_and_an_older_checkpoint_used(tmp_path: Path) -> 
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
     file.write_bytes(data)
-    again = make_trainer(2)
+    again = make(2)
     with pytest.warns(DamagedCheckpointWarning, match="are damaged"):
         again.fit((INPUTS, TARGETS), batch_size=24, verbose=0, checkpoint=checkpoint)
     assert digest(again) == digest(trainer)

@@ -19,7 +19,6 @@ from lockstep.events import LOGGER
 from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.loss.share_losses import LossAdapter
 from lockstep.parallel.worker import Worker
-from lockstep.plan.devices import is_cpu
 from lockstep.train.callbacks.driver import TaskDriver
 from lockstep.train.checkpointing.parted_state import divided_names, divides_copies, leaves
 from lockstep.train.checkpointing.run_state import state_of
@@ -61,8 +60,9 @@ class LoadTask(Task):
         worker.begin_loading()
         found = control.gather(self._read(worker, parameters, stored))
         reasons: list[str] = control.broadcast([reason for reason, _ in found if reason])
+        worker.show_parameters()  # in any case: an older checkpoint is set into their memory
         if not reasons:
-            worker.show_parameters()
+            worker.rebind()  # slots that lie on a device, too
             worker.gather_slots()
         worker.barrier()
         if found:
@@ -151,8 +151,7 @@ class PartLoading:
     def _is_divided(self) -> bool:
         if self.runner.job_context.num_hosts > 1:
             return True
-        plan = self.runner.plan_for(self.feed)
-        return divides_copies(plan) and is_cpu(plan.devices)
+        return divides_copies(self.runner.plan_for(self.feed))
 
     def load(self, place: str, waiting: frozenset[str]) -> None:
         """Have all ranks read their parts of the tensors that have no memory.
