@@ -48,6 +48,9 @@ class TorchReplicaOptimizer(ReplicaSteps, optim.Optimizer):
         # Without optim.Optimizer.__init__, which would make other parameter groups.
         _check(optimizer, model, clip_norm, accumulate)
         self._optimizer = optimizer
+        # Of a state hooks see the wrapped optimizer, of a step this one.
+        states = {name: own for name, own in vars(optimizer).items() if "_state_dict_" in name}
+        self.__setstate__(states)  # makes what torch's methods for hooks need
         self._places: GradientPlaces | None = None
         parameters = _named(optimizer, model)
         check_embeddings(model, current().num_replicas)

@@ -7,12 +7,13 @@ replicas are known when all have met.
 import copy
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn, optim
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep import accelerators
 from lockstep.comm.collectives.gradients import Gradients, TensorSpec
@@ -52,6 +53,10 @@ class StatefulOptimizer(Protocol):
 
 # In place of a factor: this replica's loop has ended.
 _JOINED = -1.0
+
+# By parameter: its memory, and its version after the last update that it took part in. All updates
+# of a parameter have the same list.
+_placed: MutableMapping[torch.Tensor, list[int]] = WeakIdKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +161,8 @@ class ReplicaUpdate:
             names=self._names,
         )
         job.barrier()
-        self._versions = self._present_versions()
+        self._versions = [_placed.setdefault(one, []) for one in self.trained]
+        self._note_versions()
 
     def _layout(self) -> ExchangeSpec:
         """The layout of what replicas exchange: a row of gradients for each."""
@@ -177,7 +183,8 @@ class ReplicaUpdate:
         """Give all replicas the first one's values.
 
         On cores the replicas of a host then have one copy of the parameters, in shared memory; on
-        accelerators each has its own, and shared memory only brings it the values.
+        accelerators each has its own, and shared memory only brings it the values. Parameters that
+        another ``ReplicaUpdate`` has moved stay where it needs them.
         """
         job, updater = self._job, self._updater
         keys = updater.slot_keys()
@@ -200,13 +207,17 @@ class ReplicaUpdate:
             job.bring(region)
         job.barrier()
         views = [store.views for store in stores] or self._open(shared.stores, layouts)
-        copy_to_views(list(values.values()), views[1])
+        for value, view in zip(values.values(), views[1], strict=True):
+            _take_value(value, view)
         if self._on_accelerator:
             copy_to_views(DeviceStore.of(list(self._parameters.items())).views, views[0])
             views[2] = DeviceStore.zeros(slots, self._device).views
         else:
             for parameter, view in zip(self._parameters.values(), views[0], strict=True):
-                parameter.data = view
+                if _is_placed(parameter):
+                    _take_value(parameter, view)
+                else:
+                    parameter.data = view
         self._options = views[3]
         updater.share_options(views[3][0])
         self._slots = dict(zip(keys, views[2], strict=True))
@@ -279,7 +290,7 @@ class ReplicaUpdate:
         if is_over:
             return False
         self.step += 1
-        self._versions = self._present_versions()
+        self._note_versions()
         return True
 
     @torch.no_grad()
@@ -297,8 +308,9 @@ class ReplicaUpdate:
 
     # --- what the script may do meanwhile --------------------------------------------------------
 
-    def _present_versions(self) -> list[tuple[int, int]]:
-        return [(one.data_ptr(), one._version) for one in self.trained]
+    def _note_versions(self) -> None:
+        for before, one in zip(self._versions, self.trained, strict=True):
+            before[:] = one.data_ptr(), one._version
 
     def _check_parameters(self) -> None:
         """Refuse parameters whose memory or values have changed since the last update.
@@ -309,16 +321,15 @@ class ReplicaUpdate:
         if self._is_alone:
             return
         shares = self._plan.engine.shares_memory and len(self._job.ranks_here) > 1
-        now = self._present_versions()
-        for name, before, after in zip(self._names, self._versions, now, strict=True):
-            if before[0] != after[0]:
+        for name, before, one in zip(self._names, self._versions, self.trained, strict=True):
+            if before[0] != one.data_ptr():
                 raise ModelError(
                     "Parameters must stay in the memory of the CrossReplicaOptimizer.",
                     received=f"{name!r} in other memory, at step {self.step}",
                     fix="Convert and load the model before it is wrapped, and write into "
                     "parameters with `copy_`.",
                 )
-            if shares and self.step and before[1] != after[1]:
+            if shares and self.step and before[1] != one._version:
                 raise ModelError(
                     "Replicas of a host share one copy of the parameters, so a change by each of "
                     "them is made several times.",
@@ -330,7 +341,7 @@ class ReplicaUpdate:
     def accept_parameters(self) -> None:
         """Accept values that all replicas have set alike; every replica calls it."""
         self._job.barrier()
-        self._versions = self._present_versions()
+        self._note_versions()
 
     # --- the optimizer's state -------------------------------------------------------------------
 
@@ -366,6 +377,18 @@ class ReplicaUpdate:
         updater.store_slots({key: place for key, place in self._slots.items() if key in kept})
         self._job.barrier()
         self._worker.rebind()
+
+
+def _is_placed(parameter: torch.Tensor) -> bool:
+    """True if a ``ReplicaUpdate`` has moved it, and nothing has since."""
+    return _placed.get(parameter, [])[:1] == [parameter.data_ptr()]
+
+
+@torch.no_grad()
+def _take_value(tensor: torch.Tensor, view: torch.Tensor) -> None:
+    """Copy values that differ: replicas may share this tensor, which then has them."""
+    if not torch.equal(tensor, view.to(tensor.device)):
+        tensor.copy_(view)
 
 
 def _device_of(parameters: Mapping[str, nn.Parameter]) -> torch.device:

@@ -103,7 +103,9 @@ def all_mean(value: Any, weight: float = 1.0) -> Any:
     check_weight(weight)
     job = current()
     is_tensor = isinstance(value, torch.Tensor)
-    tensor = value.detach() if is_tensor else torch.tensor(float(value), dtype=torch.float64)
+    tensor = value.detach() if is_tensor else torch.tensor(_number(value), dtype=torch.float64)
+    if tensor.is_complex():
+        return torch.view_as_complex(all_mean(torch.view_as_real(tensor), weight))
     flat = tensor.double().cpu().flatten()
     own = torch.cat([torch.tensor([float(weight)], dtype=torch.float64), flat * weight])
     if not weight:
@@ -117,6 +119,17 @@ def all_mean(value: Any, weight: float = 1.0) -> Any:
         return float(mean)
     dtype = tensor.dtype if tensor.is_floating_point() else mean.dtype
     return mean.view(tensor.shape).to(tensor.device, dtype)
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise OptionError(
+            "`value` must be a number or a tensor.",
+            received=repr(value),
+            fix="Use loss.item(), or a tensor with all numbers.",
+        ) from None
 
 
 def check_weight(weight: object) -> None:

@@ -93,6 +93,7 @@ LOOPS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
     "gpt": (partial(of_zoo, "gpt_tied"), token_loss, SGD, {}),
     "embedding": (words, mean_loss, SGD, {}),
     "wide": (partial(of_zoo, "wide"), mean_loss, ADAM, {}),
+    "mlp, two optimizers": (partial(of_zoo, "mlp"), mean_loss, ADAM, {"has_second": True}),
     "mlp, scaled": (partial(of_zoo, "mlp"), mean_loss, ADAM, {"scales": True}),
     "mlp, scaled and accumulated": (
         *(partial(of_zoo, "mlp"), mean_loss, ADAM, {"scales": True, "accumulate": 2}),
@@ -121,6 +122,28 @@ class Scaling:
         self._scaler.update()
 
 
+class Second:
+    """An optimizer made in mid-training, of some of the parameters; in most loops none."""
+
+    def __init__(self, model: nn.Module, loop: str, wrap: Callable[..., Any]) -> None:
+        self._model, self._wrap = model, wrap
+        self._loss_of, self._is_on = LOOPS[loop][1], LOOPS[loop][3].get("has_second")
+        self._optimizer: Any = None
+
+    def step(self, inputs: Tensor, targets: Tensor) -> None:
+        if self._is_on:
+            some = list(self._model.parameters())[:3]
+            self._optimizer = self._optimizer or self._wrap(SGD(some))
+            loss, weight = self._loss_of(self._model, inputs, targets)
+            loss.backward()
+            self._optimizer.step(**({} if self._wrap is _as_is else {"weight": weight}))
+            self._model.zero_grad()
+
+
+def _as_is(optimizer: Any) -> Any:
+    return optimizer
+
+
 def loaded(loop: str) -> Batches:
     """The batches of a loop; of one that scales, a sample in the third overflows."""
     load, _, _, own = LOOPS[loop]
@@ -136,7 +159,8 @@ def replicated(model: nn.Module, loop: str, device: str) -> dict[str, Any]:
     """Train on this replica's parts; the optimizer's state."""
     _, loss_of, make, own = LOOPS[loop]
     batches = [(inputs.to(device), targets.to(device)) for inputs, targets in loaded(loop)]
-    options = {name: value for name, value in own.items() if name not in ("holds", "scales")}
+    ours = ("holds", "scales", "has_second")
+    options = {name: value for name, value in own.items() if name not in ours}
     scaling = Scaling(device, is_on=bool(own.get("scales")))
     if lockstep.rank():  # the first replica's count
         for one in model.parameters():
@@ -144,6 +168,7 @@ def replicated(model: nn.Module, loop: str, device: str) -> dict[str, Any]:
     optimizer = lockstep.CrossReplicaOptimizer(make(_trained(model)), model, **options)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     parts = _parts(own)
+    second = Second(model, loop, lambda some: lockstep.CrossReplicaOptimizer(some, model))
     for update in steps(odd(batches), parts):
         for number, batch in enumerate(update):
             inputs, targets = lockstep.share(batch)
@@ -155,6 +180,7 @@ def replicated(model: nn.Module, loop: str, device: str) -> dict[str, Any]:
                     scaling.step(optimizer, weight=weight)
             else:
                 scaling.step(optimizer, weight=weight)
+        second.step(inputs, targets)
         schedule.step()
     optimizer.join()
     saved = optimizer.state_dict()
@@ -177,6 +203,7 @@ def plain(model: nn.Module, loop: str) -> dict[str, Any]:
         tuple(torch.cat(each) for each in zip(*update, strict=True))
         for update in steps(odd(batches), _parts(own))
     ]
+    second = Second(model, loop, _as_is)
     for number, batch in enumerate([*updates, batches[0]]):
         optimizer.zero_grad()
         loss, weight = loss_of(model, *batch)
@@ -186,6 +213,7 @@ def plain(model: nn.Module, loop: str) -> dict[str, Any]:
                 nn.utils.clip_grad_norm_(model.parameters(), own["clip_norm"])
             scaling.step(optimizer)
         if number < len(updates):
+            second.step(*batch)
             schedule.step()
     state: dict[str, Any] = optimizer.state_dict()
     return state

@@ -71,6 +71,30 @@ def test_a_closure_is_called_once() -> None:
     assert calls == [1]
 
 
+def test_hooks_run_as_with_the_optimizer_itself() -> None:
+    model, optimizer = make()
+    seen: list[Any] = []
+    optimizer.register_step_pre_hook(lambda one, args, options: seen.append((one, options)))
+    optimizer.register_step_post_hook(lambda one, args, options: seen.append(one))
+    optimizer.register_state_dict_post_hook(lambda one, state: {**state, "more": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda one, state: seen.append(state["more"]))
+    model(X).square().mean().backward()
+    optimizer.step(weight=4)
+    assert seen == [(optimizer, {"weight": 4}), optimizer]
+    state = optimizer.state_dict()
+    assert state["more"] == 1
+    optimizer.load_state_dict(state)
+    assert seen[2:] == [1]
+
+
+def test_means_of_complex_numbers_keep_their_imaginary_part() -> None:
+    assert lockstep.all_mean(torch.tensor(1 + 2j)) == torch.tensor(1 + 2j)
+    values = torch.tensor([[1 + 2j, 3j]], dtype=torch.complex128)
+    assert torch.equal(lockstep.all_mean(values, weight=3), values)
+    with pytest.raises(OptionError, match="a number or a tensor"):
+        lockstep.all_mean([1.0, 2.0])
+
+
 def test_embeddings_that_count_rows_of_the_batch_need_one_replica() -> None:
     model = nn.Sequential(nn.Embedding(4, 2, scale_grad_by_freq=True), nn.Linear(2, 2))
     check_embeddings(model, 1)
