@@ -135,6 +135,7 @@ class Second:
             some = list(self._model.parameters())[:3]
             self._optimizer = self._optimizer or self._wrap(SGD(some))
             loss, weight = self._loss_of(self._model, inputs, targets)
+            self._model.zero_grad()
             loss.backward()
             self._optimizer.step(**({} if self._wrap is _as_is else {"weight": weight}))
             self._model.zero_grad()
