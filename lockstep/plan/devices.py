@@ -39,8 +39,13 @@ def threads_for(devices: Sequence[str], num_cores: int) -> int | None:
     return None if len(devices) == 1 else max(num_cores // len(devices), 1)
 
 
-def check_devices(devices: object, name: str = "devices") -> None:
+def check_devices(devices: object, name: str = "devices", *, counted_by: str | None = None) -> None:
     """Check that it is a number of devices, names of some, or None.
+
+    Args:
+        devices: what the user has passed.
+        name: of the option.
+        counted_by: the options from which their number follows; None: this one may be a number.
 
     Raises:
         DeviceError: it is not; or they are of two kinds.
@@ -48,6 +53,12 @@ def check_devices(devices: object, name: str = "devices") -> None:
     problems = Problems()
     if isinstance(devices, Sequence) and not isinstance(devices, str) and len(devices):
         _check_names(problems, list(devices), name)
+    elif devices is not None and counted_by is not None:
+        problems.add(
+            f"`{name}` must be a list of names, or None; their number follows from {counted_by}.",
+            received=f"{name}={devices!r}",
+            fix=f'Leave it out and set {counted_by}, or use {name}=["cuda:0", "cuda:1"].',
+        )
     elif devices is not None and (type(devices) is not int or devices < 1):
         problems.add(
             f"`{name}` must be a number of devices, at least 1, or a list of their names.",

@@ -5,6 +5,7 @@ from typing import Any
 
 from lockstep.errors import OptionError, Problems
 from lockstep.options import is_count
+from lockstep.plan.devices import check_devices
 from lockstep.plan.makers.data_parallel import Maker
 from lockstep.plan.makers.sharded import ShardedStages
 from lockstep.plan.program.compression import Compression, check_carrier, find_compression
@@ -93,6 +94,7 @@ class HybridStrategy(StagedStrategy):
         timeout_seconds: float = 600.0,
     ) -> None:
         problems = Problems()
+        check_devices(devices, counted_by="`data`, `pipe`, `tensor` and `shard`")
         common: dict[str, Any] = {
             "devices": devices,
             "engine": engine,

@@ -42,7 +42,7 @@ class StagedStrategy(Strategy):
         check_timeout(problems, timeout_seconds)
         check_engine(problems, engine)
         problems.raise_if_any(OptionError)
-        check_devices(devices)
+        check_devices(devices, counted_by="`stages`")
         if devices is not None:
             check_leave(devices, engine)
         lists = {name: tuple(one) for name, one in options.items() if _is_list(one)}

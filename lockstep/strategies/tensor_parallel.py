@@ -54,7 +54,7 @@ class TensorParallelStrategy(Strategy):
         check_engine(problems, engine)
         check_timeout(problems, timeout_seconds)
         problems.raise_if_any(OptionError)
-        check_devices(devices)
+        check_devices(devices, counted_by="`degree`")
         if devices is not None:
             check_leave(devices, engine)
             check_number(devices, degree)

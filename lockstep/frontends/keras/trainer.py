@@ -55,6 +55,7 @@ from lockstep.frontends.keras.settings import compute_on, random_seed
 from lockstep.parallel.transfer.serialization import reducing
 from lockstep.plan.devices import kind_of
 from lockstep.plan.makers.data_parallel import Maker, SingleDevice
+from lockstep.plan.search.automatic import Automatic
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks.driver import Logs, TaskDriver
 from lockstep.train.callbacks.interrupt import Interrupt
@@ -297,9 +298,10 @@ class KerasTrainer(FrontEnd):
                 raise checkpoint_refused()
             maker = self.runner.maker()
             trains = self.model.model.trainable_variables or self._job_context.hosts is not None
-            cuts = maker.sample_size(discover(), 1) is not None  # it measures layers to cut
-            self._is_alone = not trains and (cuts or name == "train_step")
-            if cuts and not self._is_alone:
+            measures = maker.sample_size(discover(), 1) is not None
+            self._is_alone = not trains and (measures or name == "train_step")
+            # Who measures layers cuts between them, or chooses among plans (`check_plan`).
+            if measures and not (self._is_alone or isinstance(maker, Automatic)):
                 raise stages_refused(self.model.model)
             is_divided = not (self._is_alone or isinstance(maker, SingleDevice))
             few = few_samples(self.model, sample, is_divided=is_divided)
@@ -373,7 +375,7 @@ class KerasTrainer(FrontEnd):
                 fix="Leave `offload` out, or train a torch module with lockstep.Trainer.",
             )
         if self._custom is not None:
-            check_plan(plan)
+            check_plan(plan, self.model.model)
 
     def place(self, device: torch.device) -> None:
         compute_on(device.type)

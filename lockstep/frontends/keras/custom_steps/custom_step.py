@@ -103,12 +103,15 @@ def data_of(batch: Batch) -> Any:
     return data_adapter_utils.pack_x_y_sample_weight(batch.inputs[0], targets, weights)
 
 
-def check_plan(plan: Plan) -> None:
+def check_plan(plan: Plan, model: Any) -> None:
     """Refuse Plans that give a rank other than one part of each batch, or parts of gradients.
 
     Raises:
+        ModelError: the Plan has stages of the model.
         OptionError: the Plan does.
     """
+    if plan.pipeline is not None:
+        raise stages_refused(model)
     if plan.sharding is not None and plan.sharding.divides_parameters:
         raise OptionError(
             "A custom step reads gradients after backward, where a device has parts of them only.",
