@@ -1,5 +1,6 @@
 """``devices=`` as a number or names, against what a host has; and engines that fit them."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,6 +108,21 @@ def test_what_are_no_devices_is_refused(asked: Any, says: str) -> None:
     if isinstance(asked, list) and asked:
         with pytest.raises(DeviceError, match=says):
             lockstep.PipelineStrategy(2, devices=asked)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lockstep.PipelineStrategy,
+        lockstep.TensorParallelStrategy,
+        partial(lockstep.HybridStrategy, pipe=2),
+        partial(lockstep.HybridStrategy, shard=2),
+    ],
+)
+def test_a_number_of_devices_that_other_options_say_is_refused(make: Any) -> None:
+    for asked in (2, "cpu"):
+        with pytest.raises(DeviceError, match=rf"number follows from `.*devices={asked!r}"):
+            make(devices=asked)
 
 
 def test_stages_need_a_device_each() -> None:

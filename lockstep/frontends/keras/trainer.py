@@ -15,6 +15,7 @@ from lockstep.data.trees import Tree, concatenate
 from lockstep.errors import ModelError, OptionError
 from lockstep.frontends.keras.custom_steps.custom_step import (
     CustomSteps,
+    check_call,
     check_plan,
     checkpoint_refused,
     stages_refused,
@@ -305,6 +306,8 @@ class KerasTrainer(FrontEnd):
                 raise stages_refused(self.model.model)
             is_divided = not (self._is_alone or isinstance(maker, SingleDevice))
             few = few_samples(self.model, sample, is_divided=is_divided)
+            if isinstance(maker, Automatic):
+                check_call(self.model, few)
             self._custom = custom = find_steps(self.model, name, few, is_divided=is_divided)
         return custom
 

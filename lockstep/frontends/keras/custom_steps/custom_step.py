@@ -9,12 +9,15 @@ begins and now and then afterwards.
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.data_adapters import data_adapter_utils
 
 from lockstep.data.map_style.sources import Batch
 from lockstep.errors import ModelError, OptionError
 from lockstep.frontends.keras.layers.checks import custom_steps
+from lockstep.frontends.keras.layers.dry_run import values_restored
+from lockstep.frontends.keras.model import KerasModel
 from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.plan.spec import Plan
 from lockstep.units import first_few
@@ -130,6 +133,30 @@ def check_plan(plan: Plan, model: Any) -> None:
             fix="Use MirroredStrategy without num_shares, or leave train_step and test_step to "
             "Keras: compute_loss may be the model's own.",
         )
+
+
+def check_call(module: KerasModel, batch: Batch) -> None:
+    """Check that a planner can time a model with custom steps, which need no ``call``.
+
+    Args:
+        module: the model, which is restored.
+        batch: some samples.
+
+    Raises:
+        ModelError: its ``call`` does not take the data.
+    """
+    try:
+        with torch.no_grad(), values_restored(module.variables.values()):
+            module(*batch.inputs)
+    except Exception as error:
+        raise ModelError(
+            "AutoStrategy times a model's `call` on the data, which need not be what train_step "
+            "does with it.",
+            received=f"{type(error).__name__} in the call of {type(module.model).__name__}: "
+            f"{str(error).strip().partition(chr(10))[0]}",
+            fix="Use MirroredStrategy, or give the model a `call` that takes the inputs of its "
+            "data.",
+        ) from error
 
 
 def stages_refused(model: Any) -> ModelError:
