@@ -49,8 +49,8 @@ _OF_TORCHRUN = re.compile(r"[EW]\d{4} \S+ \d+ \S*torch/distributed/elastic/")
 # What its store logs of hosts without names, whatever TORCH_CPP_LOG_LEVEL is in a warm interpreter.
 _OF_ITS_STORE = re.compile(r"\[W\S+ \S+ socket\.cpp:\d+\] \[c10d\] The .* cannot be retrieved")
 
-# What a host shows where another one takes longer than 2 s to start, as on a busy machine.
-_NOTICE = re.compile(r"Waiting (for host 0 )?at \S+")
+# What a process shows where others take longer than 2 s to start, as on a busy machine.
+_NOTICE = re.compile(r"Waiting ((for host 0 )?at \S+|for \d+ of \d+ processes of this host)")
 
 
 class HostProcess:
