@@ -27,7 +27,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 # And how many ranks each host has.
-STRATEGIES = {"replicas on 2 hosts": 1, "stages on 2 hosts": 1, "Keras on 2 hosts": 2}
+STRATEGIES = {
+    "replicas on 2 hosts": 1,
+    "stages on 2 hosts": 1,
+    "sharded on 2 hosts": 1,
+    "Keras on 2 hosts": 2,
+}
 FAULTS = ("host", "script", "launcher", "stop", "stop the script")
 STOPS = FAULTS[3:]
 HELPER = "helper"  # the fault where a host has one
@@ -87,6 +92,9 @@ def train(
             lockstep.MultiWorkerMirroredStrategy, devices_per_host=1, num_shares=2
         ),
         "stages on 2 hosts": partial(lockstep.PipelineStrategy, 2, cuts=["3"], microbatches=2),
+        "sharded on 2 hosts": partial(
+            lockstep.FullyShardedStrategy, 1, units=["0", "3", "4"], num_shares=2
+        ),
         "averages on 2 hosts": partial(lockstep.LocalSGDStrategy, every=5),
         "compressed on 2 hosts": partial(lockstep.MultiWorkerMirroredStrategy, compression="bf16"),
         SHARES: partial(lockstep.MultiWorkerMirroredStrategy, devices_per_host=1, num_shares=4),

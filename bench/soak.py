@@ -5,8 +5,8 @@ stops a random helper a random time after the last fault was survived, once that
 step whose turn it is. With ``single`` the script itself is killed, at any moment, while it writes a
 checkpoint and while one gets its name, and started again. In the end weights, optimizer, history
 and the bits of every step's loss must be those of a run without faults. The run's record says in
-which phases of a step the faults have fired, and the folder which checkpoint was under way. Whole
-hosts are in ``host_faults``.
+which phases of a step the faults have fired, and when its rank was named; the folder, which
+checkpoint was under way. Whole hosts are in ``host_faults``.
 
 Run: ``python bench/soak.py [--minutes 30] [--strategies mirrored] [--signals kill] [--faults N]``
 """
