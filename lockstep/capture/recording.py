@@ -18,6 +18,7 @@ autograd Functions, ``no_grad``, random numbers from factories.
 import inspect
 import threading
 import weakref
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -91,7 +92,7 @@ def inputs_of(inputs: Tree) -> list[tuple[int | str | None, Any]]:
     """A model's arguments, with position or keyword; see ``parallel.data_parallel.forward``."""
     if isinstance(inputs, tuple):
         return list(enumerate(inputs))
-    if isinstance(inputs, dict):
+    if isinstance(inputs, dict | UserDict):
         return list(inputs.items())
     return [(None, inputs)]
 

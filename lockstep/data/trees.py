@@ -5,6 +5,7 @@ Structures may also hold other values (None, a flag), which pass through.
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -36,15 +37,15 @@ def rebuilt(change: Callable[[Any], Any], tree: Tree) -> Tree:
     """A structure of the same kind with ``change`` applied to each of its parts, one level deep."""
     if isinstance(tree, tuple | list):
         return getattr(tree, "_make", type(tree))([change(part) for part in tree])
-    if isinstance(tree, dict):
+    if isinstance(tree, dict | UserDict):
         return like(tree, {key: change(part) for key, part in tree.items()})
     if is_record(tree):
         return with_fields(tree, {name: change(one) for name, one in fields_of(tree).items()})
     return tree
 
 
-def like(original: dict[Any, Any], mapped: dict[Any, Any]) -> dict[Any, Any]:
-    """A dict of the original's class: ordered, default, or with attributes (Hugging Face)."""
+def like(original: Any, mapped: dict[Any, Any]) -> Any:
+    """A dict of the original's class: ordered, default, a UserDict, or with attributes."""
     if type(original) is dict:
         return mapped
     result = copy.copy(original)
@@ -57,7 +58,7 @@ def tensors_of(tree: Tree) -> Iterator[torch.Tensor]:
     """Every tensor of the tree, in order."""
     if isinstance(tree, torch.Tensor):
         yield tree
-    elif isinstance(tree, dict):
+    elif isinstance(tree, dict | UserDict):
         for value in tree.values():
             yield from tensors_of(value)
     elif isinstance(tree, tuple | list):
@@ -72,7 +73,7 @@ def named_tensors(tree: Tree, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of the tree, in order, with its place: ``name['key'][0]``."""
     if isinstance(tree, torch.Tensor):
         yield name, tree
-    elif isinstance(tree, dict):
+    elif isinstance(tree, dict | UserDict):
         for key, value in tree.items():
             yield from named_tensors(value, f"{name}[{key!r}]")
     elif isinstance(tree, tuple | list):
@@ -125,7 +126,7 @@ def concatenate(trees: list[Tree], join: Callable[[list[Any]], Any] | None = Non
         return (join or _joined)(trees)
     if len({type(tree) for tree in trees}) > 1:
         raise _unlike(sorted({type(tree).__name__ for tree in trees}))
-    if isinstance(first, dict):
+    if isinstance(first, dict | UserDict):
         return like(first, _concatenate_values(trees, join))
     if isinstance(first, tuple | list):
         columns = zip(*_of_one_length(trees), strict=True)

@@ -101,7 +101,8 @@ class TorchFrontEnd(FrontEnd):
             raise OptionError(
                 f"{method} needs a loss.",
                 received="loss=None",
-                fix="Give the Trainer one: torch.nn.CrossEntropyLoss(), for example.",
+                fix="Give the Trainer one: torch.nn.CrossEntropyLoss(), for example; or "
+                "lockstep.OwnLoss(), if the model returns its loss.",
             )
         return self.loss
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections import UserDict
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -85,6 +86,12 @@ def test_hooks_run_as_with_the_optimizer_itself() -> None:
     assert state["more"] == 1
     optimizer.load_state_dict(state)
     assert seen[2:] == [1]
+
+
+def test_shares_of_what_a_tokenizer_makes() -> None:
+    batch = lockstep.share(UserDict(tokens=X, text="as it is"))
+    assert batch == UserDict(tokens=batch["tokens"], text="as it is")
+    assert torch.equal(batch["tokens"], X)
 
 
 def test_means_of_complex_numbers_keep_their_imaginary_part() -> None:

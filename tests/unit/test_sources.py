@@ -18,9 +18,11 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from lockstep.data.iterable.streams import as_stream
 from lockstep.data.map_style.sources import Batch, Source, as_input_source, as_source
 from lockstep.data.trees import tensors_of
 from lockstep.errors import DataError
+from lockstep.parallel.data_parallel.forward import call_model
 
 INDICES = torch.tensor([4, 0, 4, 2])
 FLOATS = np.arange(15, dtype=np.float64).reshape(5, 3) / 4
@@ -257,6 +259,28 @@ def test_inputs_without_targets_are_keyword_arguments(name: str) -> None:
     assert batch.inputs["y"].tolist() == INDICES.tolist()
     assert batch.targets is None
     assert batch.sample_weight is None
+
+
+def rows_with(kind: Callable[[dict[str, Any]], Any]) -> list[Any]:
+    return [(kind({"x": row}), label) for row, label in zip(FLOATS, LABELS, strict=True)]
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_inputs_in_a_mapping_are_keyword_arguments_beside_targets_and_alone(kind: Any) -> None:
+    """A ``UserDict`` is what tokenizers and their collators make."""
+    stream = as_stream(DataLoader(items(rows_with(kind)), 5), name="data", batch_size=5)
+    assert stream is not None
+    picked = [
+        read((kind({"x": FLOATS}), LABELS)),
+        read(items(rows_with(kind))),
+        as_input_source(kind({"x": FLOATS})).read(INDICES, torch.float32),
+        as_input_source(items([one for one, _ in rows_with(kind)])).read(INDICES, torch.float32),
+        stream.batch(next(stream.begin())).read(INDICES, torch.float32),
+    ]
+    for batch in picked:
+        given = call_model(lambda x: x, batch.inputs)
+        assert given.tolist() == FLOATS[INDICES.numpy()].tolist()
+    assert [batch.targets is None for batch in picked] == [False, False, True, True, False]
 
 
 @pytest.mark.parametrize("data", [(FLOATS,), items([(row,) for row in FLOATS])])

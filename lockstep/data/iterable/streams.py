@@ -74,7 +74,7 @@ class Stream:
         if is_tuple and len(element) in (1, 2, 3):
             return list(element)
         if isinstance(element, Mapping):  # inputs of a model that computes its own loss
-            return [dict(element)]
+            return [element]
         raise DataError(
             f"A batch of `{self.name}` must be (inputs, targets) or "
             "(inputs, targets, sample_weight), or (inputs,) or a dict of inputs where no "
@@ -131,7 +131,7 @@ def _is_indexed(data: Any) -> bool:
     """Whether it is no stream: arrays, containers of arrays, tables, map-style datasets."""
     if isinstance(data, Source | Dataset | nn.Module | torch.Tensor | np.ndarray):
         return True
-    if isinstance(data, dict | list | tuple | str | bytes) or hasattr(data, "__array__"):
+    if isinstance(data, Mapping | list | tuple | str | bytes) or hasattr(data, "__array__"):
         return True
     return hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
@@ -153,7 +153,7 @@ def _holds_arrays(part: Any) -> bool:
 
 def _arguments(part: Any) -> Tree:
     """A part with tuples, which mean positional arguments, for a DataLoader's lists."""
-    if isinstance(part, dict):
+    if isinstance(part, Mapping):
         return {key: _arguments(value) for key, value in part.items()}
     if isinstance(part, tuple) or _holds_arrays(part):
         return tuple(_arguments(one) for one in part)

@@ -5,6 +5,7 @@ only be iterated is a stream (``data.iterable.streams``), and refused here with 
 """
 
 from abc import ABC, abstractmethod
+from collections import UserDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -344,7 +345,7 @@ def _is_dataset(data: Any) -> bool:
     if isinstance(data, Dataset | DataLoader):
         return True
     # Tables (pandas) and files (h5py) have rows and are arrays.
-    is_array = hasattr(data, "__array__") or isinstance(data, dict | tuple | list)
+    is_array = hasattr(data, "__array__") or isinstance(data, dict | UserDict | tuple | list)
     return hasattr(data, "__getitem__") and not is_array
 
 
@@ -373,7 +374,7 @@ def _as_tensors(value: Any, name: str) -> Tree:
         return from_numpy(value, name)
     if isinstance(value, tuple):
         return tuple(_as_tensors(part, name) for part in value)
-    if isinstance(value, dict):
+    if isinstance(value, dict | UserDict):
         return {key: _as_tensors(part, name) for key, part in value.items()}
     if isinstance(value, Constant):
         return Constant(_as_tensors(value.value, name))

@@ -7,6 +7,7 @@ torch raises an error. A share whose forward pass fails so runs again in torch's
 the same random streams and buffers, and so does everything after that step.
 """
 
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -244,7 +245,7 @@ def call_model(model: Callable[..., Any], inputs: Tree) -> Any:
     """Call a model: a tuple gives positional, a dict keyword arguments, else one argument."""
     if isinstance(inputs, tuple):
         return model(*inputs)
-    if isinstance(inputs, dict):
+    if isinstance(inputs, dict | UserDict):
         return model(**inputs)
     return model(inputs)
 
