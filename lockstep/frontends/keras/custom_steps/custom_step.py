@@ -160,11 +160,12 @@ def check_call(module: KerasModel, batch: Batch) -> None:
 
 
 def stages_refused(model: Any) -> ModelError:
-    """The error of a pipeline for a model with custom steps."""
+    """The error of devices that divide a model, for one with custom steps."""
     own = " and ".join(custom_steps(model))
     return ModelError(
-        "In a pipeline a model must train by Keras's own steps: a train_step, test_step or "
-        "compute_metrics calls all of the model, and each device has a part of it.",
+        "In a pipeline, and under tensor parallelism, a model must train by Keras's own steps: a "
+        "train_step, test_step or compute_metrics calls all of the model, and each device has a "
+        "part of it.",
         received=f"{type(model).__name__} with {own or 'no trainable variables'}",
         fix="Use MirroredStrategy or another strategy whose devices have the whole model; or put "
         "the computation into `call` and `compute_loss`, and leave the step to Keras.",
