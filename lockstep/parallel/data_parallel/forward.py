@@ -243,6 +243,8 @@ def narrowed(inputs: Tree, precision: str) -> Tree:
 
 def call_model(model: Callable[..., Any], inputs: Tree) -> Any:
     """Call a model: a tuple gives positional, a dict keyword arguments, else one argument."""
+    if isinstance(inputs, torch.Tensor):
+        return model(inputs)
     if isinstance(inputs, tuple):
         return model(*inputs)
     if isinstance(inputs, dict | UserDict):
