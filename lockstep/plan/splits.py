@@ -84,17 +84,23 @@ class TensorSplits(Record, frozen=True, kw_only=True):
         num_shards: into how many shards; consecutive ones belong to a rank.
         parameters: those that are divided.
         whole: parameters that are not, each with the reason.
+        by_time: instead, parameters whose layers take parts of a sequence, each with the operation
+            that gets their outputs whole, or "". None if sequences are not divided.
     """
 
     num_shards: int
     parameters: tuple[ParameterSplit, ...] = ()
     whole: tuple[tuple[str, str], ...] = ()
+    by_time: tuple[tuple[str, str], ...] | None = None
 
     def of_layer(self, layer: str) -> str:
         """How a layer is divided, or why it is not, for people."""
         for one in self.parameters:
             if one.name.rpartition(".")[0] == layer:
                 return str(one)
+        for name, gathered in self.by_time or ():
+            if name.rpartition(".")[0] == layer:
+                return f"time; gathered for {gathered}" if gathered else "time"
         reasons = (reason for name, reason in self.whole if name.rpartition(".")[0] == layer)
         reason = next(reasons, "")
         return f"whole: {reason}" if reason else "as the layer with the same Parameter"

@@ -86,6 +86,8 @@ def _tensor(plan: Decision) -> str:
     """The shards of layers; a line of its own."""
     if plan.tensor is None:
         return ""
+    if plan.tensor.by_time is not None:
+        return f"\nSequences in {plan.tensor.num_shards} parts"
     count, of_all = len(plan.tensor.parameters), len(plan.tensor.parameters + plan.tensor.whole)
     return (
         f"\nShards of each divided layer: {plan.tensor.num_shards}; {count} of {of_all} Parameters"

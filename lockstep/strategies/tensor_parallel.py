@@ -29,6 +29,8 @@ class TensorParallelStrategy(Strategy):
         num_tensor_shards: parts into which each layer is divided; None is one per process. Runs
             with the same number give the same bits with any degree.
         whole: names of modules whose layers are not divided.
+        split: "layers", or "time": layers are whole, and sequences are divided. Each process has
+            its part of the activations of shape (samples, time, features).
         devices: names of the processes' devices, such as ``["cuda:0", "cuda:1"]``; None is
             accelerators if there are any, else cores.
         engine: moves tensors between processes, see ``MirroredStrategy``.
@@ -45,11 +47,13 @@ class TensorParallelStrategy(Strategy):
         *,
         num_tensor_shards: int | None = None,
         whole: Sequence[str] = (),
+        split: str = "layers",
         devices: Sequence[str] | None = None,
         engine: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         problems = Problems()
+        _check_split(problems, split, whole)
         check_division(problems, degree, num_tensor_shards, whole)
         check_engine(problems, engine)
         check_timeout(problems, timeout_seconds)
@@ -66,6 +70,7 @@ class TensorParallelStrategy(Strategy):
             devices=None if devices is None else tuple(devices),
             num_shards=num_tensor_shards,
             whole=tuple(whole),
+            split=split,
         )
         self.degree = len(names)
         self.engine = engine
@@ -141,6 +146,19 @@ def check_division(
             "Every process needs a part of each layer.",
             received=f"num_tensor_shards={num_shards} with degree {degree}",
             fix=f"Use num_tensor_shards >= {degree}, or a smaller degree.",
+        )
+
+
+def _check_split(problems: Problems, split: str, whole: Sequence[str]) -> None:
+    if split not in ("layers", "time"):
+        problems.add(
+            '`split` must be "layers" or "time".', received=f"split={split!r}", fix="Use one."
+        )
+    elif split == "time" and whole:
+        problems.add(
+            "With sequences divided, all layers are whole.",
+            received=f"split='time' and whole={whole!r}",
+            fix="Leave `whole` out.",
         )
 
 

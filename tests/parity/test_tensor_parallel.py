@@ -97,18 +97,24 @@ def check_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
 
 
+_ALONE = TENSOR(3), lockstep.SingleDeviceStrategy()
+_REPLICAS = HYBRID(2, tensor=2), lockstep.MirroredStrategy(1, num_shares=2)
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"clip_norm": 0.1}, {"accumulate": 2}],
-    ids=["plain", "clip_norm", "accumulate"],
-)
-@pytest.mark.parametrize(
-    ("strategy", "plain"),
+    ("strategy", "plain", "options"),
     [
-        (TENSOR(3), lockstep.SingleDeviceStrategy()),
-        (HYBRID(2, tensor=2), lockstep.MirroredStrategy(1, num_shares=2)),
+        pytest.param(*_ALONE, {}, id="tensor"),
+        pytest.param(*_ALONE, {"clip_norm": 0.1}, id="tensor-clip_norm"),
+        pytest.param(
+            *_ALONE, {"accumulate": 2}, id="tensor-accumulate", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(*_REPLICAS, {}, id="hybrid", marks=pytest.mark.exhaustive),
+        pytest.param(
+            *_REPLICAS, {"clip_norm": 0.1}, id="hybrid-clip_norm", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(*_REPLICAS, {"accumulate": 2}, id="hybrid-accumulate"),
     ],
-    ids=["tensor", "hybrid"],
 )
 def test_options_of_training(
     options: dict[str, Any], strategy: lockstep.Strategy, plain: lockstep.Strategy
@@ -178,6 +184,45 @@ def test_experts_are_divided(degree: int, same_bits: list[tuple[int, str | None]
     check_close(found, trained(lockstep.SingleDeviceStrategy()))
     for other, engine in same_bits:
         same = trained(TENSOR(other, num_tensor_shards=4, engine=engine))
+        assert all(torch.equal(value, same[name]) for name, value in found.items())
+
+
+class Sequences(nn.Module):
+    """An encoder with dropout; logits of shape (samples, classes, times)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 12)
+        layer = nn.TransformerEncoderLayer(12, 2, 20, 0.2, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.out = nn.Linear(12, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.encoder(self.embedding(tokens))).transpose(1, 2)
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("degree", "same_bits"),
+    [
+        (4, [(1, None), (2, None)]),
+        pytest.param(3, [(4, "gloo")], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_sequences_are_divided(degree: int, same_bits: list[tuple[int, str | None]]) -> None:
+    tokens = torch.randint(5, (20, 11), generator=torch.Generator().manual_seed(1))
+
+    def trained(strategy: lockstep.Strategy) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        one = trainer(strategy, Sequences(), clip_norm=0.5)
+        one.fit((tokens, tokens.flip(1)), batch_size=8, verbose=0)
+        assert one.plan.tensor is None or "time" in str(one.plan)
+        return {name: value.clone() for name, value in one.model.state_dict().items()}
+
+    found = trained(TENSOR(degree, num_tensor_shards=4, split="time"))
+    check_close(found, trained(lockstep.SingleDeviceStrategy()))
+    for other, engine in same_bits:
+        same = trained(TENSOR(other, num_tensor_shards=4, split="time", engine=engine))
         assert all(torch.equal(value, same[name]) for name, value in found.items())
 
 
@@ -291,6 +336,8 @@ def test_named_modules_stay_whole() -> None:
         (partial(TENSOR, 2, num_tensor_shards=1), OptionError, "Every process needs a part"),
         (partial(TENSOR, 0), OptionError, "`degree` must be an integer"),
         (partial(TENSOR, 2, whole="up"), OptionError, "`whole` must be names"),
+        (partial(TENSOR, 2, split="rows"), OptionError, "`split` must be"),
+        (partial(TENSOR, 2, split="time", whole=["up"]), OptionError, "all layers are whole"),
         (partial(TENSOR, 4096), DeviceError, "4096"),
         (partial(HYBRID, 2, tensor=2, microbatches=2), OptionError, "without stages"),
         (partial(HYBRID, 2, 2, tensor=2, num_shares=4), OptionError, "Received: num_shares"),
@@ -316,6 +363,8 @@ def test_arguments_are_checked(strategy: Any, kind: type[Exception], what: str) 
 def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(OptionError, match="No layer of this model can be divided into 32 shards"):
         fit(trainer(TENSOR(1, num_tensor_shards=32)))
+    with pytest.raises(OptionError, match="No layer of this model takes a tensor of shape"):
+        fit(trainer(TENSOR(2, split="time")))
     with pytest.raises(OptionError, match="`whole` must name modules"):
         fit(trainer(TENSOR(2, whole=["encoder"])))
     with pytest.raises(OptionError, match="allow one share per replica"):

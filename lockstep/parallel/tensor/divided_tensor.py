@@ -74,9 +74,11 @@ class Owner(ABC):
 
     Attributes:
         exchange: of their parts.
+        divides_time: layers are whole, and take parts of sequences.
     """
 
     exchange: ShardExchange
+    divides_time: bool = False
 
     @abstractmethod
     def split_of(
@@ -131,6 +133,10 @@ class Owner(ABC):
 
     def note_whole(self, weight: torch.Tensor, func: Any) -> None:
         """A function gets a weight whole."""
+        return
+
+    def note_time(self, weight: Any) -> None:
+        """A product takes a weight whole, and parts of a sequence."""
         return
 
     def refine(self, divided: "DividedTensor", sizes: Sequence[int], unit: int) -> None:
@@ -378,6 +384,12 @@ def _mapped(function: Callable[[DividedTensor], torch.Tensor], arguments: Any) -
     if isinstance(arguments, dict):
         return {key: _mapped(function, one) for key, one in arguments.items()}
     return arguments
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor is a view of; else the tensor."""
+    base = None if isinstance(tensor, DividedTensor) else tensor._base
+    return tensor if base is None else base
 
 
 def whole_of(tensor: Any, func: Any) -> Any:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from lockstep.parallel.tensor.divided_tensor import RULES, DividedTensor, Owner, has_divided
 from lockstep.parallel.tensor.shard_exchange import Tensors
-from lockstep.parallel.tensor.transfers import gather, total
+from lockstep.parallel.tensor.transfers import cut_own, gather, total
 from lockstep.plan.splits import Split
 
 _NAMES = (
@@ -28,15 +28,16 @@ def _cross_entropy(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[
     is_plain = not any(one is not None for one in given.values()) and not has_divided(
         [target, weight]
     )
-    if not (is_plain and isinstance(input, DividedTensor) and _fits(input, target, ignored)):
+    if not (is_plain and isinstance(input, DividedTensor)) or (weight is not None and smoothing):
         return NotImplemented
-    if weight is not None and smoothing:
+    if _is_by_position(input, target):
+        options = {"weight": weight, "ignore_index": ignored, "label_smoothing": smoothing}
+        return _by_position(owner, func, input, target, reduction, options)
+    if not _fits(input, target, ignored):
         return NotImplemented
     counted = target != ignored
     losses = _negative_logs(owner, input, target.where(counted, 0), smoothing)
-    counts = counted.to(losses.dtype)
-    if weight is not None:
-        counts = weight.to(losses.dtype)[target.where(counted, 0)] * counts
+    counts = _counts(target, weight, ignored, losses.dtype)
     losses = (losses * counts).where(counted, 0.0)
     if reduction != "none":
         losses = losses.sum()
@@ -44,6 +45,45 @@ def _cross_entropy(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[
         losses = losses / counts.sum()
     is_cast = torch.is_autocast_enabled(input.device.type)  # then torch's is in float32, too
     return losses if is_cast else losses.to(input.dtype)
+
+
+def _counts(
+    target: torch.Tensor, weight: torch.Tensor | None, ignored: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The weight of each target in the mean."""
+    counted = target != ignored
+    counts = counted.to(dtype)
+    return counts if weight is None else weight.to(dtype)[target.where(counted, 0)] * counts
+
+
+def _is_by_position(input: DividedTensor, target: torch.Tensor) -> bool:
+    """Whether positions are divided, and each target is a class."""
+    is_class = input.division.dim != min(input.dim() - 1, 1) and not target.is_floating_point()
+    return is_class and input.dim() > 1 and target.dim() == input.dim() - 1
+
+
+def _by_position(
+    owner: Owner,
+    func: Any,
+    input: DividedTensor,
+    target: torch.Tensor,
+    reduction: str,
+    options: dict[str, Any],
+) -> Any:
+    """The losses of each shard's positions, or their sum over the shards."""
+    dim = input.division.dim
+    split = input.division.at(dim - (dim > 1))
+    targets = cut_own(owner.exchange, target, split)
+    of_part = "none" if reduction == "none" else "sum"
+    pairs = zip(input.parts, targets, strict=True)
+    losses = [func(part, own, reduction=of_part, **options) for part, own in pairs]
+    if reduction == "none":
+        return input.like(losses, split)
+    summed = total(owner.exchange, losses)
+    if reduction == "sum":
+        return summed
+    counts = _counts(target, options["weight"], options["ignore_index"], summed.dtype)
+    return summed / counts.sum()
 
 
 def _fits(input: DividedTensor, target: torch.Tensor, ignored: int) -> bool:

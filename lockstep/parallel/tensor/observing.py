@@ -29,20 +29,26 @@ _MOST_TRIES = 6
 
 
 def observed_splits(
-    model: nn.Module, call: Callable[[], object], num_shards: int, whole: Sequence[str] = ()
+    model: nn.Module,
+    call: Callable[[], object],
+    num_shards: int,
+    whole: Sequence[str] = (),
+    *,
+    divides_time: bool = False,
 ) -> TensorSplits:
-    """How a model's parameters can be divided.
+    """How a model's parameters can be divided, or which of its layers take parts of a sequence.
 
     Args:
         model: the model; it is left as it was.
         call: runs it on a few samples.
         num_shards: into how many shards.
         whole: names of modules whose parameters are not divided.
+        divides_time: see ``Owner``.
     """
     cuts: dict[str, tuple[tuple[int, ...], int]] = {}
     tried: dict[str, list[Any]] = {}
     while True:
-        observer = Observer(model, num_shards, cuts, whole)
+        observer = Observer(model, num_shards, cuts, whole, divides_time=divides_time)
         with left_alone(model), observer.running():
             for training in (True, False):
                 set_mode(model, training=training)
@@ -73,6 +79,7 @@ class Observer(DividedParameters):
         num_shards: of each divided dim.
         cuts: by weight, sizes of blocks and the unit of its outputs.
         whole: names of modules whose parameters are not divided.
+        divides_time: see ``Owner``.
 
     Attributes:
         asked: other such cuts, with which operations would work on parts.
@@ -84,9 +91,13 @@ class Observer(DividedParameters):
         num_shards: int,
         cuts: Mapping[str, tuple[tuple[int, ...], int]],
         whole: Sequence[str],
+        *,
+        divides_time: bool,
     ) -> None:
         parameters = dict(model.named_parameters())
-        super().__init__(parameters, {}, ShardExchange(num_shards, range(num_shards)))
+        exchange = ShardExchange(num_shards, range(num_shards))
+        super().__init__(parameters, {}, exchange, divides_time=divides_time)
+        self._by_time: list[str] = []
         self._cuts = cuts
         self._tied = {names[0] for names in ties_of(model)}
         self.asked: dict[str, tuple[tuple[int, ...], int]] = {}
@@ -114,7 +125,8 @@ class Observer(DividedParameters):
         unit: int = 1,
     ) -> Split | None:
         name = self.name_of(weight)
-        if name and name not in self._splits and name not in self._reasons:
+        is_decided = self.divides_time or name in self._splits or name in self._reasons
+        if name and not is_decided:
             if isinstance(input, DividedTensor) and rows is not None and name not in self._tied:
                 self._decide(name, input.division.at(rows), by if rows == columns else "rows")
             else:
@@ -156,6 +168,11 @@ class Observer(DividedParameters):
     def note_gather(self, divided: DividedTensor, func: Any) -> None:
         self._gathered.setdefault(divided.origin, _name_of(func))
 
+    def note_time(self, weight: Any) -> None:
+        name = self.name_of(weight)
+        if self.divides_time and name and name not in self._by_time:
+            self._by_time.append(name)
+
     def note_use(self, weight: Any, func: Any) -> None:
         """A function got a weight, in whatever way."""
         name = self.name_of(weight)
@@ -165,7 +182,7 @@ class Observer(DividedParameters):
     @property
     def has_seen_all(self) -> bool:
         """Whether each parameter was used; training may leave layers out at random."""
-        known = {*self._splits, *self._users, *self._reasons}
+        known = {*self._splits, *self._users, *self._reasons, *self._by_time}
         return known >= self._parameters.keys()
 
     def _use(self, name: str) -> str:
@@ -187,8 +204,11 @@ class Observer(DividedParameters):
             whole=tuple(
                 (name, self._reasons.get(name) or self._use(name))
                 for name in self._parameters
-                if name not in self._splits
+                if name not in self._splits and name not in self._by_time
             ),
+            by_time=tuple((name, self._gathered.get(name, "")) for name in self._by_time)
+            if self.divides_time
+            else None,
         )
 
 

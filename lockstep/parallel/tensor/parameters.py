@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lockstep.parallel.tensor.attention_rules
 import lockstep.parallel.tensor.einsum_rules
 import lockstep.parallel.tensor.loss_rules
-import lockstep.parallel.tensor.multihead_rule
 import lockstep.parallel.tensor.rules
 import lockstep.parallel.tensor.shape_rules  # noqa: F401  # they fill the table of rules
 from lockstep.errors import ModelError
@@ -25,6 +25,7 @@ from lockstep.parallel.data_parallel.functional_patch import Redirection
 from lockstep.parallel.tensor.divided_tensor import (
     DividedTensor,
     Owner,
+    base_of,
     dispatch,
     named,
 )
@@ -40,6 +41,7 @@ class DividedParameters(Owner):
         parameters: of the model, by name.
         splits: of those that are divided.
         exchange: of their shards.
+        divides_time: see ``Owner``.
     """
 
     def __init__(
@@ -47,8 +49,11 @@ class DividedParameters(Owner):
         parameters: Mapping[str, nn.Parameter],
         splits: Mapping[str, Split],
         exchange: ShardExchange,
+        *,
+        divides_time: bool = False,
     ) -> None:
         self.exchange = exchange
+        self.divides_time = divides_time
         self._names = {id(one): name for name, one in parameters.items()}
         self._parameters = dict(parameters)  # an id is valid only while its object lives
         self._splits = dict(splits)
@@ -87,8 +92,7 @@ class DividedParameters(Owner):
             return True
         if not isinstance(argument, torch.Tensor):
             return False
-        base = argument._base
-        return bool(self.name_of(argument if base is None else base))
+        return bool(self.name_of(base_of(argument)))
 
     def check_pass(self, divided: DividedTensor) -> None:
         if not self._is_running:

@@ -5,7 +5,7 @@ is divided by rows, its inputs, takes a part of the inputs, and the shards' resu
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from lockstep.parallel.tensor.divided_tensor import (
     RULES,
     DividedTensor,
     Owner,
+    base_of,
     named,
     whole_of,
 )
@@ -53,6 +54,8 @@ class Weight(NamedTuple):
 
 def weight_of(owner: Owner, tensor: Any) -> Weight | None:
     """The weight of which a tensor is a view: all of it, or one matrix; None if it is none."""
+    if isinstance(tensor, DividedTensor):
+        return None
     if owner.name_of(tensor):
         return Weight(tensor)
     base = tensor._base
@@ -75,6 +78,8 @@ def weight_of(owner: Owner, tensor: Any) -> Weight | None:
 
 def _linear(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, matrix, bias = (*args, *kwargs.values(), None)[:3]
+    if owner.divides_time:
+        return _of_rows(owner, func, (input, matrix, bias), 0)
     weight = weight_of(owner, matrix)
     if weight is None or matrix.dim() != 2:
         return NotImplemented
@@ -90,6 +95,8 @@ def _linear(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 def _matmul(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs or len(args) != 2 or args[0].dim() < 2 or args[1].dim() != 2:
         return NotImplemented
+    if owner.divides_time:
+        return _of_rows(owner, func, args, 0)
     weight = weight_of(owner, args[1])
     if weight is None:
         return NotImplemented
@@ -120,6 +127,41 @@ def _grouped(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return _multiplied(owner, func, input, weight, None, columns, rows, product)
 
 
+def _of_rows(owner: Owner, func: Any, args: Sequence[Any], place: int) -> Any:
+    """A product with a whole weight, of those rows of a tensor that a shard has."""
+    input = args[place]
+    if not isinstance(input, DividedTensor):
+        input = divided_by_time(owner, input)
+    if input is None or input.division.dim == input.dim() - 1:
+        return NotImplemented
+    columns = [input.parts if one is args[place] else each_whole(owner, one, func) for one in args]
+    parts = [func(*each) for each in zip(*columns, strict=True)]
+    weights = [base_of(one) for one in args if isinstance(one, torch.Tensor)]
+    for one in weights:
+        owner.note_time(one)
+    names = filter(None, map(owner.name_of, weights))
+    return DividedTensor.of(parts, input.division, owner, next(names, input.origin))
+
+
+def divided_by_time(owner: Owner, whole: torch.Tensor, dim: int = 1) -> DividedTensor | None:
+    """A tensor (samples, time, features), divided by time; None if it is no such tensor.
+
+    Shards have two times or more: where one is all, strides do not tell the order in memory.
+    """
+    count = owner.exchange.num_shards
+    if whole.dim() != 3 or whole.shape[dim] < 2 * count or not whole.is_floating_point():
+        return None
+    split = Split(dim=dim, sizes=(whole.shape[dim],), num_shards=count)
+    return DividedTensor.of(cut_own(owner.exchange, whole, split), split, owner, "the sequence")
+
+
+def each_whole(owner: Owner, argument: Any, func: Any) -> Sequence[Any]:
+    """An argument whole, for each of this rank's shards."""
+    if not isinstance(argument, torch.Tensor):
+        return [argument for _ in owner.exchange.own]
+    return spread(owner.exchange, whole_of(argument, func))
+
+
 def _along_last(input: Any) -> Any:
     """A tensor if it is divided along its last dim, which a product sums over."""
     is_divided = isinstance(input, DividedTensor) and input.division.dim == input.dim() - 1
@@ -129,6 +171,8 @@ def _along_last(input: Any) -> Any:
 def _addmm(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs or len(args) != 3 or args[0].dim() != 1:
         return NotImplemented
+    if owner.divides_time:
+        return _of_rows(owner, func, args, 1)
     bias, input, matrix = args
     weight = weight_of(owner, matrix)
     if weight is None:
@@ -275,6 +319,15 @@ def _embedding(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     options = {**dict(zip(_EMBEDDING, args, strict=False)), **kwargs}
     is_plain = not any(options.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse"))
     input, weight = whole_of(options["input"], func), options["weight"]
+    if owner.divides_time and not isinstance(weight, DividedTensor):
+        made = func(*args, **kwargs)
+        # A mode of torch's functions has called this rule again.
+        parts = None if isinstance(made, DividedTensor) else divided_by_time(owner, made)
+        if parts is None:
+            return made
+        owner.note_time(weight)
+        parts.origin = owner.name_of(weight)
+        return parts
     split = owner.split_of(weight, 0) if is_plain else None
     if split is None or split.dim != 0:
         return NotImplemented

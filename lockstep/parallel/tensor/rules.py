@@ -1,7 +1,7 @@
 """Rules for operations that work on each part of a divided tensor by itself.
 
-Elementwise functions; functions along dims that are not divided; products and attention with heads
-that are divided. Changes of shape: ``shape_rules``.
+Elementwise functions; functions along dims that are not divided; products of heads, of experts, and
+of times. Changes of shape: ``shape_rules``. Attention: ``attention_rules``.
 """
 
 import math
@@ -21,7 +21,7 @@ from lockstep.parallel.tensor.divided_tensor import (
     register,
     whole_of,
 )
-from lockstep.parallel.tensor.product_rules import Weight, weight_of
+from lockstep.parallel.tensor.product_rules import Weight, each_whole, weight_of
 from lockstep.parallel.tensor.product_rules import _matmul as multiply_by_weight
 from lockstep.parallel.tensor.transfers import cut_own, gather, spread, total
 from lockstep.plan.splits import Split
@@ -51,7 +51,7 @@ def _elementwise(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) ->
     if is_in_place and not (args[0] is lead and not lead.aliases.has_copies):
         return NotImplemented
     split = lead.division.at(place + len(shape))
-    columns = [_parts(owner, one, split.at(place)) for one in arguments]
+    columns = [parts_of(owner, one, split.at(place)) for one in arguments]
     names = list(kwargs)
     parts = []
     for each in zip(*columns, strict=True):
@@ -78,7 +78,7 @@ def _is_aligned(tensor: torch.Tensor, lead: DividedTensor, place: int) -> bool:
     return True
 
 
-def _parts(owner: Owner, argument: Any, split: Split) -> Sequence[Any]:
+def parts_of(owner: Owner, argument: Any, split: Split) -> Sequence[Any]:
     """An argument for each of this rank's shards; ``split.dim`` counts from the end."""
     if isinstance(argument, DividedTensor):
         return argument.parts
@@ -158,6 +158,8 @@ def _norm(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
         return NotImplemented
     if input.division.dim >= input.dim() - len(shape) or has_divided(options):
         return NotImplemented
+    for name in ("weight", "bias"):
+        owner.note_time(options.get(name))
     weights = {
         name: spread(owner.exchange, options.pop(name))
         for name in ("weight", "bias")
@@ -179,7 +181,16 @@ def _matmul(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
     if kwargs or len(args) != 2:
         return NotImplemented
     found = _batched(owner, func, args)
+    if found is None and are_rows(owner, args[0]) and args[1].dim() <= args[0].dim():
+        each = zip(args[0].parts, each_whole(owner, args[1], func), strict=True)
+        return args[0].like([func(*own) for own in each])
     return multiply_by_weight(owner, func, args, kwargs) if found is None else found
+
+
+def are_rows(owner: Owner, tensor: Any) -> bool:
+    """Whether a matrix is divided by its rows, which are times."""
+    is_divided = owner.divides_time and isinstance(tensor, DividedTensor)
+    return is_divided and bool(tensor.division.dim == tensor.dim() - 2)
 
 
 def _baddbmm(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
@@ -187,6 +198,11 @@ def _baddbmm(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any
     tensors = [options.pop(name, None) for name in ("input", "batch1", "batch2")]
     is_plain = all(isinstance(one, torch.Tensor) for one in tensors) and "out" not in options
     found = _batched(owner, partial(func, **options), tensors) if is_plain else None
+    if found is None and is_plain and are_rows(owner, tensors[1]):
+        input, rows, others = tensors
+        added = parts_of(owner, whole_of(input, func), rows.division.at(-2))
+        columns = zip(added, rows.parts, each_whole(owner, others, func), strict=True)
+        return rows.like([func(*each, **options) for each in columns])
     return NotImplemented if found is None else found
 
 
@@ -195,7 +211,7 @@ def _batched(owner: Owner, func: Any, tensors: Sequence[Any]) -> DividedTensor |
 
     A stack of weights is divided there, too: a shard has whole ones, such as experts.
     """
-    parts = _parts_of_batch(owner, tensors)
+    parts = parts_of_batch(owner, tensors)
     if parts is not None:
         return _lead_of(tensors).like([func(*each) for each in zip(*parts, strict=True)])
     weights = {place: found for place, one in enumerate(tensors) if (found := _stack(owner, one))}
@@ -227,7 +243,7 @@ def _parts_of_stack(
 ) -> Sequence[torch.Tensor]:
     if weight is not None and owner.split_of(weight.whole, 0, by="matrices") == split:
         return [weight.turned(one) for one in owner.parts_of(weight.whole, split)]
-    return _parts(owner, whole_of(tensor, torch.bmm), split.at(-3))
+    return parts_of(owner, whole_of(tensor, torch.bmm), split.at(-3))
 
 
 def _lead_of(tensors: Sequence[Any]) -> DividedTensor:
@@ -235,7 +251,7 @@ def _lead_of(tensors: Sequence[Any]) -> DividedTensor:
     return next(one for one in tensors if isinstance(one, DividedTensor))
 
 
-def _parts_of_batch(owner: Owner, tensors: Sequence[Any]) -> list[Sequence[Any]] | None:
+def parts_of_batch(owner: Owner, tensors: Sequence[Any]) -> list[Sequence[Any]] | None:
     """The parts of tensors with as many dims, by tensor; None if a cut crosses matrices.
 
     Those that are divided are so alike, along one dim before the last two; others are cut to fit.
@@ -261,7 +277,7 @@ def _parts_beside(owner: Owner, tensor: Any, lead: DividedTensor, split: Split) 
     weight = _stack(owner, tensor) if split.dim == -3 else None
     own = None if weight is None else owner.split_of(weight.whole, 0, 0, lead, by="matrices")
     if weight is None or own is None or not own.is_like(split):
-        return _parts(owner, tensor, split)
+        return parts_of(owner, tensor, split)
     return [weight.turned(one) for one in owner.parts_of(weight.whole, own)]
 
 
@@ -272,67 +288,6 @@ def _ask_for_one_unit(owner: Owner, tensors: Sequence[DividedTensor]) -> None:
         if one.division.unit != unit:
             sizes = [size * one.span for size in one.division.sizes]
             owner.refine(one, sizes, unit * one.span)
-
-
-_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-
-
-def _attention(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
-    """Attention by heads."""
-    options = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
-    tensors = [options.pop(name) for name in _ATTENTION[:3]]
-    mask = options.pop("attn_mask", None)
-    if options.pop("enable_gqa", False):
-        tensors = [tensors[0], *(_repeated(one, tensors[0]) for one in tensors[1:])]
-    parts = None if isinstance(mask, DividedTensor) else _parts_of_batch(owner, tensors)
-    lead = next((one for one in tensors if isinstance(one, DividedTensor)), None)
-    if parts is None or lead is None:
-        return NotImplemented
-    masks = _parts(owner, mask, lead.division.at(lead.division.dim - lead.dim()))
-    dropout = options.pop("dropout_p", 0.0)
-    if not dropout:
-        each = zip(*parts, masks, strict=True)
-        return lead.like([func(*own, attn_mask=mask, **options) for *own, mask in each])
-    is_refused = options.get("is_causal") and mask is not None  # by torch
-    if lead.device.type != "cpu" or dropout >= 1 or is_refused:
-        return NotImplemented
-    batch = torch.broadcast_shapes(*(one.shape[:-2] for one in tensors[:2]))
-    shape = [*batch, tensors[0].shape[-2], tensors[1].shape[-2]]
-    noise = torch.empty(shape, dtype=lead.dtype).bernoulli_(1 - dropout).div_(1 - dropout)
-    noises = cut_own(owner.exchange, noise, lead.division)
-    return lead.like([_attend(*own, **options) for own in zip(*parts, masks, noises, strict=True)])
-
-
-def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Heads of keys or values, each as often as queries have it."""
-    times = query.shape[-3] // tensor.shape[-3]
-    shape = [*tensor.shape[:-3], query.shape[-3], *tensor.shape[-2:]]
-    grown = [*tensor.shape[:-2], times, *tensor.shape[-2:]]
-    return tensor if times == 1 else tensor.unsqueeze(-3).expand(*grown).reshape(*shape)
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    noise: torch.Tensor,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> torch.Tensor:
-    """Attention whose weights are multiplied by noise: torch's for cores, with dropout in it."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = query @ key.transpose(-2, -1) * scale
-    if is_causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, -math.inf)
-    elif mask is not None:
-        scores = scores + mask
-    is_hidden = (scores == -math.inf).all(-1, keepdim=True)  # such a query attends to nothing
-    weights = scores.masked_fill(is_hidden, 0.0).softmax(-1).masked_fill(is_hidden, 0.0)
-    return weights * noise @ value
 
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -384,4 +339,3 @@ register(_norm, named("layer_norm rms_norm", F))
 register(_matmul, named("matmul bmm mm __matmul__", torch, torch.Tensor))
 register(_baddbmm, named("baddbmm", torch, torch.Tensor))
 register(_grad, [torch.autograd.grad])
-register(_attention, [F.scaled_dot_product_attention])

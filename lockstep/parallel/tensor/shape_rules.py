@@ -91,11 +91,10 @@ def _unflatten(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> A
         return NotImplemented
     input, dim, sizes = args
     shape = list(input.shape)
-    return (
-        _reshaped(owner, torch.Tensor.reshape, input, [*shape[:dim], *sizes, *shape[dim:][1:]])
-        if isinstance(dim, int) and dim >= 0
-        else NotImplemented
-    )
+    if not isinstance(dim, int):
+        return NotImplemented
+    dim %= len(shape)
+    return _reshaped(owner, torch.Tensor.reshape, input, [*shape[:dim], *sizes, *shape[dim + 1 :]])
 
 
 def _reshaped(owner: Owner, func: Any, input: DividedTensor, shape: list[int]) -> Any:
@@ -127,6 +126,8 @@ def _divided_dim_of(
         return None
     products = list(accumulate(shape, lambda one, other: one * other, initial=1))
     starts = [dim for dim, product in enumerate(products[:-1]) if product == before]
+    if not starts and len(split.sizes) == 1:
+        return _joined_with_dims_before(input, shape, products)
     if not starts or split.size == 1:
         return None
     start = next((dim for dim in starts if shape[dim] != 1), starts[-1])
@@ -143,6 +144,21 @@ def _divided_dim_of(
     else:
         size = split.size
     return _cut_further(owner, input, shape, start, size)
+
+
+def _joined_with_dims_before(
+    input: DividedTensor, shape: Sequence[int], products: Sequence[int]
+) -> tuple[Split, int] | None:
+    """The divided dim joined with dims before it, each of whose places has a block; else None."""
+    split, dims = input.division, input.shape
+    for first in range(split.dim):
+        start, size = math.prod(dims[:first]), math.prod(dims[first : split.dim + 1])
+        found = [dim for dim, one in enumerate(shape) if (products[dim], one) == (start, size)]
+        if found:
+            blocks = (split.size,) * (size // split.size)
+            made = Split(dim=found[0], sizes=blocks, num_shards=split.num_shards, unit=split.unit)
+            return made, input.span
+    return None
 
 
 def _cut_further(
@@ -368,7 +384,7 @@ def _joined(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
     )
     is_stack = func is torch.stack
     dim %= first.dim() + is_stack
-    if not alike or (dim == first.division.dim and not is_stack):
+    if not alike or (dim == first.division.dim and not is_stack and len(tensors) > 1):
         return NotImplemented
     split = first.division.at(first.division.dim + (is_stack and dim <= first.division.dim))
     columns = zip(*(one.parts for one in tensors), strict=True)

@@ -40,7 +40,9 @@ def divided_parameters(
     assert tensor is not None
     parameters = dict(work.model.named_parameters())
     splits = {one.name: one.split for one in tensor.parameters}
-    return DividedParameters(parameters, splits, _shard_exchange(endpoint, exchange, process))
+    shards = _shard_exchange(endpoint, exchange, process)
+    divides_time = tensor.by_time is not None
+    return DividedParameters(parameters, splits, shards, divides_time=divides_time)
 
 
 def _shard_exchange(

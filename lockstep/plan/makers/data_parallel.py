@@ -90,6 +90,11 @@ class Maker(ABC):
         """Names of modules whose layers are not divided inside."""
         return ()
 
+    @property
+    def divides_time(self) -> bool:
+        """Whether it divides sequences, and no layers."""
+        return False
+
     def num_tensor_shards(self, cluster: Cluster) -> int | None:
         """Shards into which it divides layers, once it knows their splits; None if it does not."""
         return None
@@ -131,6 +136,10 @@ class Wrapping(Maker):
     @property
     def whole_modules(self) -> Sequence[str]:
         return self.maker.whole_modules
+
+    @property
+    def divides_time(self) -> bool:
+        return self.maker.divides_time
 
     def num_tensor_shards(self, cluster: Cluster) -> int | None:
         return self.maker.num_tensor_shards(cluster)

@@ -52,6 +52,7 @@ class TensorParallel(Maker):
         whole: names of modules that are not divided.
         precision: of the Plan.
         splits: of the parameters, once observed.
+        split: "layers", or "time", of sequences.
     """
 
     degree: int | None = None
@@ -62,6 +63,7 @@ class TensorParallel(Maker):
     whole: tuple[str, ...] = ()
     precision: str = "fp32"
     splits: TensorSplits | None = None
+    split: str = "layers"
 
     def sample_size(self, cluster: Cluster, batch_size: int) -> int | None:
         return TENSOR_SAMPLES if self.splits is None else None
@@ -69,6 +71,10 @@ class TensorParallel(Maker):
     @property
     def whole_modules(self) -> Sequence[str]:
         return self.whole
+
+    @property
+    def divides_time(self) -> bool:
+        return self.split == "time"
 
     def num_tensor_shards(self, cluster: Cluster) -> int | None:
         return self.num_shards or len(self._devices(cluster)) // self.replicas
@@ -160,7 +166,14 @@ def check_splits(graph: LayerGraph, splits: TensorSplits, whole: Sequence[str]) 
             received=f"whole with {first_few(unknown)}",
             fix=f"Use names of model.named_modules(), such as {first_few(names)}.",
         )
-    if not splits.parameters:
+    if splits.by_time is not None and not splits.by_time:
+        raise OptionError(
+            "No layer of this model takes a tensor of shape (samples, time, features) with at "
+            f"least {splits.num_shards} times.",
+            received="split='time'",
+            fix="Use split='layers'.",
+        )
+    if not splits.parameters and splits.by_time is None:
         reasons = [f"{name}: {reason}" for name, reason in splits.whole]
         raise OptionError(
             f"No layer of this model can be divided into {splits.num_shards} shards.",

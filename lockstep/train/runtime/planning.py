@@ -183,7 +183,9 @@ class Planning:
         if num_shards is None:
             return maker
         with self._inputs(source, TENSOR_SAMPLES, precision, repeats=True) as inputs:
-            splits = self._splits(inputs, precision, num_shards, maker.whole_modules)
+            splits = self._splits(
+                inputs, precision, num_shards, maker.whole_modules, divides_time=maker.divides_time
+            )
         return maker.with_splits(splits)
 
     def ranking(self) -> list[dict[str, Any]]:
@@ -317,16 +319,22 @@ class Planning:
 
     @holds_streams
     def _splits(
-        self, inputs: Tree, precision: str, num_shards: int, whole: Sequence[str]
+        self,
+        inputs: Tree,
+        precision: str,
+        num_shards: int,
+        whole: Sequence[str],
+        *,
+        divides_time: bool = False,
     ) -> TensorSplits:
         """How the model's uses of its parameters allow to divide them."""
 
         def observe() -> TensorSplits:
             call = partial(call_model, self._model, self._given(inputs))
-            return observed_splits(self._model, call, num_shards, whole)
+            return observed_splits(self._model, call, num_shards, whole, divides_time=divides_time)
 
         hooked = [name for name, one in self._model.named_parameters() if has_hooks(one)]
-        key = inputs, precision, num_shards, tuple(whole), hooked
+        key = inputs, precision, num_shards, tuple(whole), divides_time, hooked
         return self._kept(self._split, key, observe)
 
     @holds_streams
