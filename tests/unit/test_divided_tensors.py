@@ -363,6 +363,13 @@ def torchs_attention_across_in_one(model: Any, x: Tensor) -> Tensor:
     return both
 
 
+def transformed(model: Any, x: Tensor) -> Tensor:
+    slopes = torch.func.grad(lambda x: model.up(x).tanh().sum())(x)
+    rows = torch.vmap(lambda row: model.down(model.up(row).relu()))(x)
+    mixed: Tensor = slopes + rows + model.down(model.up(x).relu())
+    return mixed
+
+
 def routed(x: Tensor, run: Callable[[int, Tensor], Tensor]) -> Tensor:
     """Each token by two of the experts; the last one has none."""
     tokens = x.flatten(0, 1)
@@ -477,6 +484,7 @@ CASES: dict[Callable[[Any, Tensor], Tensor], set[str]] = {
     changed_by_its_data: {"__get__", END},
     leaf_behind_a_frozen_layer: {"requires_grad_", "sum"},
     slope_in_between: set(),
+    transformed: set(),
     experts_in_a_loop: set(),
     experts_with_gates_between: set(),
     experts_by_capacity: {"roll"},
@@ -662,6 +670,19 @@ def test_a_hook_after_a_use_is_refused(x: Tensor) -> None:
         return found
 
     with pytest.raises(ModelError, match="gets a gradient hook after it was used"):
+        divide(Model(body).double(), x, 2)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda model, x: torch.vmap(torch.tanh)(model.up(x)),
+        lambda model, x: torch.vmap(model.up(x).mul)(x[0, 0]),
+    ],
+    ids=["given", "enclosed"],
+)
+def test_a_transform_of_an_output_is_refused(body: Any, x: Tensor) -> None:
+    with pytest.raises(ModelError, match="A transform of torch"):
         divide(Model(body).double(), x, 2)
 
 

@@ -9,7 +9,7 @@ change with them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -302,13 +302,22 @@ class DividedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's own is a placeholder
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        names = sorted({one.origin for one in divided_in((args, kwargs))})
-        raise ModelError(
-            "An operation that torch does not show to modes of its functions uses the output of a "
-            "divided layer.",
-            received=f"{func} on what comes from {', '.join(names)}",
-            fix='Name the layer in `whole`: TensorParallelStrategy(whole=["..."]).',
-        )
+        raise _not_seen(func, divided_in((args, kwargs)))
+
+
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func``, such as ``vmap`` or ``grad``, is running."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def _not_seen(func: Any, divided: Iterable["DividedTensor"]) -> ModelError:
+    names = sorted({one.origin for one in divided})
+    return ModelError(
+        "A transform of torch.func, or an operation that torch does not show to modes of its "
+        "functions, uses the output of a divided layer.",
+        received=f"{func} on what comes from {', '.join(names)}",
+        fix='Name the layer in `whole`: TensorParallelStrategy(whole=["..."]).',
+    )
 
 
 def dispatch(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -316,6 +325,8 @@ def dispatch(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if func in _FACTS:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+    if is_transformed():
+        raise _not_seen(func, divided_in((args, kwargs)))
     args, kwargs = _mapped(lambda one: one.settled(), (args, kwargs))
     if func in _QUESTIONS and isinstance(args[0], DividedTensor):
         return func(args[0].parts[0], *args[1:], **kwargs)

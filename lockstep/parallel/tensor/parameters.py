@@ -27,6 +27,7 @@ from lockstep.parallel.tensor.divided_tensor import (
     Owner,
     base_of,
     dispatch,
+    is_transformed,
     named,
 )
 from lockstep.parallel.tensor.shard_exchange import ShardExchange, Tensors
@@ -80,8 +81,11 @@ class DividedParameters(Owner):
             self._is_running = before
 
     def _call(self, function: Redirection, *args: Any, **kwargs: Any) -> Any:
-        """Call a function that may have a weight of the model among its arguments."""
-        is_inside = getattr(_functions, "is_inside", False)
+        """Call a function that may have a weight of the model among its arguments.
+
+        Within a transform of ``torch.func`` weights are whole: ranks exchange nothing there.
+        """
+        is_inside = getattr(_functions, "is_inside", False) or is_transformed()
         if not is_inside and any(self._is_ours(one) for one in args[:12]):
             return dispatch(self, function.plain, args, kwargs)
         return function.plain(*args, **kwargs)
