@@ -169,7 +169,7 @@ def check_splits(graph: LayerGraph, splits: TensorSplits, whole: Sequence[str]) 
     if splits.by_time is not None and not splits.by_time:
         raise OptionError(
             "No layer of this model takes a tensor of shape (samples, time, features) with at "
-            f"least {splits.num_shards} times.",
+            f"least {2 * splits.num_shards} times.",
             received="split='time'",
             fix="Use split='layers'.",
         )
