@@ -9,15 +9,15 @@ demo: .venv/.installed-demo
 	$(BIN)/lockstep demo
 
 # The core of the tests; `test-all` also runs what is marked `thorough`, and `test-exhaustive` whole
-# products of strategies, models and options. Three processes are no faster than two on two cores.
+# products of strategies, models and options. Three processes on two cores: some tests mostly wait.
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest --numprocesses 2 -m "not thorough"
+	$(BIN)/python -m pytest --numprocesses 3 -m "not thorough"
 
 test-all: .venv/.installed-dev
-	$(BIN)/python -m pytest --numprocesses 2
+	$(BIN)/python -m pytest --numprocesses 3
 
 test-exhaustive: .venv/.installed-dev
-	$(BIN)/python -m pytest --numprocesses 2 --exhaustive
+	$(BIN)/python -m pytest --numprocesses 3 --exhaustive
 
 # The tests of TPUs on Google's torch_tpu, whose runtime drives XLA's plugin for CPUs; needs a C compiler.
 test-tpu: .venv-tpu/.installed

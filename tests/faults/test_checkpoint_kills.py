@@ -79,6 +79,7 @@ NUM_KILLS = num_kills(2)
 CORE = [("torch", NUM_KILLS, 1), ("torch", NUM_KILLS, 2)]
 
 
+@OUTER
 @pytest.mark.parametrize(
     ("library", "kills", "devices"),
     core_of([*CORE, ("keras", NUM_KILLS, 2)], CORE[1:], []),

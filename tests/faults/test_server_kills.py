@@ -229,6 +229,7 @@ def assert_as(trainer: lockstep.Trainer, model: nn.Module, optimizer: Any) -> No
             assert_equal(found[slot], value)
 
 
+@OUTER
 @pytest.mark.parametrize(("kills", "staleness"), core_of([(6, 4), (20, None)], [(6, 4)], []))
 def test_workers_die_and_no_sample_counts_twice(
     kills: int, staleness: int | None, tmp_path: Path

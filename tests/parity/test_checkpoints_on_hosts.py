@@ -32,6 +32,7 @@ def told_here(*words: str) -> list[Any]:
 STRATEGIES = {"pipeline": 1, "hybrid": 2, "uneven": 2, "mirrored": 1, "sharded replicas": 2}
 
 
+@OUTER
 @pytest.mark.parametrize(
     ("strategy", "devices", "every"),
     core_of(

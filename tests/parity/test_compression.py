@@ -201,6 +201,7 @@ RESUMED = {
 }
 
 
+@OUTER
 @pytest.mark.parametrize("name", core_of(RESUMED, ["PowerSGD"], []))
 def test_what_hosts_have_not_sent_is_a_part_of_a_training(
     name: str, make_hosts: MakeHosts, tmp_path: Path

@@ -157,6 +157,7 @@ def test_the_bits_are_those_of_plain_reading(wrapper: str, strategy: str) -> Non
     assert_same_bits(train(dataset, strategy, validation=dataset), plainly(strategy, Rows))
 
 
+@OUTER
 @pytest.mark.parametrize("strategy", FEW)
 @pytest.mark.parametrize("workers", core_of([1, 2], [2], []))
 def test_the_bits_of_random_augmentation_are_those_of_plain_reading(

@@ -260,6 +260,7 @@ def generator(shift: float = 0.0) -> Iterator[Any]:
 STREAMS = {"a dataset": (Batches, None), "a generator": (generator, 4)}
 
 
+@OUTER
 @pytest.mark.parametrize("name", core_of(STREAMS, ["a generator"], []))
 def test_a_stream_is_read_again_up_to_there(name: str, tmp_path: Path) -> None:
     make, steps = STREAMS[name]

@@ -167,6 +167,7 @@ def num_workers_of(layout: str) -> int:
     return sum(len(tasks) for role, tasks in TASKS[hosts].items() if role != "ps")
 
 
+@OUTER
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     core_of(
@@ -321,6 +322,7 @@ tell(told)
 """
 
 
+@OUTER
 def test_a_worker_asks_before_it_computes_and_only_touched_rows_travel(tmp_path: Path) -> None:
     (first,), _ = told_by_all(tmp_path, WATCH, 2, [1, 1, "{host}"])
     ahead = first["ahead"]

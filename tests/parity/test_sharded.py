@@ -347,6 +347,7 @@ def test_options_do_what_they_do_on_one_device(name: str, strategy: str) -> None
     check_equal(trained(model, STRATEGIES[strategy](), **options), expected)
 
 
+@OUTER
 def test_ranks_with_several_shares_meet_in_batch_norm() -> None:
     """A rank with one share goes backward alone, and the others layer by layer."""
     options: dict[str, Any] = {"accumulate": 2, "batch_size": 7, **SGD}
@@ -396,6 +397,7 @@ def test_sharded_replicas_give_the_same_bits(data: int, shard: int, level: str) 
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@OUTER
 def test_slots_are_made_window_by_window_with_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -699,6 +701,7 @@ class Enclosed(Backwards):
         return output
 
 
+@OUTER
 def test_recomputed_units_train_as_one_device() -> None:
     expected = trained(Enclosed, lockstep.SingleDeviceStrategy())
     check_equal(trained(Enclosed, SHARDED(recompute=True)), expected)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def test_all_tests_are_all() -> None:
     makefile = (ROOT / "Makefile").read_text()
     recipes = dict(re.findall(r"^(test\S*):.*\n\t(.*)", makefile, flags=re.MULTILINE))
-    assert recipes["test-all"] == "$(BIN)/python -m pytest --numprocesses 2"
+    assert recipes["test-all"] == "$(BIN)/python -m pytest --numprocesses 3"
     assert recipes["test"] == f'{recipes["test-all"]} -m "not thorough"'
     assert recipes["test-exhaustive"] == f"{recipes['test-all']} --exhaustive"
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
