@@ -176,7 +176,7 @@ class _Outgoing(_Channel):
         while len(self._pending) > self.num_slots:  # the one before in this slot was received
             work, _ = self._pending.popleft()
             if work is not None:
-                self.groups.finish([work])
+                self.groups.finish_begun(work)
 
     def _begun(self, packed: _Packed) -> Any:
         if not packed.num_bytes:
@@ -201,7 +201,7 @@ class _Incoming(_Channel):
             group = self.groups[channel_name(self.pair)]
             with self.groups.naming_lost_rank():
                 work = group.recv([buffer], 0, self.number)
-            self.groups.finish([work])
+            self.groups.finish_begun(work)
         self.announcements.give_back(key, self.number, 0)
         return address, _unpacked(form, buffer, self.device)
 

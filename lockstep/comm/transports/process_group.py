@@ -169,6 +169,21 @@ class ProcessGroups:
         for work in () if self._backend.by_host else works:
             self._finish_on_device(work)
 
+    def finish_begun(self, work: Any) -> None:
+        """Wait for a message that the other rank has begun to send or receive.
+
+        It is faster than ``finish``, which looks at other ranks meanwhile: one that is stopped in
+        the midst of the message is noticed when the call times out.
+
+        Raises:
+            WorkerError: the other rank is gone, or hangs.
+        """
+        if not self._backend.by_host:
+            self._finish_on_device(work)
+            return
+        with self.naming_lost_rank():
+            work.wait(timedelta(seconds=self._meeting.timeout_seconds))
+
     def follow(self, work: Any) -> None:
         """The device's stream waits for a collective on it; this process for the one before.
 
