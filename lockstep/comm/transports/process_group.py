@@ -170,10 +170,9 @@ class ProcessGroups:
             self._finish_on_device(work)
 
     def finish_begun(self, work: Any) -> None:
-        """Wait for a message that the other rank has begun to send or receive.
+        """Wait for a message that the other rank has begun: faster than ``finish``.
 
-        It is faster than ``finish``, which looks at other ranks meanwhile: one that is stopped in
-        the midst of the message is noticed when the call times out.
+        It looks at no other rank: one that is stopped in its midst is noticed at the timeout.
 
         Raises:
             WorkerError: the other rank is gone, or hangs.
