@@ -1,1 +1,1 @@
-"""Sealed connections between hosts, and waits."""
+"""Encrypted connections between hosts; waits, and threads that wait in the background."""

@@ -152,7 +152,9 @@ def check_division(
 def _check_split(problems: Problems, split: str, whole: Sequence[str]) -> None:
     if split not in ("layers", "time"):
         problems.add(
-            '`split` must be "layers" or "time".', received=f"split={split!r}", fix="Use one."
+            '`split` must be "layers" or "time".',
+            received=f"split={split!r}",
+            fix="Leave it out, or use split='time'.",
         )
     elif split == "time" and whole:
         problems.add(
