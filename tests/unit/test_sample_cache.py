@@ -261,6 +261,25 @@ def test_who_comes_second_waits_for_the_first(
     assert reads_in(log) == {0: 1, 5: 1}
 
 
+def test_a_sample_that_is_stored_just_before_the_claim_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    cached = cache(Rows(INPUTS, TARGETS, log=log))
+    records, claims = cached._records, iter([False, True])
+
+    def claim(place: int) -> bool:
+        """As if another process had the sample, and stored it before the second claim."""
+        is_free = next(claims)
+        if is_free:
+            records.store(place, sample_cache.pack_item((INPUTS[place], TARGETS[place]))[1])
+        return is_free
+
+    monkeypatch.setattr(records, "claim", claim)
+    assert torch.equal(cached[5][0], INPUTS[5])
+    assert reads_in(log) == {0: 1}
+
+
 def claimable(cached: sample_cache.Cache, place: int) -> bool:
     is_free = cached._records.claim(place)
     if is_free:

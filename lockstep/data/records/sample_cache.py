@@ -129,8 +129,7 @@ class Cache(Dataset[Any]):
         """Read missing samples, or wait for other processes that are reading them."""
         claimed = [place for place in missing if self._records.claim(place)]
         try:
-            # Another process may have stored a sample before the claim.
-            self._read([place for place in claimed if not self._records.has(place)])
+            self._read_missing(claimed)
         finally:
             for place in claimed:
                 self._records.release(place)
@@ -144,14 +143,16 @@ class Cache(Dataset[Any]):
             is_mine = self._records.claim(place)
             if is_mine or time.monotonic() > deadline:
                 try:
-                    self._read([place])
+                    self._read_missing([place])
                 finally:
                     if is_mine:
                         self._records.release(place)
                 return
             time.sleep(_POLL_SECONDS)
 
-    def _read(self, places: Sequence[int]) -> None:
+    def _read_missing(self, claimed: Sequence[int]) -> None:
+        """Read the claimed samples, but those that another process stored before the claim."""
+        places = [place for place in claimed if not self._records.has(place)]
         if not places:
             return
         for place, item in zip(places, _items(self.dataset, places), strict=True):
