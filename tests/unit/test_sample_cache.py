@@ -272,7 +272,7 @@ def test_a_sample_that_is_stored_just_before_the_claim_is_not_read_again(
         """As if another process had the sample, and stored it before the second claim."""
         is_free = next(claims)
         if is_free:
-            records.store(place, sample_cache.pack_item((INPUTS[place], TARGETS[place]))[1])
+            records.store(place, pack_item((INPUTS[place], TARGETS[place]))[1])
         return is_free
 
     monkeypatch.setattr(records, "claim", claim)
