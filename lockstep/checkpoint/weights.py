@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -179,7 +179,10 @@ def _dtype_name(name: str, tensor: torch.Tensor) -> str:
 
 @torch.no_grad()
 def load_weights(
-    model: nn.Module, path: str | os.PathLike[str], after: Callable[[], None] = _nothing
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    after: Callable[[], None] = _nothing,
+    without: Collection[str] = (),
 ) -> None:
     """Read what ``save_weights`` wrote into a model, in place.
 
@@ -187,6 +190,7 @@ def load_weights(
         model: the model.
         path: of the file.
         after: called after each tensor.
+        without: names of tensors that are checked and not read.
 
     Raises:
         CheckpointError: the file is not valid, or names, shapes or dtypes do not fit; nothing is
@@ -199,8 +203,38 @@ def load_weights(
     _check_tensors(own, loaded, problems)
     problems.raise_if_any(CheckpointError)
     for name, value in own.items():
-        value.copy_(loaded[name])
-        after()
+        if name not in without:
+            value.copy_(loaded[name])
+            after()
+
+
+class WeightsReader:
+    """Reads parts of the tensors of a file that ``load_weights`` has checked; to be closed.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        num_bytes: read so far.
+
+    Raises:
+        CheckpointError: the file is not valid.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.num_bytes = 0
+        self._tensors = _read(path)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._tensors = {}
+
+    @torch.no_grad()
+    def read_into(self, tensor: torch.Tensor, name: str, start: int) -> None:
+        """Fill contiguous memory with elements of a tensor, behind the first ``start``."""
+        part = self._tensors[name].view(-1)[start : start + tensor.numel()]
+        tensor.detach().view(-1).copy_(part)
+        self.num_bytes += part.nbytes
 
 
 def _check_names(

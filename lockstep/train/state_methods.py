@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from lockstep.checkpoint.weights import load_weights, save_weights
+from lockstep.checkpoint.weights import save_weights
 from lockstep.errors import OptionError
 from lockstep.tracebacks import public_methods
 from lockstep.train.checkpointing.run_state import within_training
 from lockstep.train.checkpointing.trainer_state import TrainerState
 from lockstep.train.checkpointing.training_state import TrainingState
+from lockstep.train.resume.weights_loading import load_everywhere
 from lockstep.train.runtime.runner import Runner
 
 _T = TypeVar("_T")
@@ -51,19 +52,17 @@ class StateMethods:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read weights that ``save`` wrote under any strategy, into the model.
 
-        On several hosts all call it, host 0 reads, and all get the weights.
+        Where ranks divide the parameters, each reads its part; else this process reads all. On
+        several hosts all call it, host 0 reads, and all get the weights; of divided parameters
+        each rank reads its part, if all hosts share the folder.
 
         Raises:
             CheckpointError: the file is not valid, or names or shapes do not fit the model; nothing
                 is changed then.
         """
         self._state.check_not_averaged("load")
-        with self._runner.job_context.together("load") as hosts:
-            self._runner.initialize()
-            if self._runner.is_chief or self._runner.job_context.follower is not None:
-                load_weights(self._runner.model, path, self._runner.session.stores.release_pages)
-            if hosts is not None:
-                hosts.share_values(self._runner.model, None)
+        with self._runner.job_context.together("load"):
+            load_everywhere(self._runner, path)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within ``with trainer.averaged():`` the model has the averaged weights.

@@ -142,8 +142,8 @@ def test_a_device_reads_its_part_of_a_checkpoint(
     trainer.fit(data, batch_size=24, verbose=0, checkpoint=checkpoint)
     shutil.rmtree(max(tmp_path.glob("generation-*")))  # that of the end
     resumed = make_parted(3)
-    with caplog.at_level("INFO", "lockstep"):
-        resumed.fit(data, batch_size=24, verbose=0, checkpoint=checkpoint)
+    caplog.set_level("INFO", "lockstep")
+    resumed.fit(data, batch_size=24, verbose=0, checkpoint=checkpoint)
     assert test_parted_copies.digest(resumed) == test_parted_copies.digest(trainer)
     read = test_parted_copies.bytes_read(caplog)
     assert trainer.plan is not None
@@ -154,6 +154,14 @@ def test_a_device_reads_its_part_of_a_checkpoint(
     parameters = sum(sizes.values())
     assert sum(read) >= 3 * parameters  # with Adam's two slots
     assert max(read) <= parameters + everywhere + test_parted_copies.HEADERS
+    trainer.save(tmp_path / "weights")
+    again = make_parted(3)
+    again.load(tmp_path / "weights")
+    for name, value in again.model.state_dict().items():
+        assert torch.equal(value, trainer.model.state_dict()[name]), name
+    _, read = test_parted_copies.all_bytes_read(caplog)
+    assert sum(read) >= parameters
+    assert max(read) <= parameters / 3 + everywhere + test_parted_copies.HEADERS
 
 
 @pytest.mark.exhaustive

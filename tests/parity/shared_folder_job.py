@@ -14,6 +14,7 @@ from torch import nn
 
 import lockstep
 from lockstep.checkpoint import part_reader, parted_files
+from lockstep.checkpoint.weights import WeightsReader
 from lockstep.train.checkpointing.training_state import TrainingState
 from tests.launching import be_strict
 
@@ -38,20 +39,49 @@ def make_trainer(strategy: lockstep.Strategy) -> lockstep.Trainer:
     )
 
 
-def train(strategy: lockstep.Strategy, folder: str, epochs: int, **options: Any) -> str:
-    """Train; returns the digest of what that comes to."""
+def trained(
+    strategy: lockstep.Strategy, folder: str, epochs: int, **options: Any
+) -> lockstep.Trainer:
     trainer = make_trainer(strategy)
     checkpoint = lockstep.Checkpoint(folder, every="1 steps")
     trainer.fit(
         (INPUTS, TARGETS), batch_size=12, epochs=epochs, checkpoint=checkpoint, verbose=0, **options
     )
+    return trainer
+
+
+def train(strategy: lockstep.Strategy, folder: str, epochs: int, **options: Any) -> str:
+    """Train; returns the digest of what that comes to."""
+    return digest_of(trained(strategy, folder, epochs, **options))
+
+
+def digest_of(trainer: lockstep.Trainer) -> str:
     return TrainingState.of(trainer.state_dict()).digest()
 
 
-def count_traffic() -> tuple[list[int], list[int]]:
-    """Bytes that this process writes to files that several write, and reads, time by time."""
+def save_and_load(trainer: lockstep.Trainer, path: str) -> None:
+    """Weights are changed in between."""
+    trainer.save(path)
+    with torch.no_grad():
+        for one in trainer.model.state_dict().values():
+            one.zero_()
+    trainer.load(path)
+
+
+def count_traffic() -> tuple[list[int], list[int], list[int]]:
+    """Bytes of files that several processes write and read, time by time.
+
+    Those that this process writes, those that it reads of checkpoints, and of weights.
+    """
     written: list[int] = []
     read: list[int] = []
+    loaded: list[int] = []
+    close = WeightsReader.close
+
+    def closing(reader: WeightsReader) -> None:
+        loaded.append(reader.num_bytes)
+        close(reader)
+
     write_at, span_of = parted_files._write_at, part_reader._File._span
 
     def writing(descriptor: int, data: Any, start: int) -> None:
@@ -65,7 +95,8 @@ def count_traffic() -> tuple[list[int], list[int]]:
 
     parted_files._write_at = writing
     part_reader._File._span = reading  # type: ignore[method-assign,assignment]
-    return written, read
+    WeightsReader.close = closing  # type: ignore[method-assign,assignment]
+    return written, read, loaded
 
 
 if __name__ == "__main__":
@@ -73,8 +104,10 @@ if __name__ == "__main__":
     folder, epochs = sys.argv[1], int(sys.argv[2])
     if folder.endswith("/"):
         folder += str(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
-    written, read = count_traffic()
-    digest = train(lockstep.FullyShardedStrategy(timeout_seconds=120), folder, epochs)
-    told = {"digest": digest, "written": sum(written), "read": sum(read)}
+    written, read, loaded = count_traffic()
+    trainer = trained(lockstep.FullyShardedStrategy(timeout_seconds=120), folder, epochs)
+    told = {"digest": digest_of(trainer), "written": sum(written), "read": sum(read)}
+    save_and_load(trainer, f"{folder}/weights")
+    told |= {"loaded": sum(loaded), "same": digest_of(trainer) == told["digest"]}
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()

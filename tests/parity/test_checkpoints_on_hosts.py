@@ -80,5 +80,10 @@ def test_hosts_write_and_read_their_parts_of_a_checkpoint(folder: str, tmp_path:
         # A small layer stays on every rank.
         assert max(read) <= 0.7 * 3 * parameters
         assert bool(sum(read)) == (epochs == 2 and folder == "run")
+        assert first["same"]
+        assert second["same"]
+        loaded = [first["loaded"], second["loaded"]]
+        assert max(loaded) <= 0.7 * parameters
+        assert sum(loaded) >= parameters if folder == "run" else not any(loaded)
     here = lockstep.FullyShardedStrategy(2)
     assert shared_folder_job.train(here, str(tmp_path / "here"), 2) == first["digest"]

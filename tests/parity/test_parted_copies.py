@@ -17,6 +17,7 @@ import lockstep
 from lockstep.checkpoint.manifest import NAME
 from lockstep.checkpoint.parted_files import WrittenSpan, write_parts
 from lockstep.checkpoint.reading import DamagedCheckpointWarning
+from lockstep.errors import CheckpointError
 from lockstep.train.checkpointing import stored_parts
 from lockstep.train.checkpointing.parted_state import PartedCopy
 from lockstep.train.checkpointing.training_state import TrainingState
@@ -46,6 +47,16 @@ def make_trainer(
     )
 
 
+def make_alone(num_shares: int | None = None) -> lockstep.Trainer:
+    torch.manual_seed(0)
+    return lockstep.Trainer(
+        Norms(),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.Adam, lr=1e-2),
+        strategy=lockstep.MirroredStrategy(1, num_shares=num_shares),
+    )
+
+
 def digest(trainer: lockstep.Trainer) -> str:
     return TrainingState.of({**trainer.state_dict(), "callbacks": []}).digest()
 
@@ -69,9 +80,17 @@ def num_bytes(spans: Sequence[WrittenSpan]) -> int:
 
 
 def bytes_read(caplog: pytest.LogCaptureFixture) -> list[int]:
-    """Of a checkpoint, by each rank."""
-    (line,) = [one.getMessage() for one in caplog.records if "bytes of each rank" in one.msg]
-    return [int(one) for one in line.partition("rank: [")[2].rstrip("]").split(", ")]
+    """Of a checkpoint, or of weights, by each rank."""
+    (read,) = all_bytes_read(caplog)
+    return read
+
+
+def all_bytes_read(caplog: pytest.LogCaptureFixture) -> list[list[int]]:
+    """Likewise, of each file of weights and checkpoint."""
+    lines = [one.getMessage() for one in caplog.records if "bytes of each rank" in one.msg]
+    return [
+        [int(one) for one in line.partition("rank: [")[2].rstrip("]").split(", ")] for line in lines
+    ]
 
 
 class BeginsAnew(lockstep.Callback):
@@ -147,6 +166,47 @@ def test_all_processes_write_what_is_saved_after_training(
     found = load_file(tmp_path / "weights")
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(found[name], value), name
+
+
+@OUTER
+@pytest.mark.parametrize(
+    ("level", "engine"), [("parameters", None), ("parameters", "gloo"), ("made", "gloo")]
+)
+def test_ranks_load_their_parts_of_weights_that_another_strategy_saved(
+    level: str, engine: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before the first training, and after it; what follows has the bits of one device."""
+    saved = make_alone()
+    with torch.no_grad():
+        for one in saved.model.parameters():
+            one.normal_()
+    saved.save(tmp_path / "weights")
+    parameters = sum(one.nbytes for one in saved.model.parameters())
+    trainer, digests = make_trainer(3, level, engine=engine), []
+    for own in (make_alone(num_shares=3), trainer):
+        for _ in range(2):
+            with caplog.at_level("INFO", "lockstep"):
+                own.load(tmp_path / "weights")
+            for name, value in own.model.state_dict().items():
+                assert torch.equal(value, saved.model.state_dict()[name]), name
+            own.fit((INPUTS, TARGETS), batch_size=24, verbose=0)
+        digests.append(digest(own))
+    assert digests[0] == digests[1]
+    for read in all_bytes_read(caplog):
+        assert sum(read) >= parameters
+        assert max(read) <= parameters / 3 + HEADERS
+    assert len(all_bytes_read(caplog)) == 2
+
+
+@OUTER
+def test_weights_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
+    trainer = make_trainer(2)
+    before = {name: one.clone() for name, one in trainer.model.state_dict().items()}
+    lockstep.Trainer(nn.Linear(3, 2), loss="mse").save(tmp_path / "weights")
+    with pytest.raises(CheckpointError, match="must have the model's names"):
+        trainer.load(tmp_path / "weights")
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(value, before[name]), name
 
 
 def test_a_damaged_part_is_seen_and_an_older_checkpoint_used(tmp_path: Path) -> None:

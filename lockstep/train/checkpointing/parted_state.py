@@ -251,6 +251,14 @@ def divides_copies(plan: Plan) -> bool:
     return plan.num_ranks > 1 or plan.sharding.offload is not None
 
 
+def keeps_parts(plan: Plan) -> bool:
+    """True if between steps a rank has, or changes, only its part of the parameters."""
+    sharding = plan.sharding
+    if sharding is None or plan.pipeline is not None or plan.num_ranks == 1:
+        return False
+    return sharding.divides_parameters or sharding.shares_parameters
+
+
 def _parts(worker: Worker, request: WriteRequest) -> Iterator[TensorPart]:
     pieces = worker.pieces
     for bound in pieces:

@@ -6,6 +6,7 @@ Where hosts have folders of their own, host 0 gathers the training, and writes i
 import os
 import secrets
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,12 +44,13 @@ class SharedFolder:
             return None
         mark, place = hosts.from_chief(secrets.token_hex(16)), folder.absolute() / _MARK
         if hosts.host == 0:
-            place.write_text(mark)
+            with suppress(OSError):  # then no host sees it
+                place.write_text(mark)
         hosts.wait()
         is_seen = _is_marked(place, mark)
         are_equal = all(hosts.from_all(is_seen))
         if hosts.host == 0:
-            place.unlink()
+            place.unlink(missing_ok=True)
         return cls(hosts, place.parent) if are_equal else None
 
     def newest(

@@ -39,18 +39,18 @@ class Task(ABC):
         name: of the call, for messages.
         kept: names of the fields that the call cache compares and keeps
         (``train.runtime.call_cache``).
-        source: the data for the model.
+        source: the data for the model; None without.
         brings_values: it gives parameters their values.
     """
 
     name: ClassVar[str]
     brings_values: ClassVar[bool] = False
     kept: ClassVar[frozenset[str]] = frozenset()
-    source: Source | SharedStream
+    source: Source | SharedStream | None
 
     def sources(self) -> list[Source | SharedStream]:
         """All data that is read."""
-        return [self.source]
+        return [] if self.source is None else [self.source]
 
     def changes_from(self, other: "Task") -> dict[str, Any]:
         """The fields in which this call differs from another one like it, without ``kept``."""

@@ -280,14 +280,14 @@ class SharedStream:
         )
 
 
-def sample_of(source: Source | SharedStream) -> Source | None:
+def sample_of(source: Source | SharedStream | None) -> Source | None:
     """The data, to take samples from: all of it, or a stream's first batch.
 
-    None for a stream that another host reads.
+    None without data, and for a stream that another host reads.
     """
     if isinstance(source, SharedStream):
         return source.peek() if source.is_read_here else None
-    return source.sample
+    return None if source is None else source.sample
 
 
 def all_batches(

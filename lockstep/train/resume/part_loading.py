@@ -1,9 +1,11 @@
-"""Resumes a divided training from files that several processes have written, each part by its rank.
+"""Loads a divided training, or its weights alone, from files: each part is read by its rank.
 
 The script's process sets all else, and leaves the divided tensors without memory. A call of all
-ranks follows, in which each reads its parts into its own memory, and checks their hashes.
+ranks follows, in which each reads its parts into its own memory, and checks the hashes of those of
+a checkpoint.
 """
 
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,7 +16,9 @@ from lockstep.checkpoint.part_reader import PartReader
 from lockstep.checkpoint.reading import DamagedPartError, check_parts
 from lockstep.checkpoint.storage import Url, folder_of
 from lockstep.checkpoint.trees import Path, pointer
+from lockstep.checkpoint.weights import WeightsReader
 from lockstep.data.map_style.sources import Source
+from lockstep.errors import CheckpointError
 from lockstep.events import LOGGER
 from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.loss.share_losses import LossAdapter
@@ -34,16 +38,18 @@ class LoadTask(Task):
     """Every rank reads its parts of a training.
 
     Attributes:
-        source: the training data, for the Plan.
-        generation: the folder of the checkpoint, on this host.
-        waiting: names of the tensors that are read.
+        source: the training data, for the Plan; None if the Plan needs none.
+        place: the folder of the checkpoint, or the file of weights, on this host.
+        waiting: names of the checkpoint's tensors that are read.
+        weights: names of the parameters in a file of weights; None for a checkpoint.
     """
 
     name: ClassVar[str] = "resume"
     brings_values: ClassVar[bool] = True
-    source: Source | SharedStream
-    generation: str
-    waiting: frozenset[str]
+    source: Source | SharedStream | None
+    place: str
+    waiting: frozenset[str] = frozenset()
+    weights: Mapping[str, str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "source": None}
@@ -53,21 +59,21 @@ class LoadTask(Task):
 
     def run(self, worker: Worker, control: Control, driver: TaskDriver) -> str:
         """Read; returns the damage that a rank has found, "" if none has."""
-        own = None
-        if worker.rank == 0:
+        own: tuple[Mapping[str, str] | None, dict[int, str]] = self.weights, {}
+        if worker.rank == 0 and self.weights is None:
             own = divided_names(state_of(worker.model, worker.updater), worker)
         parameters, stored = control.broadcast(own)
         worker.begin_loading()
         found = control.gather(self._read(worker, parameters, stored))
         reasons: list[str] = control.broadcast([reason for reason, _ in found if reason])
         worker.show_parameters()  # in any case: an older checkpoint is set into their memory
-        if not reasons:
+        if not (reasons or self.weights):
             worker.rebind()  # slots that lie on a device, too
             worker.gather_slots()
         worker.barrier()
         if found:
             read = [num_bytes for _, num_bytes in found]
-            LOGGER.info("checkpoint read: %s, bytes of each rank: %s", self.generation, read)
+            LOGGER.info("read: %s, bytes of each rank: %s", self.place, read)
         return reasons[0] if reasons else ""
 
     def _read(
@@ -76,16 +82,19 @@ class LoadTask(Task):
         """Read a rank's parts; returns the damage found, or "", and the number of bytes read."""
         num_bytes = 0
         try:
-            with closing(PartReader(self.generation)) as reader:
+            with closing(self._opened()) as reader:
                 for name, start, memory in worker.kept_parts():
                     reader.read_into(memory, parameters[name], start)
                 for number, start, memory in worker.stored_parts():
                     if stored.get(number) in self.waiting:
                         reader.read_into(memory, stored[number], start)
                 num_bytes = reader.num_bytes
-        except (DamagedPartError, OSError) as error:
+        except (CheckpointError, OSError) as error:
             return str(error), 0
         return "", num_bytes
+
+    def _opened(self) -> PartReader | WeightsReader:
+        return PartReader(self.place) if self.weights is None else WeightsReader(self.place)
 
 
 @dataclass(frozen=True)
@@ -159,7 +168,7 @@ class PartLoading:
         Raises:
             DamagedPartError: on all hosts, a part is damaged.
         """
-        task = LoadTask(source=self.feed.source, generation=place, waiting=waiting)
+        task = LoadTask(source=self.feed.source, place=place, waiting=waiting)
         updater = self.runner.make_updater()
         driver, batch_size = TaskDriver(), self.feed.batch_size
         reason: str = self.runner.run(task, self.loss, updater, driver, batch_size)
