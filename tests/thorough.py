@@ -1,8 +1,8 @@
 """Which cases of a matrix are run by ``make test``, ``test-all`` and ``test-exhaustive``.
 
-A test of its own that is as dear is left to ``make test-all`` with ``@pytest.mark.thorough``, and
-the dearest, of which others show the parts, to ``make test-exhaustive`` with
-``@pytest.mark.exhaustive``.
+A test of its own that is as dear is left to ``make test-all`` with ``@pytest.mark.thorough``; so is
+a file whose like is in the core. The dearest, of which others show the parts, are left to ``make
+test-exhaustive`` with ``@pytest.mark.exhaustive``.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable
@@ -14,8 +14,8 @@ import pytest
 # What `make test` gives pytest as ``-m``.
 CORE = "not thorough"
 
-# ``pytestmark`` of files whose like is in the core: CI runs all of their tests, `make test` none.
-OUTER = pytest.mark.thorough(is_chosen=True)
+# Of a row that its table names for CI, beside those that ``covering`` chooses.
+_IN_CI = pytest.mark.thorough(is_chosen=True)
 
 Core = Collection[Any] | Callable[..., bool]
 
@@ -38,7 +38,7 @@ def core_of(cases: Iterable[Any], core: Core, more: Core | None = None) -> list[
     return [
         case
         if case in always
-        else pytest.param(*_values(case), marks=OUTER if case in in_ci else rest)
+        else pytest.param(*_values(case), marks=_IN_CI if case in in_ci else rest)
         for case in every
     ]
 
@@ -113,6 +113,6 @@ def _arguments(item: pytest.Item) -> dict[str, Hashable]:
 
 
 def _is_open(item: pytest.Item) -> bool:
-    """Whether it is thorough, and nobody has said that CI runs it."""
-    mark = item.get_closest_marker("thorough")
-    return mark is not None and not mark.kwargs.get("is_chosen", False)
+    """Whether it is thorough, and no table names it for CI."""
+    marks = list(item.iter_markers("thorough"))
+    return bool(marks) and not any(mark.kwargs.get("is_chosen", False) for mark in marks)

@@ -15,9 +15,9 @@ import lockstep
 from lockstep.data.order import epoch_batches
 from lockstep.errors import BadRecordError, DataError, OptionError
 from tests.launchers import BEGINNING, lines_of_all, on_loopback
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 SAMPLES, BATCH, EPOCHS, SEED = 26, 8, 2, 3
 UNREADABLE = (0, 3, 11, 24, 25)

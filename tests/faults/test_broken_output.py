@@ -18,9 +18,9 @@ from tests.faults.jobs import make_data, make_trainer
 from tests.faults.processes import JOB, TIMEOUT_SECONDS
 from tests.launching import STRICT
 from tests.netns import HostProcess
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 # Where there is no output, C code writes to these numbers all the same.
 SCRIPT = (

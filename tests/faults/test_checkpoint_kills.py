@@ -13,7 +13,7 @@ from lockstep.checkpoint.generations import generations
 from lockstep.checkpoint.reading import read_newest
 from tests import warm
 from tests.faults.processes import descendants, num_kills, wait_until
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
 JOB = """
 import json, sys, time
@@ -79,7 +79,7 @@ NUM_KILLS = num_kills(2)
 CORE = [("torch", NUM_KILLS, 1), ("torch", NUM_KILLS, 2)]
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("library", "kills", "devices"),
     core_of([*CORE, ("keras", NUM_KILLS, 2)], CORE[1:], []),
@@ -96,7 +96,7 @@ def test_a_script_is_killed_at_any_moment(
     assert finished(tmp_path, library, "killed", devices, epochs) == expected
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("devices", core_of([1, 2], [2], []))
 def test_a_script_is_told_to_end(devices: int, tmp_path: Path) -> None:
     """By SIGTERM to all its processes: it writes what it has after the step, and leaves in 10 s."""

@@ -12,9 +12,8 @@ import host_faults
 import pytest
 
 from tests.faults.host_starts import expected, how_to_start
-from tests.thorough import OUTER
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 EPOCHS = 8
 GO_ON = b" hosts start: "

@@ -25,7 +25,7 @@ from tests.faults.jobs import (
 )
 from tests.faults.mishaps import SlowRows, wait_to_be_told
 from tests.faults.processes import is_alive
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
 SECONDS = 4.0  # more than a step takes on a busy machine
 STOPPED_SECONDS = 6.0
@@ -61,7 +61,7 @@ class _Stopper(lockstep.Callback):
             threading.Timer(0.02, os.kill, (self.pids[0], signal.SIGSTOP)).start()
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", core_of([None, "gloo"], [None], []))
 def test_a_helper_that_is_stopped(engine: str | None) -> None:
     warm_up(3)

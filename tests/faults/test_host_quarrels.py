@@ -7,9 +7,9 @@ import pytest
 
 from tests.faults.host_quarrels import QUARRELS
 from tests.launchers import lines_of_all, on_loopback
-from tests.thorough import OUTER, core_of, wanted
+from tests.thorough import core_of, wanted
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 SECONDS = 240.0
 CORE = (

@@ -17,7 +17,7 @@ import pytest
 from tests.faults.processes import wait_until
 from tests.launchers import PORT, by_tf_config
 from tests.netns import HostProcess, Hosts
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
 MakeHosts = Callable[[int], Hosts]
 
@@ -135,7 +135,7 @@ def test_a_host_that_is_stopped_is_named_and_ends_when_it_goes_on(
     assert_nothing_is_left(hosts, 0, 1)
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", core_of([None, "gloo"], [None], []))
 def test_a_host_that_computes_for_long_is_awaited_and_one_that_is_stopped_is_not(
     make_hosts: MakeHosts, engine: str | None

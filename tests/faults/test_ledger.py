@@ -21,7 +21,7 @@ from lockstep.plan.program.rank_program import Backward, BackwardInput, Reduce, 
 from lockstep.train.fault_tolerance.run_record import read_record
 from tests.launchers import finished
 from tests.launching import STRICT
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
 SAMPLES, BATCH, EPOCHS = 32, 8, 6
 STEPS_PER_EPOCH = SAMPLES // BATCH
@@ -150,7 +150,7 @@ def fit(trainer: lockstep.Trainer, **options: Any) -> lockstep.History:
     return trainer.fit((numbers, numbers), epochs=EPOCHS, batch_size=BATCH, verbose=0, **options)
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", core_of(["mirrored", "pipeline", "hybrid"], ["hybrid"]))
 def test_each_sample_once_after_a_death_in_each_phase(strategy: str, tmp_path: Path) -> None:
     trainer = make_trainer(strategy, tmp_path)

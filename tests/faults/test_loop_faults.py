@@ -14,9 +14,9 @@ from tests import warm
 from tests.launchers import BEGINNING, environ
 from tests.launching import clean_environment, free_port
 from tests.netns import HostProcess
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 # Longest for anything that must show at once, on a machine that others use, too.
 SECONDS = 60.0

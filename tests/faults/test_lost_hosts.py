@@ -20,7 +20,7 @@ from lockstep.train.fault_tolerance.lost_hosts import check_host_restarts
 from tests.faults import host_copies
 from tests.faults.host_copies import TORN
 from tests.faults.host_starts import expected, how_to_start
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
 ROWS = [
     (strategy, fault)
@@ -95,7 +95,7 @@ def whole_epochs(strategy: str) -> object:
     return expected(strategy, EPOCHS, "epoch", LONG_EPOCH)
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("strategy", "host", "is_empty"),
     core_of(

@@ -30,9 +30,8 @@ from lockstep.train.fault_tolerance.rank_states import RankState, kind_of, last_
 from lockstep.train.fault_tolerance.run_record import NAME, Event, read_record
 from tests.faults.jobs import fit, make_trainer, warm_up
 from tests.faults.processes import JOB, running, wait_until
-from tests.thorough import OUTER
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 
 def doctor(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

@@ -24,7 +24,7 @@ from lockstep.errors import WorkerError
 from lockstep.parallel.parameter_server.server import ParameterServer
 from lockstep.parallel.parameter_server.update_rollback import SecondCopy
 from lockstep.train.optim.updaters import TorchUpdater
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
 SAMPLES, BATCH = 400, 10
 
@@ -229,7 +229,7 @@ def assert_as(trainer: lockstep.Trainer, model: nn.Module, optimizer: Any) -> No
             assert_equal(found[slot], value)
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kills", "staleness"), core_of([(6, 4), (20, None)], [(6, 4)], []))
 def test_workers_die_and_no_sample_counts_twice(
     kills: int, staleness: int | None, tmp_path: Path
@@ -339,7 +339,7 @@ def test_without_a_second_copy_the_error_says_what_is_left(
     assert any("The weights " in note for note in caught.value.__notes__)
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("staleness", core_of([0, 2, None], [2], []))
 def test_without_a_second_copy_the_newest_checkpoint_is_taken(
     staleness: int | None, tmp_path: Path

@@ -25,9 +25,9 @@ from tests.faults.jobs import fit, helpers_of, make_data, make_trainer, template
 from tests.faults.mishaps import AsAsked, fail
 from tests.faults.processes import children_of
 from tests.kept_teams import keep_teams
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 NUM_FITS = 10
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.faults.processes import Script, run, running, wait_until
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 # Longest for anything that must show at once, on a machine that others use, too.
 AT_ONCE_SECONDS = 15.0

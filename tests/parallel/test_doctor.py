@@ -14,9 +14,8 @@ import pytest
 
 from lockstep.cli.main import main
 from tests.netns import Hosts
-from tests.thorough import OUTER
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 MakeHosts = Callable[[int], Hosts]
 

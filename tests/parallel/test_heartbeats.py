@@ -12,9 +12,8 @@ from lockstep.launch.health.heartbeats import Heartbeats
 from lockstep.launch.workers import process_state
 from tests.channels import channel_pair
 from tests.faults.processes import is_alive
-from tests.thorough import OUTER
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 Pair = tuple[Heartbeats, Heartbeats]
 

@@ -22,7 +22,7 @@ from lockstep.launch.workers.team import Team
 from tests.control_groups import num_descriptors
 from tests.faults.processes import is_alive, wait_until
 from tests.parallel import calls
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
 
 def call(team: Team, function: calls.Part, body: bytes = b"", timeout_seconds: float = 60) -> None:
@@ -200,7 +200,7 @@ def test_a_template_is_made_anew_when_what_libraries_read_has_changed(
     assert third.is_alive
 
 
-@OUTER
+@pytest.mark.thorough
 def test_variables_reach_helpers_of_a_template_that_is_older(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,9 +23,8 @@ from lockstep.launch.security import handshake
 from lockstep.launch.workers.process_state import PeerProcess, user_of
 from tests.control_groups import num_descriptors
 from tests.faults.processes import wait_until
-from tests.thorough import OUTER
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 SECRET = b"a secret of this job"
 SECONDS = 30.0

@@ -16,9 +16,8 @@ from lockstep.launch.health.network_measuring import LinkReport, MeasuredLink, m
 from lockstep.launch.rendezvous.control_group import HostInfo
 from lockstep.launch.rendezvous.host_rendezvous import meet
 from lockstep.launch.security.secret import Secret
-from tests.thorough import OUTER
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 T = TypeVar("T")
 

@@ -43,7 +43,6 @@ from tests.control_groups import (
     place,
     together,
 )
-from tests.thorough import OUTER
 
 
 def close(results: Iterable[Any]) -> None:
@@ -258,7 +257,7 @@ def enter_fewer(
     return meet(own, SECRET, info(host), timeout_seconds=timeout, patience_seconds=patience)
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("timeout", "patience"), [(3.0, math.inf), (SECONDS, 3.0)], ids=["timeout", "patience"]
 )

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.launching import MEET, TIMEOUT_SECONDS, clean_environment, free_port, write
-from tests.thorough import OUTER
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
@@ -58,7 +57,7 @@ def test_hosts_with_different_numbers_of_processes_can_meet(backend: str, tmp_pa
     )
 
 
-@OUTER
+@pytest.mark.thorough
 def test_one_host_has_one_leader(tmp_path: Path) -> None:
     write(tmp_path / "script.py", MEET)
     (lines,) = outputs([agent(tmp_path, "--standalone", "--nproc-per-node=2")])

@@ -13,9 +13,9 @@ import transformers
 from torch import Tensor, nn
 
 import lockstep
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 _SIZES = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 _BERT = {**_SIZES, "intermediate_size": 24, "max_position_embeddings": 16}

@@ -14,10 +14,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import lockstep
 from lockstep.errors import OptionError
 from lockstep.strategies.base import Strategy
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 from tests.zoo import case
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "single": lockstep.SingleDeviceStrategy,

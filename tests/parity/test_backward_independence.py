@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import ModelError
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 from tests.unit.test_gradient_trial import apart, mixing
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 STRATEGIES: dict[str, Any] = {
     "mirrored-2": lockstep.MirroredStrategy(2),

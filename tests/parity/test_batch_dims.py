@@ -13,10 +13,10 @@ from torch import Generator, Tensor, nn
 import lockstep
 from lockstep.data.batch_dims import BatchDims
 from lockstep.errors import LockstepError, ModelError, OptionError
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 from tests.zoo import build_seeded
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 TIME, SAMPLES, FEATURES, BATCH = 4, 13, 6, 5
 

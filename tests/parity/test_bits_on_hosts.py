@@ -17,7 +17,7 @@ from lockstep.data.trees import tensors_of
 from tests.launchers import BEGINNING, by_tf_config, lines_of_all
 from tests.netns import Hosts
 from tests.parity.test_bits import three_batches
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 from tests.zoo import case, cases
 
 NUM_SHARES = 8
@@ -95,7 +95,7 @@ with keep_teams():
 """
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize(("layout", "jobs"), core_of(LAYOUTS, [("2 + 2", "core")], MORE))
 def test_several_hosts(layout: str, jobs: str, make_hosts: MakeHosts, tmp_path: Path) -> None:
     """Also where a host's shares are no subtree of the sum: 5 and 3 of them."""

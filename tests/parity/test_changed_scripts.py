@@ -20,9 +20,8 @@ from lockstep.errors import CheckpointError
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.resume.fit_record import FitRecord
 from tests.states import first_difference
-from tests.thorough import OUTER
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 GENERATOR = torch.Generator().manual_seed(5)
 X = torch.randn(40, 6, generator=GENERATOR, dtype=torch.float64)

@@ -26,7 +26,7 @@ from lockstep.train.checkpointing import checkpoint_files, checkpoints
 from lockstep.train.checkpointing.training_state import TrainingState
 from tests.parity.test_resume import BATCH, STRATEGIES, X, Y, make_model, make_trainer
 from tests.states import first_difference
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
 STEPS_PER_EPOCH = 5
 
@@ -122,7 +122,7 @@ def test_a_script_that_is_started_again_goes_on(
         assert torch.equal(model.state_dict()[name], value), name
 
 
-@OUTER
+@pytest.mark.thorough
 def test_every_second_attempt_may_have_another_number_of_devices(tmp_path: Path) -> None:
     def make(devices: int, seed: int = 1) -> lockstep.Trainer:
         torch.manual_seed(seed)
@@ -142,7 +142,7 @@ def test_every_second_attempt_may_have_another_number_of_devices(tmp_path: Path)
     assert_same(whole, last)
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("every", ["2 steps", "epoch"])
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"outer": lockstep.Nesterov()}, marks=pytest.mark.thorough)]
@@ -260,7 +260,7 @@ def drawing() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 STREAMS: dict[str, Callable[[], Any]] = {"a loader": loader, "a function": lambda: drawing}
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", core_of(["single", "mirrored-2"], ["mirrored-2"]))
 @pytest.mark.parametrize(("name", "steps"), [("a loader", None), ("a function", 3)])
 def test_a_stream_is_read_again_up_to_there(

@@ -17,9 +17,9 @@ from torch import nn
 import lockstep
 from lockstep.train.checkpointing.training_state import TrainingState
 from tests.parity.test_resume import X, Y, make_model
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 NUM_SHARES = 6
 STRATEGIES = {

@@ -10,7 +10,7 @@ import pytest
 import lockstep
 from tests.launchers import lines_of_all, on_loopback
 from tests.parity import checkpoint_job, shared_folder_job
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
 SCRIPT = str(Path(checkpoint_job.__file__))
 COUNTING = str(Path(shared_folder_job.__file__))
@@ -32,7 +32,7 @@ def told_here(*words: str) -> list[Any]:
 STRATEGIES = {"pipeline": 1, "hybrid": 2, "uneven": 2, "mirrored": 1, "sharded replicas": 2}
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("strategy", "devices", "every"),
     core_of(
@@ -62,7 +62,7 @@ def test_a_fit_on_several_hosts_goes_on(
     assert again["digest"] == whole[0]["digest"]
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("folder", core_of(["run", "run/"], ["run"]), ids=["shared", "own"])
 def test_hosts_write_and_read_their_parts_of_a_checkpoint(folder: str, tmp_path: Path) -> None:
     """Host 0 writes all of it where each host has a folder of its own."""

@@ -10,7 +10,7 @@ import pytest
 
 from tests.launchers import BEGINNING, by_tf_config, lines_of_all
 from tests.netns import Hosts
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
 MakeHosts = Callable[[int], Hosts]
 
@@ -119,7 +119,7 @@ with keep_teams():
 """
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", core_of(LAYOUTS, ["2 hosts x 1"], ["2 hosts x 1, others"]))
 def test_what_is_compressed_equals_the_simulation(
     name: str, make_hosts: MakeHosts, tmp_path: Path
@@ -201,7 +201,7 @@ RESUMED = {
 }
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", core_of(RESUMED, ["PowerSGD"], []))
 def test_what_hosts_have_not_sent_is_a_part_of_a_training(
     name: str, make_hosts: MakeHosts, tmp_path: Path

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.errors import LockstepError, NonFiniteLossError, OptionError
 from lockstep.strategies.base import Strategy
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 from tests.zoo import build_seeded
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "single": lockstep.SingleDeviceStrategy,

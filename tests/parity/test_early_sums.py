@@ -27,9 +27,9 @@ from lockstep.comm.collectives.shm_gradient_buffer import SharedGradientBuffer
 from lockstep.comm.transports.process_group_transport import ProcessGroupTransport
 from lockstep.parallel.loss.share_losses import ShareLoss
 from lockstep.parallel.worker import Worker
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 GLOO = partial(lockstep.MirroredStrategy, engine="gloo")
 DATA = (

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import ModelError, OptionError
-from tests.thorough import OUTER
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 
 class Tied(nn.Module):

@@ -14,7 +14,7 @@ import lockstep
 from lockstep.errors import NonFiniteGradientError, NonFiniteLossError, OptionError
 from lockstep.plan.makers.data_parallel import Accumulating, Maker
 from lockstep.strategies.base import Strategy
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 from tests.zoo import Case, case, make_job
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
@@ -179,7 +179,7 @@ def test_clipping_by_value(strategy: str) -> None:
     assert_same(ours, theirs)
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", core_of(["mlp", "wide", "cnn_batch_norm"], ["wide"]))
 def test_bits_of_a_clipped_run_do_not_depend_on_the_number_of_devices(model: str) -> None:
     one = case(model)

@@ -19,9 +19,9 @@ from transformers import (
 
 import lockstep
 from lockstep.strategies.base import Strategy
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 VOCABULARY, NUM_TOKENS, WIDTH = 61, 10, 16
 

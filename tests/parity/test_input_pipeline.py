@@ -17,7 +17,7 @@ from lockstep.data.order import kept_streams, seed_streams
 from lockstep.parallel.transfer import readers
 from lockstep.parallel.transfer.readers import reading_ahead
 from tests.map_datasets import Noisy, Rows, readers_in, reads_in
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 from tests.zoo import case
 
 STRATEGIES: dict[str, Any] = {
@@ -157,7 +157,7 @@ def test_the_bits_are_those_of_plain_reading(wrapper: str, strategy: str) -> Non
     assert_same_bits(train(dataset, strategy, validation=dataset), plainly(strategy, Rows))
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", FEW)
 @pytest.mark.parametrize("workers", core_of([1, 2], [2], []))
 def test_the_bits_of_random_augmentation_are_those_of_plain_reading(
@@ -197,7 +197,7 @@ def test_with_a_cache_every_sample_is_read_once_on_the_host(
     assert cached.num_cached == 40
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", core_of([0, 2], [2]))
 @pytest.mark.parametrize("strategy", core_of(STRATEGIES, ["mirrored-2", "pipeline-2"], []))
 def test_every_read_is_foreseen(

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.launchers import run_script
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]

@@ -16,9 +16,9 @@ from keras import layers
 import lockstep
 from lockstep.errors import DataError, ModelError, OptionError
 from tests import keras_zoo as zoo
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 TIME, SAMPLES = 5, 22
 KINDS = ("arrays", "tensors", "split", "stream")

@@ -3,10 +3,10 @@
 from typing import Any
 
 import keras
+import pytest
 
 import lockstep
 from tests.parity.test_bits import metric_data
-from tests.thorough import OUTER
 
 
 def histories(strategy: lockstep.Strategy) -> Any:
@@ -23,7 +23,7 @@ def histories(strategy: lockstep.Strategy) -> Any:
     return history, [weight.tobytes() for weight in model.get_weights()]
 
 
-@OUTER
+@pytest.mark.thorough
 def test_metrics_and_weights_have_the_same_bits_on_any_number_of_replicas() -> None:
     alone = histories(lockstep.MirroredStrategy(1, num_shares=4))
     assert alone == histories(lockstep.MirroredStrategy(3, num_shares=4))

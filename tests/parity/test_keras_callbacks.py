@@ -16,7 +16,7 @@ from tensorboard.util.tensor_util import make_ndarray
 import lockstep
 from lockstep.errors import OptionError
 from tests import keras_zoo as zoo
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
 SAMPLES, BATCH = 50, 12
 X, Y = zoo.vectors(SAMPLES), zoo.classes(SAMPLES)
@@ -519,7 +519,7 @@ CHANGES: dict[str, Callable[[Any, int], object]] = {
 }
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("change", "strategy"),
     core_of(

@@ -15,7 +15,7 @@ from lockstep.errors import CheckpointError, DataError, OptionError
 from lockstep.train.checkpointing.training_state import TrainingState
 from tests import keras_zoo as zoo
 from tests.states import first_difference
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
 X, Y = zoo.vectors(34).astype("float32"), zoo.classes(34)
 
@@ -260,7 +260,7 @@ def generator(shift: float = 0.0) -> Iterator[Any]:
 STREAMS = {"a dataset": (Batches, None), "a generator": (generator, 4)}
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", core_of(STREAMS, ["a generator"], []))
 def test_a_stream_is_read_again_up_to_there(name: str, tmp_path: Path) -> None:
     make, steps = STREAMS[name]
@@ -295,7 +295,7 @@ def focal(target: Any, output: Any) -> Any:
     return keras.losses.sparse_categorical_crossentropy(target, output, from_logits=True) ** 2
 
 
-@OUTER
+@pytest.mark.thorough
 def test_what_has_changed_is_named(tmp_path: Path) -> None:
     """One folder for all: what is refused writes nothing."""
     adam, decay = keras.optimizers.Adam, keras.optimizers.schedules.CosineDecay

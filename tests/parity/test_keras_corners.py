@@ -22,9 +22,9 @@ from keras.src.backend.torch.trainer import TorchTrainer
 import lockstep
 from lockstep.errors import DataError, ModelError, OptionError
 from tests import keras_zoo as zoo
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 X = zoo.vectors(41).astype("float32")
 Y = X[:, :1] * 2 + 1

@@ -16,9 +16,9 @@ from torch.utils.data.distributed import DistributedSampler
 import lockstep
 from lockstep.errors import DataError, OptionError
 from tests import keras_zoo as zoo
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 SAMPLES, BATCH = 50, 12
 X, Y = zoo.vectors(SAMPLES), zoo.classes(SAMPLES)

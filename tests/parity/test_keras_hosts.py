@@ -11,9 +11,9 @@ from tests.launchers import by_standalone_torchrun, lines_of_all, on_loopback
 from tests.launching import CALM
 from tests.netns import HostProcess
 from tests.parity.keras_host_jobs import JOBS
-from tests.thorough import OUTER, core_of, wanted
+from tests.thorough import core_of, wanted
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 SECONDS = 400.0
 # TensorFlow, which Keras imports, says what it finds; some of it, whatever it is told.

@@ -11,9 +11,8 @@ from keras import layers, ops
 
 import lockstep
 from lockstep.errors import ModelError
-from tests.thorough import OUTER
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 SAMPLES = 24
 X = np.random.default_rng(0).normal(size=(SAMPLES, 6)).astype("float32")

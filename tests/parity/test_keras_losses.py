@@ -11,9 +11,9 @@ from keras import layers, ops
 
 import lockstep
 from tests import keras_zoo as zoo
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 SAMPLES, BATCH = 50, 12  # the last batch is short
 STRATEGIES: dict[str, Callable[[], lockstep.Strategy]] = {

@@ -13,9 +13,9 @@ import lockstep
 from lockstep.errors import ModelError
 from tests import keras_zoo as zoo
 from tests.launchers import run_script
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 SAMPLES, BATCH = 30, 12  # the last batch is short
 STRATEGIES: dict[str, Callable[[], lockstep.Strategy]] = {

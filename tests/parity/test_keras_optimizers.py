@@ -11,9 +11,9 @@ from keras import layers
 
 import lockstep
 from tests import keras_zoo as zoo
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 SAMPLES, BATCH = 50, 12
 X, Y = zoo.vectors(SAMPLES), zoo.classes(SAMPLES)

@@ -15,9 +15,9 @@ import lockstep.keras
 from lockstep import errors
 from tests import keras_zoo as zoo
 from tests.keras_own_steps import MODELS, data_for, made
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 STRATEGIES: dict[str, Callable[[], lockstep.Strategy]] = {
     "one device": lambda: lockstep.SingleDeviceStrategy(),

@@ -15,9 +15,9 @@ import lockstep
 from lockstep.errors import CheckpointError
 from tests import keras_zoo as zoo
 from tests.states import from_flat
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 Model = Any
 X, Y = zoo.vectors(22), zoo.classes(22)

@@ -19,9 +19,9 @@ from keras import layers, ops
 import lockstep
 from lockstep.train.runtime.session import Session
 from tests import keras_zoo as zoo
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 Model = Any
 X, Y = zoo.vectors(12), zoo.classes(12)

@@ -10,9 +10,9 @@ import pytest
 import lockstep
 from tests import keras_zoo as zoo
 from tests.keras_whole_batch_zoo import BATCH, JOBS, KNOWN, Job
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 STRATEGIES: dict[str, Callable[[], lockstep.Strategy]] = {
     "one": lambda: lockstep.SingleDeviceStrategy(),

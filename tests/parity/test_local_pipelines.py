@@ -11,10 +11,10 @@ import torch
 import lockstep
 from lockstep.errors import DeviceError, OptionError
 from tests.parity.test_local_sgd import fit, local_case, local_trainer, simulate
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 from tests.zoo import case, make_job
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 TWO = partial(lockstep.LocalSGDStrategy, devices=4, stages=2, microbatches=2)
 

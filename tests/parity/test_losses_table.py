@@ -4,9 +4,9 @@ import pytest
 
 import lockstep
 from tests.loss_zoo import JOBS, heads_job
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 STRATEGIES = {
     "single": lockstep.SingleDeviceStrategy(),

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import LossError
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 EXPERTS, CHOSEN, TOKENS, WIDTH, CLASSES = 4, 2, 5, 8, 3
 SAMPLES, BATCH, STEPS = 22, 9, 6  # the last batch is one of four samples

@@ -13,9 +13,8 @@ from torch.nn.utils import parametrize
 import lockstep
 from lockstep.callbacks import LambdaCallback
 from lockstep.errors import ModelError
-from tests.thorough import OUTER
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 X = torch.randn(22, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.randn(22, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.comm.shared_memory.file_region import FileRegion, in_turn, is_in_file, write_behind
 from lockstep.errors import DeviceError, OptionError
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
 INPUTS = torch.randn(48, 12, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randint(0, 5, (48,), generator=torch.Generator().manual_seed(2))
@@ -111,7 +111,7 @@ def test_slots_in_a_file_have_the_same_bits(
     assert not os.listdir(tmp_path)  # it has no name
 
 
-@OUTER
+@pytest.mark.thorough
 def test_checkpoints_resume_wherever_the_slots_are(tmp_path: Path) -> None:
     slots, kept = tmp_path / "slots", tmp_path / "kept"
     slots.mkdir()
@@ -162,7 +162,7 @@ def resident_bytes(region: FileRegion) -> int:
     return found
 
 
-@OUTER
+@pytest.mark.thorough
 def test_of_a_file_few_windows_are_in_memory(tmp_path: Path) -> None:
     size, count = 1 << 20, 16
     region = FileRegion.create_in(str(tmp_path), size * count)

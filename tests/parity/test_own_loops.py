@@ -19,7 +19,7 @@ from tests.parity.loop_processes import (
     run_as_torchrun,
 )
 from tests.parity.own_loop import LOOPS
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
 ROOT = Path(__file__).parents[2]
 FEW = ("mlp, clipped", "mlp, held", "embedding", "wide")
@@ -45,7 +45,7 @@ def test_replicas_train_what_one_device_trains(layout: str) -> None:
     assert_exact(run_as_torchrun([*STRICT, SCRIPT, engine, *loops], count), loops)
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", core_of(KERAS_LAYOUTS, ["2 of torchrun"], []))
 def test_replicas_of_a_keras_loop_train_what_one_device_trains(layout: str) -> None:
     count, engine, loops = KERAS_LAYOUTS[layout]

@@ -23,7 +23,7 @@ from lockstep.train.checkpointing.parted_state import PartedCopy
 from lockstep.train.checkpointing.training_state import TrainingState
 from tests.faults.jobs import helpers_of
 from tests.parity.test_sharded import INPUTS, TARGETS, Norms
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
 LEVELS = core_of(["parameters", "gradients", "slots"], ["parameters"])
 HEADERS = 4096
@@ -131,7 +131,7 @@ def test_no_rank_writes_or_reads_more_than_its_part_of_a_checkpoint(
     assert max(read) <= parameters + HEADERS
 
 
-@OUTER
+@pytest.mark.thorough
 def test_weights_are_the_checkpoints_whatever_callbacks_did_when_training_began(
     tmp_path: Path,
 ) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.comm.transports.process_group_transport import ProcessGroupTransport
 from lockstep.errors import OptionError
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 from tests.zoo import case
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 GLOO = partial(lockstep.MirroredStrategy, engine="gloo")
 STAGES = lockstep.PipelineStrategy(2, microbatches=2, engine="gloo")

@@ -11,7 +11,7 @@ import lockstep
 from tests.launchers import ROOT
 from tests.pages import read_page
 from tests.parity.test_recorded_loops import start
-from tests.thorough import OUTER, core_of, wanted
+from tests.thorough import core_of, wanted
 
 PAGE = ROOT / "docs" / "prove-your-run.md"
 TEXT = PAGE.read_text()
@@ -73,7 +73,7 @@ def cases(keys: Iterable[str]) -> list[Any]:
     return core_of(others, lambda key: key.startswith("ddp.py")) + marked
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("key", cases(RIGHT))
 def test_a_script_trains_as_one_process(key: str, records: Path) -> None:
     outcome = compare(key, records)

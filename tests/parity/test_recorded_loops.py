@@ -18,7 +18,7 @@ from tests import warm
 from tests.launchers import ROOT
 from tests.netns import HostProcess
 from tests.parity import recorded_keras, recorded_libraries, recorded_loops, recorded_reports
-from tests.thorough import OUTER, core_of, wanted
+from tests.thorough import core_of, wanted
 
 PROGRAMS: dict[Path, dict[str, Any]] = {
     ROOT / "tests" / "parity" / "recorded_loops.py": recorded_loops.TRAININGS,
@@ -159,7 +159,7 @@ def records(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return folder
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", core_of(RIGHT, CORE_RIGHT))
 def test_a_right_run_agrees_with_one_process(name: str, records: Path) -> None:
     outcome = lockstep.compare(records / "of2" / name, records / "of1" / name)

@@ -11,9 +11,9 @@ from tests import warm
 from tests.launchers import BEGINNING, ROOT, SECRET
 from tests.launching import TIMEOUT_SECONDS, clean_environment, free_port
 from tests.netns import HostProcess
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 SCRIPT = f"""{BEGINNING}
 import functools

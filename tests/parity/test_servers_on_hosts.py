@@ -13,7 +13,7 @@ import pytest
 
 from tests.launchers import BEGINNING, lines, lines_of_all, on_loopback
 from tests.netns import HostProcess
-from tests.thorough import OUTER, core_of, wanted
+from tests.thorough import core_of, wanted
 
 SECONDS = 250.0
 
@@ -167,7 +167,7 @@ def num_workers_of(layout: str) -> int:
     return sum(len(tasks) for role, tasks in TASKS[hosts].items() if role != "ps")
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     core_of(
@@ -322,7 +322,7 @@ tell(told)
 """
 
 
-@OUTER
+@pytest.mark.thorough
 def test_a_worker_asks_before_it_computes_and_only_touched_rows_travel(tmp_path: Path) -> None:
     (first,), _ = told_by_all(tmp_path, WATCH, 2, [1, 1, "{host}"])
     ahead = first["ahead"]
@@ -384,7 +384,7 @@ except lockstep.LockstepError as error:
 """
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("tasks", "dying", "staleness", "name"),
     core_of(

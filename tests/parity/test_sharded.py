@@ -22,7 +22,7 @@ from lockstep.errors import ModelError, NonFiniteLossError, OptionError
 from lockstep.parallel.sharding.recomputation import Recomputation
 from lockstep.train.optim import slot_windows
 from lockstep.train.optim.slot_windows import SlotWindows
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
 SHARDED = partial(lockstep.FullyShardedStrategy, 2, engine="gloo")  # units come and go
 REPLICAS = partial(lockstep.HybridStrategy, 2, shard=2)
@@ -329,7 +329,7 @@ def test_cores_of_one_host_have_one_copy_of_the_parameters(
     assert len({*noted}) == copies
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "strategy"),
     core_of(
@@ -347,7 +347,7 @@ def test_options_do_what_they_do_on_one_device(name: str, strategy: str) -> None
     check_equal(trained(model, STRATEGIES[strategy](), **options), expected)
 
 
-@OUTER
+@pytest.mark.thorough
 def test_ranks_with_several_shares_meet_in_batch_norm() -> None:
     """A rank with one share goes backward alone, and the others layer by layer."""
     options: dict[str, Any] = {"accumulate": 2, "batch_size": 7, **SGD}
@@ -397,7 +397,7 @@ def test_sharded_replicas_give_the_same_bits(data: int, shard: int, level: str) 
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@OUTER
+@pytest.mark.thorough
 def test_slots_are_made_window_by_window_with_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -551,7 +551,7 @@ class SharesEmbedding(Embedded):
         return super().forward(x) + super().forward(-x)
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [UsesAnother, UsesAView, SharesEmbedding])
 def test_units_that_are_used_elsewhere_stay(model: type[nn.Module]) -> None:
     expected = trained(model, lockstep.SingleDeviceStrategy())
@@ -582,7 +582,7 @@ class Later(Blocks):
         return output
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("has_order", [True, False])
 def test_another_order_than_in_the_first_step_is_refused(has_order: bool) -> None:
     with pytest.raises(ModelError, match="in another order than in its first step"):
@@ -640,7 +640,7 @@ class Drops(Blocks):
         )
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("level", core_of(["parameters", "gradients", "slots"], ["parameters"]))
 def test_recomputed_modules_give_the_same_bits(level: str) -> None:
     expected = trained(Drops, SHARDED(level=level))
@@ -701,7 +701,7 @@ class Enclosed(Backwards):
         return output
 
 
-@OUTER
+@pytest.mark.thorough
 def test_recomputed_units_train_as_one_device() -> None:
     expected = trained(Enclosed, lockstep.SingleDeviceStrategy())
     check_equal(trained(Enclosed, SHARDED(recompute=True)), expected)

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.errors import ModelError
 from lockstep.strategies.base import Strategy
-from tests.thorough import OUTER
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 torch.manual_seed(3)
 X, Y = torch.randn(40, 6), torch.randint(0, 3, (40,))

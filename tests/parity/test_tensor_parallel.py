@@ -15,7 +15,6 @@ import lockstep
 from lockstep.errors import DeviceError, OptionError
 from lockstep.parallel.tensor.divided_tensor import DividedTensor
 from lockstep.train.trainer import Trainer
-from tests.thorough import OUTER
 from tests.zoo import case, make_job
 
 TENSOR, HYBRID = lockstep.TensorParallelStrategy, lockstep.HybridStrategy
@@ -232,7 +231,7 @@ class WithoutBatchNorm(Residual):
         self.norm = nn.LayerNorm(12)  # type: ignore[assignment]
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [{}, pytest.param({"accumulate": 2}, marks=pytest.mark.exhaustive)],

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torchmetrics import Metric, classification, regression
 
 import lockstep
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 CLASSES = 4
 SIZES = [33, 4, 7, 16, 5]

@@ -12,12 +12,12 @@ from torchmetrics import MeanSquaredError
 
 import lockstep
 from lockstep.errors import LossError
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 from tests.unit.test_loss_trial import WHOLE
 from tests.whole_batch_zoo import JOBS, KNOWN, SGD, rmse
 from tests.whole_batch_zoo import job as whole_batch_job
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 STRATEGIES = {
     "single": lockstep.SingleDeviceStrategy(),

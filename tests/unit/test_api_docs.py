@@ -10,11 +10,10 @@ import griffe
 import pytest
 
 import lockstep
-from tests.thorough import OUTER
 from tools import api_reference
 from tools.api_reference import PAGE, Reference, anchor, prose, signature
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 TOOL = Path(api_reference.__file__)
 TEXT = PAGE.read_text()

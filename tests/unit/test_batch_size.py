@@ -26,9 +26,9 @@ from lockstep.train.batch_size_search.search_algorithm import Doubling, Measured
 from lockstep.train.batch_size_search.trial_process import Trials, _Figures, is_shortage
 from lockstep.train.callbacks.callback import stopping
 from lockstep.train.runtime import session
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 3, (60,), generator=torch.Generator().manual_seed(1))

@@ -21,7 +21,6 @@ import lockstep
 from lockstep import errors
 from lockstep.callbacks import CSVLogger, MLflow, TensorBoard, WandB
 from lockstep.train.callbacks.callback import Logs
-from tests.thorough import OUTER
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))
@@ -392,7 +391,7 @@ def test_wandb_offline_has_the_values_and_the_plan(tmp_path: Path) -> None:
     assert end.exit_code == 0
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.usefixtures("wandb_settings")
 def test_wandb_knows_of_an_error(tmp_path: Path) -> None:
     logger = WandB("digits", mode="offline", folder=tmp_path)

@@ -14,7 +14,7 @@ import lockstep
 from lockstep import errors
 from lockstep.callbacks import Profiler
 from lockstep.train.callbacks.callback import Logs
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
 X = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 3, (64,), generator=torch.Generator().manual_seed(1))
@@ -45,7 +45,7 @@ def blocks(events: list[dict[str, Any]], rank: int, name: str) -> list[tuple[flo
     ]
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 @pytest.mark.parametrize("devices", core_of([1, 2, 3], [2]))
 def test_the_steps_of_all_ranks_are_there_on_one_clock(

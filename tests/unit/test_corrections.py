@@ -12,9 +12,8 @@ from lockstep.cluster.topology import Cluster, Device, Host
 from lockstep.plan.cost.corrections import RunCost, corrected, learned
 from lockstep.plan.cost.parts import Memory, PlanCost, StepTime
 from lockstep.train.runtime.model_profile import known_runs, remember_run, runs_path
-from tests.thorough import OUTER
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 MEGABYTE = 1 << 20
 

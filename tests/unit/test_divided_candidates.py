@@ -21,7 +21,6 @@ from lockstep.plan.makers.sharded import FullySharded
 from lockstep.plan.makers.tensor import TensorParallel, splits_of
 from lockstep.plan.search.candidates import Problem, candidates
 from lockstep.plan.search.ranking import best_plans
-from tests.thorough import OUTER
 from tests.unit.test_planner import cores, even_graph
 
 SAMPLES, WIDTH, HIDDEN = 4, 64, 256
@@ -165,7 +164,7 @@ def light_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.plan.cost.placement._MEMBER_BYTES", 0)
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.usefixtures("light_groups")
 def test_the_objective_memory_divides_the_training() -> None:
     trainer = trained(lockstep.AutoStrategy("memory", devices=2))

@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import lockstep
-from tests.thorough import OUTER
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 PAGE = Path(__file__).parents[2] / "docs" / "losses-and-schedules.md"
 

@@ -15,9 +15,8 @@ from torch import nn
 import lockstep
 from lockstep.errors import WorkerError
 from lockstep.train.fault_tolerance.run_record import RunRecord
-from tests.thorough import OUTER
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 X, Y = torch.randn(16, 4), torch.randint(0, 3, (16,))
 

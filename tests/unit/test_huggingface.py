@@ -12,9 +12,8 @@ import lockstep
 from lockstep.data.iterable.streams import as_stream
 from lockstep.data.map_style.sources import as_source
 from lockstep.errors import DataError
-from tests.thorough import OUTER
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 ROWS: dict[str, list[Any]] = {
     "input_ids": [[1, 2, 3], [4, 5, 6], [7, 8, 9], [0, 1, 2]],

@@ -18,9 +18,9 @@ import lockstep
 from lockstep.errors import ModelError
 from lockstep.train.runtime.runner import Runner
 from lockstep.train.validation.rank_consistency import samples_of
-from tests.thorough import OUTER, core_of
+from tests.thorough import core_of
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 Patch = pytest.MonkeyPatch
 X = np.sin(np.linspace(-2, 2, 48)).reshape(8, 6).astype("float32")

@@ -15,9 +15,8 @@ import lockstep
 from lockstep.errors import LockstepError, ModelError, OptionError
 from lockstep.train.logging import metric_display
 from tests import keras_zoo as zoo
-from tests.thorough import OUTER
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 X, Y = zoo.vectors(20).astype("float32"), zoo.classes(20)
 TWO = {"batch_size": 10, "verbose": 0}

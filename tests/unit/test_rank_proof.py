@@ -31,9 +31,8 @@ from lockstep.train.validation.rank_consistency import (
     print_of,
     samples_of,
 )
-from tests.thorough import OUTER
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 X = torch.linspace(-2, 2, 48).reshape(8, 6).sin()
 Y = torch.arange(8) % 3

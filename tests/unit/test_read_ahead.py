@@ -24,9 +24,8 @@ from lockstep.parallel.transfer import readers
 from lockstep.parallel.transfer.readers import reading_ahead
 from tests.faults.processes import children_of, wait_until
 from tests.map_datasets import AsRead, Noisy, Rows, readers_in, reads_in
-from tests.thorough import OUTER
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 INPUTS = torch.rand(40, 3)
 TARGETS = torch.rand(40, 1)

@@ -12,9 +12,8 @@ import lockstep
 from lockstep.cli.main import main
 from lockstep.report.html_page import html_of
 from lockstep.report.run_report import report_of, text_of
-from tests.thorough import OUTER
 
-pytestmark = OUTER
+pytestmark = pytest.mark.thorough
 
 # Elements without an end.
 VOID = {"meta", "rect", "polyline"}

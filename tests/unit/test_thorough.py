@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -68,9 +69,16 @@ class Case:
     def callspec(self) -> SimpleNamespace:
         return SimpleNamespace(params=dict(zip("xyz", self.arguments, strict=False)))
 
+    def iter_markers(self, name: str) -> Iterator[pytest.Mark]:
+        """The function's marks, then the row's."""
+        if not self.core and name == "thorough":
+            yield pytest.mark.thorough.mark
+            yield pytest.mark.thorough(is_chosen=self.is_chosen).mark
+        if self.exhaustive and name == "exhaustive":
+            yield pytest.mark.exhaustive.mark
+
     def get_closest_marker(self, name: str) -> pytest.Mark | None:
-        has_it = {"thorough": not self.core, "exhaustive": self.exhaustive}[name]
-        return getattr(pytest.mark, name)(is_chosen=self.is_chosen).mark if has_it else None
+        return next(self.iter_markers(name), None)
 
 
 def chosen(
