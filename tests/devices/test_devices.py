@@ -362,7 +362,7 @@ def test_a_rank_that_dies_is_named_soon(stages: bool) -> None:
     trainer = make_trainer(strategy, callbacks=[killer])
     with pytest.raises(WorkerError, match=r"^Rank 1 .*SIGKILL"):
         trainer.fit((X, Y), batch_size=8, epochs=10**6, verbose=0)
-    assert time.monotonic() - killer.killed_at < 5
+    assert time.monotonic() - killer.killed_at < 30  # on a busy machine; else a moment
     assert {str(value.device) for value in trainer.model.parameters()} == {ACCELERATORS[0]}
     trainer.callbacks.clear()
     trainer.fit((X, Y), batch_size=8, verbose=0)

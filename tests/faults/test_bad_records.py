@@ -217,7 +217,7 @@ def test_an_error_names_dataset_index_and_rank(bad: int, data: str) -> None:
         began = time.monotonic()
         with pytest.raises(BadRecordError) as caught:
             fit(trainer, source, on_bad_record="error")
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30  # on a busy machine; else a moment
         assert caught.value.index == bad
         assert f"ample {bad} " in str(caught.value)
         assert caught.value.rank == rank

@@ -34,6 +34,7 @@ FRESH = [("replicas on 2 hosts", "host")]
 # An epoch takes some seconds, and there is one checkpoint, before the first step.
 LONG_EPOCH, EPOCHS = 300, 1
 COPIED_SECONDS = 2.5  # in which a copy was taken, and has come to the other host
+SOON_SECONDS = 15.0  # on a busy machine; else a moment
 COPYING = str(Path(host_copies.__file__))
 
 
@@ -49,7 +50,7 @@ def test_a_run_outlives_the_loss_of_each_host(strategy: str, fault: str) -> None
     assert found == expected(strategy, host_faults.num_epochs(len(victims)))
     assert len(seconds) == len(victims)
     for noticed, _ in seconds:
-        assert noticed < 3  # of one that is stopped: before it goes on, or never
+        assert noticed < SOON_SECONDS  # of one that is stopped: before it goes on, or never
 
 
 @pytest.mark.thorough
@@ -62,7 +63,7 @@ def test_a_run_outlives_the_loss_of_parts_of_hosts_one_after_another(tmp_path: P
         for index, fault in enumerate(faults):
             counted = host_faults.harm(run, fault, index % 2, chance)
             assert counted is not None
-            assert counted[0] < 3
+            assert counted[0] < SOON_SECONDS
         assert run.result() == expected(strategy, epochs)
     finally:
         run.end()

@@ -65,7 +65,7 @@ def test_all_processes_are_told_to_end(strategy: str, launcher: list[str], tmp_p
         began = time.monotonic()
         status, _, err = script.finish()
         assert status == 143 or launcher, err  # torchrun has a status of its own
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 30  # on a busy machine; else 10 at most
         wait_until(lambda: not script.others(), 5, lambda: f"left: {script.others()}")
     assert before < step_of(tmp_path / "told") < STEPS
     with started(strategy, launcher, tmp_path, "told") as script:
