@@ -297,6 +297,7 @@ except OptionError as error:
 """
 
 
+@pytest.mark.exhaustive
 def test_on_several_hosts_they_are_refused_before_samples_are_compared(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(ON_HOSTS)

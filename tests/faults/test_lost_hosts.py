@@ -53,7 +53,7 @@ def test_a_run_outlives_the_loss_of_each_host(strategy: str, fault: str) -> None
         assert noticed < SOON_SECONDS  # of one that is stopped: before it goes on, or never
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_run_outlives_the_loss_of_parts_of_hosts_one_after_another(tmp_path: Path) -> None:
     """What befalls a whole host is above, and below."""
     strategy, faults = "replicas on 2 hosts", ("launcher", "stop the script")
@@ -134,7 +134,7 @@ def test_between_two_checkpoints_the_memory_of_the_other_host_is_gone_on_from(
         run.end()
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_of_a_copy_that_breaks_off_the_one_before_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

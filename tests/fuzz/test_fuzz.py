@@ -16,7 +16,7 @@ from tests.parity.loop_processes import run_as_torchrun
 from tests.thorough import core_of
 
 SEEDS = {"fit": range(70), "tensor": range(60), "bits": range(20), "keras": range(20)}
-MORE = {"fit": 18, "tensor": 9, "bits": 5, "keras": 4}
+MORE = {"fit": 12, "tensor": 6, "bits": 3, "keras": 3}
 CORE = {"fit": 7, "tensor": 3, "bits": 2, "keras": 2}
 # What was wrong once, made small.
 FOUND = (

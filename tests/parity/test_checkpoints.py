@@ -87,7 +87,6 @@ CORE = [
 ]
 MORE = [
     ("hybrid-2x2", "Adam", "2 steps"),
-    ("mirrored-2", "float16", "2 steps"),
 ]
 
 

@@ -120,7 +120,7 @@ with keep_teams():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", core_of(LAYOUTS, ["2 hosts x 1"], ["2 hosts x 1, others"]))
+@pytest.mark.parametrize("name", core_of(LAYOUTS, ["2 hosts x 1"], []))
 def test_what_is_compressed_equals_the_simulation(
     name: str, make_hosts: MakeHosts, tmp_path: Path
 ) -> None:

@@ -27,8 +27,10 @@ SAMPLES, BATCH = 50, 12  # the last batch is short
 
 CELLS = core_of(
     [(name, strategy) for name in zoo.MODELS for strategy in STRATEGIES],
-    lambda name, strategy: name == "sequential" or strategy == "mirrored 2",
-    [],
+    lambda name, strategy: (
+        strategy == "mirrored 2" or (name == "sequential" and strategy != "auto")
+    ),
+    [("sequential", "auto")],
 )
 
 

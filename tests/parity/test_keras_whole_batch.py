@@ -23,7 +23,7 @@ STRATEGIES: dict[str, Callable[[], lockstep.Strategy]] = {
 }
 # Of those in the core one is of each way: a mean over a mask, one over pairs, several losses, ...
 MIRRORED = (
-    *("masked mean", "Keras's Dice", "RMSE, weighted", "InfoNCE", "own loss", "CLIP", "VAE"),
+    *("masked mean", "RMSE, weighted", "InfoNCE", "own loss", "VAE"),
     *("masks", "by sample, weighted"),
 )
 CELLS = core_of(

@@ -35,6 +35,7 @@ CELLS = [
             strategy == "mirrored-2"
             or (strategy == "pipeline-2" and job in ("own loss at the end", "two losses"))
         ),
+        [],
     ),
 )
 def test_training_equals_one_device(job: str, strategy: str) -> None:

@@ -73,7 +73,7 @@ def test_replicas_of_a_keras_loop_on_several_hosts() -> None:
         assert_exact([each.check(SECONDS) for each in processes], KERAS_FEW)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_lockstep_run_starts_replicas(tmp_path: Path) -> None:
     words = ["-m", "lockstep", "run", "--processes", "2", SCRIPT, "shared", "mlp, clipped"]
     said = run_script(words, tmp_path, {"PYTHONPATH": str(ROOT)})

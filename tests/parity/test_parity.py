@@ -35,13 +35,17 @@ STRATEGIES = {
     "data-2-tensor-2": lockstep.HybridStrategy(2, tensor=2),
     "tensor-3-gloo": lockstep.TensorParallelStrategy(3, engine="gloo"),
 }
+# CI runs these with one of the other models each.
+DEAR = ("auto", "data-2-tensor-2", "tensor-3-gloo", "mirrored-4")
 
 
 @pytest.mark.parametrize(
     ("model", "strategy"),
     core_of(
         [(one.name, strategy) for one in cases() for strategy in STRATEGIES],
-        lambda model, strategy: model == "cnn_batch_norm" or strategy == "mirrored-2",
+        lambda model, strategy: (
+            (model == "cnn_batch_norm" and strategy not in DEAR) or strategy == "mirrored-2"
+        ),
     ),
 )
 def test_training_equals_one_device(model: str, strategy: str) -> None:

@@ -20,7 +20,7 @@ DRIVER = ROOT / "tests" / "parity" / "recorded_page.py"
 _ROW = re.compile(r"^\| `(\w+\.py)` \| `(.+?)` \| `(.+?)` \| (.+?) \| (.+?) \|$", re.MULTILINE)
 ROWS = {f"{script}: {fault}": row for row in _ROW.findall(TEXT) for script, _, fault, *_ in [row]}
 RIGHT = sorted(SCRIPTS)
-DEAREST = "hugging.py"  # to import
+DEAREST = ("hugging.py", "accelerated.py")  # to import
 
 
 def variant(key: str) -> str:
@@ -66,7 +66,7 @@ def compare(key: str, records: Path) -> "lockstep.proof.records.outcome.RecordCo
 
 
 def cases(keys: Iterable[str]) -> list[Any]:
-    """Those of DDP are of the core, and those of transformers exhaustive."""
+    """Those of DDP are of the core; those of transformers and Accelerate exhaustive."""
     dear = [key for key in keys if key.startswith(DEAREST)]
     others = [key for key in keys if key not in dear]
     marked = [pytest.param(key, marks=pytest.mark.exhaustive) for key in dear]

@@ -169,12 +169,7 @@ MORE = [
     ("mirrored-2-shares-4", "Adam"),
     ("mirrored-2-gloo", "whole parameters"),
     ("hybrid-2x2", "Adam"),
-    ("pipeline-2", "one cycle"),
-    *(
-        ("mirrored-2", feature)
-        for feature in ("an optimizer of one's own", "a rate that is a tensor")
-    ),
-    *(("mirrored-2", feature) for feature in ("plateau", "float16", "skipping")),
+    *(("mirrored-2", feature) for feature in ("an optimizer of one's own", "float16")),
 ]
 
 
@@ -352,7 +347,6 @@ WITHIN_CORE = [
 ]
 WITHIN_MORE = [
     *(("mirrored-2", "Adam", place) for place in PLACES if place != "within an epoch"),
-    ("mirrored-2-gloo", "one cycle", "within an epoch"),
     ("pipeline-2", "float16", "within an epoch"),
     ("hybrid-2x2", "skipping", "within an epoch"),
 ]

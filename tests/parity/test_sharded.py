@@ -261,6 +261,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "embedding": (Embedded, {}),
     "weight norm": (Parametrised, {}),
 }
+IN_CORE = ("tied", "skipped blocks", "BatchNorm", "LSTM", "transformer", "recomputed")
 WITH_ONE_COPY = ("skipped blocks", "a block three times")
 OPTIONS: dict[str, dict[str, Any]] = {
     "clipping": {"clip_norm": 0.1},
@@ -286,13 +287,12 @@ STRATEGIES: dict[str, Callable[[], lockstep.Strategy]] = {
     core_of(
         [(name, strategy) for name in MODELS for strategy in STRATEGIES],
         lambda name, strategy: (
-            (strategy == "parameters" and name != "skipped blocks between BatchNorms")
+            (strategy == "parameters" and name in IN_CORE)
             or (name, strategy) == ("skipped blocks", "replicas")
             or (name in WITH_ONE_COPY and strategy == "one copy")
         ),
         lambda name, strategy: (
-            (name, strategy)
-            in (("skipped blocks between BatchNorms", "replicas"), ("recomputed", "gradients"))
+            strategy == "parameters" and name != "skipped blocks between BatchNorms"
         ),
     ),
 )
@@ -454,6 +454,7 @@ class Counted(Blocks):
         return output
 
 
+@pytest.mark.thorough
 def test_no_rank_has_all_parameters_not_even_in_the_first_step() -> None:
     trained(partial(Counted, 1 / 2 + 2 / 8), SHARDED())
     trained(partial(Counted, 1 / 2 + 2 / 8), REPLICAS())

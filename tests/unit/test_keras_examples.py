@@ -39,7 +39,7 @@ DATA = re.compile(r"\btf\.data\b|\bDataLoader\b")
 
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", core_of(ALONE, ["pipelined_cnn.py"], []))
+@pytest.mark.parametrize("name", core_of(ALONE, ["mirrored_mlp.py"], []))
 def test_example(name: str, tmp_path: Path) -> None:
     text = (FOLDER / name).read_text()
     like = "keras" if "import keras" in text else "torch"

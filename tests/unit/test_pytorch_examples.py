@@ -58,6 +58,7 @@ def test_a_model_of_transformers_is_fine_tuned(tmp_path: Path) -> None:
     assert (tmp_path / "reviews_model" / "config.json").exists()
 
 
+@pytest.mark.exhaustive
 def test_an_own_loop_comes_to_the_same_on_two_replicas(tmp_path: Path) -> None:
     assert "1 replicas, accuracy" in run("own_loop.py", tmp_path)
     alone = torch.load(tmp_path / "digits.pt")
