@@ -168,7 +168,7 @@ def test_all_processes_write_what_is_saved_after_training(
         assert torch.equal(found[name], value), name
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("level", "engine"), [("parameters", None), ("parameters", "gloo"), ("made", "gloo")]
 )
@@ -198,7 +198,7 @@ def test_ranks_load_their_parts_of_weights_that_another_strategy_saved(
     assert len(all_bytes_read(caplog)) == 2
 
 
-@OUTER
+@pytest.mark.thorough
 def test_weights_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
     trainer = make_trainer(2)
     before = {name: one.clone() for name, one in trainer.model.state_dict().items()}
