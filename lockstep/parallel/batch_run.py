@@ -8,6 +8,7 @@ import torch
 from lockstep.data.map_style.sources import Batch, Source
 from lockstep.data.order import evaluation_seed, share_seed
 from lockstep.data.trees import Tree
+from lockstep.parallel.independence.split_test import is_tried
 from lockstep.parallel.loss.share_losses import Sums
 from lockstep.plan.shares import num_filled_shares, share_bounds
 
@@ -78,6 +79,7 @@ class Run:
         bounds: rows ``[start, stop)`` of each share.
         num_filled: shares with at least one sample; they come first.
         is_training: the batch is trained on.
+        is_tried: the model is tested on parts of its shares.
         is_observed: outputs are passed to ``observe``.
     """
 
@@ -113,6 +115,7 @@ class Run:
         self.bounds = share_bounds(self.num_samples, self.num_shares)
         self.num_filled = num_filled_shares(self.num_samples, self.num_shares)
         self.is_training = self.step is not None
+        self.is_tried = is_tried(self.step)
         self.is_observed = self.observe is not None
 
     def show(self, share: int, output: Tree, batch: Batch) -> None:

@@ -233,3 +233,8 @@ def num_threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def modules_of_kernels() -> tuple[str, ...]:
+    """The module that torch imports for deterministic kernels; preloaded, not in every helper."""
+    return ("torch._inductor.config",) if torch.are_deterministic_algorithms_enabled() else ()

@@ -98,6 +98,7 @@ class Worker(UpdateWorker):
         self._calls: list[_Call] = []
         self._idle_sizes: dict[int, bool] = {}
         self._check: LateCheck | None = None  # of the present fit
+        self._has_inferred = False
         self._unsettled: LateStep | None = None
         self._may_be_late = False
 
@@ -342,6 +343,7 @@ class Worker(UpdateWorker):
         return outputs if self.passes.leads else []
 
     def _infer(self, run: Run, take: Take) -> None:
+        run.is_tried, self._has_inferred = not self._has_inferred, True
         self.passes.begin(run)
         self.passes.infer(run, take)
 

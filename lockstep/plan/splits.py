@@ -6,6 +6,7 @@ projection: a shard then has a part of each block. Cuts are between units only, 
 
 from functools import lru_cache
 
+from lockstep.graph.layer_graph import Division
 from lockstep.plan.makers.averaging import Record
 from lockstep.plan.shares import share_bounds
 
@@ -75,6 +76,18 @@ class ParameterSplit(Record, frozen=True, kw_only=True):
         units = f", units of {self.split.unit}" if self.split.unit > 1 else ""
         gathered = f"; gathered for {self.gathered_for}" if self.gathered_for else ""
         return f"{self.by}{blocks}{units}{gathered}"
+
+    @property
+    def division(self) -> Division:
+        """The same, for any number of shards."""
+        return Division(
+            name=self.name,
+            dim=self.split.dim,
+            sizes=self.split.sizes,
+            unit=self.split.unit,
+            by=self.by,
+            gathered_for=self.gathered_for,
+        )
 
 
 class TensorSplits(Record, frozen=True, kw_only=True):

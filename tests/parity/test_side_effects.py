@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.errors import ModelError
+from lockstep.errors import LossError, ModelError
 from lockstep.strategies.base import Strategy
 
 pytestmark = pytest.mark.thorough
@@ -23,6 +23,12 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "pipeline-2": partial(lockstep.PipelineStrategy, cuts=["cut"], microbatches=3),
     "hybrid-2x2": partial(lockstep.HybridStrategy, 2, cuts=["cut"], microbatches=2),
 }
+
+# In replicas of a pipeline a forward pass is that of a pipeline, and its shares those of replicas.
+FEWER = [
+    pytest.param(name, marks=pytest.mark.exhaustive) if name == "hybrid-2x2" else name
+    for name in STRATEGIES
+]
 
 
 class Counts(nn.Module):
@@ -78,7 +84,7 @@ def test_what_depends_on_no_sample_changes_once_per_batch(strategy: str) -> None
     assert report.passed, report
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FEWER)
 def test_what_depends_on_the_samples_is_refused(strategy: str) -> None:
     """Also where it begins late: steps 1, 2, 4, 8 and so on are looked at."""
     model = net(nn.Linear(6, 8), Averages())
@@ -225,6 +231,67 @@ def test_a_model_that_looks_across_samples_is_refused(
         lockstep.verify(job_of(net(nn.Linear(6, 8), Acting(act))), STRATEGIES[strategy]())
 
 
+@pytest.mark.parametrize("strategy", ["mirrored-2", "pipeline-2", "sharded-2"])
+def test_it_is_refused_as_well_where_it_is_not_trained(strategy: str) -> None:
+    sharded = partial(lockstep.FullyShardedStrategy, 2, engine="gloo")
+    make = {**STRATEGIES, "sharded-2": sharded}[strategy]
+    model = net(nn.Linear(6, 8), Acting(centred))
+    trainer = lockstep.Trainer(model, loss=nn.CrossEntropyLoss(), strategy=make())
+    with pytest.raises(ModelError, match="must not depend on the other samples"):
+        trainer.predict(X, batch_size=20)
+    with pytest.raises(ModelError, match="must not depend on the other samples"):
+        trainer.evaluate((X, Y), batch_size=20)
+
+
+class ComparesItself(nn.Module):
+    """Computes a loss that compares samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net(nn.Linear(6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.inner(x)
+        return nn.functional.cross_entropy(made @ made.T, torch.arange(len(made)))
+
+
+def test_a_loss_of_a_model_that_is_not_trained() -> None:
+    strategy = lockstep.MirroredStrategy(2)
+    trainer = lockstep.Trainer(ComparesItself(), loss=lockstep.OwnLoss(), strategy=strategy)
+    with pytest.raises(LossError, match="must be a weighted mean"):
+        trainer.evaluate((X,), batch_size=20)
+
+
+@pytest.mark.parametrize("compares", [False, True])
+def test_the_planner_then_divides_no_batch(compares: bool) -> None:
+    """Plans of least memory divide batches; the next one, which does not, trains the model."""
+    torch.manual_seed(0)
+    model = ComparesItself() if compares else net(nn.Linear(6, 8), Acting(centred))
+    reference = copy.deepcopy(model).double()
+    loss = lockstep.OwnLoss() if compares else nn.CrossEntropyLoss()
+    trainer = lockstep.Trainer(
+        model,
+        loss=loss,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        strategy=lockstep.AutoStrategy("memory", devices=2),
+        precision="fp64",
+    )
+    trainer.fit((X,) if compares else (X, Y), batch_size=20, shuffle=False, verbose=0)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for x, y in zip(X.double().split(20), Y.split(20), strict=True):
+        optimizer.zero_grad()
+        made = reference(x)
+        (made if compares else nn.functional.cross_entropy(made, y)).backward()
+        optimizer.step()
+    for (name, own), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (own - other).norm() <= 1e-12 * other.norm(), name
+    reason = "loss that the model" if compares else "model's output for a sample"
+    notes = [note for note in trainer.plan.notes if "cannot be used" in note]
+    assert len(notes) == 1, trainer.plan.notes
+    assert reason in notes[0]
+    assert "\n" not in notes[0]
+
+
 @pytest.mark.parametrize("act", [counted, shown, penalised])
 def test_a_model_that_does_not_is_not(act: Callable[[Acting, Tensor], Tensor]) -> None:
     """Whatever it counts, keeps, draws by sample, or takes gradients of."""
@@ -270,7 +337,7 @@ class CastsItsRouter(nn.Module):
         return made
 
 
-@pytest.mark.parametrize("strategy", ["one device", *STRATEGIES])
+@pytest.mark.parametrize("strategy", ["one device", *FEWER])
 def test_parameters_that_a_forward_puts_elsewhere(strategy: str) -> None:
     make = {"one device": lockstep.SingleDeviceStrategy, **STRATEGIES}[strategy]
     model = net(CastsItsRouter()).double()

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
 
+from lockstep.capture.layers import FrontEndModel
 from lockstep.comm.exchange_spec import GroupSpec
 from lockstep.data.map_style.sources import Batch
 from lockstep.data.order import StreamStates, restore_streams, stream_states
@@ -30,15 +30,20 @@ from lockstep.parallel.data_parallel.staging import moved
 from lockstep.parallel.debug.diagnosis import Diagnosis
 from lockstep.parallel.independence.reduction_test import LossOf, check_added, check_mean
 from lockstep.parallel.independence.sample_independence import check_sample_independence
-from lockstep.parallel.independence.split_test import is_tried
+from lockstep.parallel.independence.split_test import NUM_INFERRED, rows_of
 from lockstep.parallel.loss.share_losses import JointLoss, LossAdapter, ShareLoss, nothing
 from lockstep.parallel.loss.whole_batch import SharePart
 from lockstep.parallel.sharding.recomputation import Recomputation
 from lockstep.parallel.training_step import TrainingStep
 from lockstep.parallel.workload import Workload
 from lockstep.plan.decision import LocalUpdate
-from lockstep.plan.program.lowering import lower_forward, lower_train
-from lockstep.plan.program.rank_program import Action, Backward, Forward
+from lockstep.plan.program.lowering import (
+    grouped,
+    lower_forward,
+    lower_train,
+    microbatches_of,
+)
+from lockstep.plan.program.rank_program import Action, Forward
 
 # The only group of a Plan without stages.
 _GROUP = 0
@@ -74,7 +79,7 @@ class ModelPasses(Passes):
         self._left_buffers: dict[int, Kept] = {}
 
     def _lowered(self, num_samples: int) -> Sequence[tuple[Action, ...]]:
-        return _together(
+        return grouped(
             lower_train(self._plan, self._rank, num_samples),
             interleaved=self._plan.interleaved,
             forward_first=self._goes_forward_first,
@@ -116,7 +121,7 @@ class ModelPasses(Passes):
         return super()._offers_rows or self._norms.use_batch_statistics
 
     def bound(self, actions: Sequence[Action]) -> Callable[[TrainingStep], None]:
-        shares = _shares_of(actions)
+        shares = microbatches_of(actions)
         is_forward = isinstance(actions[0], Forward)
         return partial(self._go_forward if is_forward else self._go_backward, shares)
 
@@ -324,8 +329,8 @@ class ModelPasses(Passes):
 
     def infer(self, run: Run, take: Take) -> None:
         actions = lower_forward(self._plan, self._rank, run.num_samples)
-        for group in _together(actions, interleaved=self._plan.interleaved):
-            self._infer_together(run, _shares_of(group), take)
+        for group in grouped(actions, interleaved=self._plan.interleaved):
+            self._infer_together(run, microbatches_of(group), take)
 
     def _infer_together(self, run: Run, shares: list[int], take: Take) -> None:
         self._run_together(run, shares, partial(self._infer_share, take))
@@ -336,7 +341,7 @@ class ModelPasses(Passes):
             self.call.give_up_format()
 
     def shares_read(self, num_samples: int, *, training: bool) -> Iterable[int]:
-        return _shares_of(lower_forward(self._plan, self._rank, num_samples))
+        return microbatches_of(lower_forward(self._plan, self._rank, num_samples))
 
     # --- shared ----------------------------------------------------------------------------------
 
@@ -404,20 +409,29 @@ class ModelPasses(Passes):
 
     def _try_on_halves(self, run: Run, batch: Batch) -> None:
         """Test a loss computed inside the model, else whether outputs mix samples."""
-        is_inside = self._functions or (self._loss is not None and self._loss.is_inside)
-        if self.watch is not None or not (is_tried(run.step) and run.num_filled > 1):
+        if self.watch is not None or not (run.is_tried and run.num_filled > 1):
             return
-        if not is_inside:
-            self.is_linear &= check_sample_independence(
-                self._model, self.call, batch, is_low=self.call.is_low
-            )
-            if self._loss is not None:
-                self._check_added(self._loss, batch)
+        if not run.is_training:
+            if isinstance(self._model, FrontEndModel):  # its front end has tested it
+                return
+            batch = rows_of(batch, slice(0, min(NUM_INFERRED, batch.num_samples)))
+        loss_of = self._inner_loss(run)
+        if loss_of is not None:
+            self.is_linear &= check_mean(self._model, loss_of, batch, is_low=self.call.is_low)
             return
-        loss_of: LossOf = partial(self._loss_by_function, run)
-        if not self._functions:
-            loss_of = lambda part: self.loss_of(self._watched_call(part), part)  # noqa: E731
-        self.is_linear &= check_mean(self._model, loss_of, batch, is_low=self.call.is_low)
+        self.is_linear &= check_sample_independence(
+            self._model, self.call, batch, is_low=self.call.is_low
+        )
+        if self._loss is not None and run.is_training:
+            self._check_added(self._loss, batch)
+
+    def _inner_loss(self, run: Run) -> LossOf | None:
+        """The loss that the model or a function computes; None if a loss function does."""
+        if self._functions and run.is_training:
+            return partial(self._loss_by_function, run)
+        if self._loss is None or not self._loss.is_inside:
+            return None
+        return lambda part: self.loss_of(self._watched_call(part), part)
 
 
 def _keep_own(buffers: Buffers) -> tuple[StreamStates, Kept]:
@@ -428,23 +442,3 @@ def _keep_own(buffers: Buffers) -> tuple[StreamStates, Kept]:
 def _restore_own(buffers: Buffers, kept: tuple[StreamStates, Kept]) -> None:
     restore_streams(kept[0])
     buffers.restore(kept[1])
-
-
-def _shares_of(actions: Iterable[Action]) -> list[int]:
-    return [action.microbatch for action in actions if isinstance(action, Forward | Backward)]
-
-
-def _together(
-    program: Sequence[Action], *, interleaved: bool, forward_first: bool = False
-) -> list[tuple[Action, ...]]:
-    """A program as groups of actions that run together.
-
-    Args:
-        program: of a rank.
-        interleaved: consecutive passes of one kind run together.
-        forward_first: no share goes backward before the losses of all shares are known.
-    """
-    groups: list[tuple[Action, ...]] = [(action,) for action in program]
-    if interleaved:
-        groups = [tuple(group) for _, group in groupby(program, type)]
-    return sorted(groups, key=lambda group: forward_first and not isinstance(group[0], Forward))

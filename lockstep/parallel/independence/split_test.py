@@ -25,6 +25,9 @@ from lockstep.parallel.data_parallel.batch_norm import BatchNorms
 # From here on, every power of two is a tested step: half a percent of the time at most.
 _FIRST_LATER_STEP = 256
 
+# A model that is not trained is tested on so many samples, in the first batch of a call.
+NUM_INFERRED = 8
+
 # The function, its limits, and the drawn values.
 _Draw = tuple[Any, tuple[float, ...], torch.Tensor]
 

@@ -183,7 +183,7 @@ class Residency:
         self._num_rounds = [num_rounds, num_rounds if is_training else 0]
         self._rounds = [0, 0]
         self._forward_first = forward_first
-        self._is_tried = is_training and is_tried
+        self._is_tried = is_tried
         if is_training:
             self.release()
         self._gather_staying()

@@ -7,7 +7,6 @@ import torch
 from lockstep.data.map_style.sources import Batch
 from lockstep.parallel.batch_run import Run, Take
 from lockstep.parallel.data_parallel.model_passes import ModelPasses
-from lockstep.parallel.independence.split_test import is_tried
 from lockstep.parallel.sharding.residency import Residency
 from lockstep.parallel.training_step import TrainingStep
 from lockstep.parallel.workload import Workload
@@ -35,7 +34,7 @@ class ShardedPasses(ModelPasses):
         self._residency.begin(
             self._most_shares(run.num_filled),
             is_training=run.is_training,
-            is_tried=is_tried(run.step),
+            is_tried=run.is_tried,
             forward_first=self._goes_forward_first,
         )
         super().begin(run)

@@ -3,6 +3,9 @@
 The same programs, run in simulated time, predict the time of a step of a pipeline.
 """
 
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
 from lockstep.plan.decision import LocalUpdate, Pipeline, Stage
 from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.plan.makers.replicas import part_of_replica, plan_of_replica
@@ -120,3 +123,24 @@ def _filled_shares(plan: Plan, rank: int, num_samples: int) -> list[int]:
 def _filled(shares: range, plan: Plan, num_samples: int) -> list[int]:
     filled = num_filled_shares(num_samples, plan.num_shares)
     return [share for share in shares if share < filled]
+
+
+def microbatches_of(actions: Iterable[Action]) -> list[int]:
+    """The microbatches of actions that pass over one."""
+    return [action.microbatch for action in actions if isinstance(action, Forward | Backward)]
+
+
+def grouped(
+    program: Sequence[Action], *, interleaved: bool, forward_first: bool = False
+) -> list[tuple[Action, ...]]:
+    """A program as groups of actions that run together.
+
+    Args:
+        program: of a rank.
+        interleaved: consecutive passes of one kind run together.
+        forward_first: no share goes backward before the losses of all shares are known.
+    """
+    groups: list[tuple[Action, ...]] = [(action,) for action in program]
+    if interleaved:
+        groups = [tuple(group) for _, group in groupby(program, type)]
+    return sorted(groups, key=lambda group: forward_first and not isinstance(group[0], Forward))

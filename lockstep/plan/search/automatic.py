@@ -11,7 +11,7 @@ from lockstep.plan.makers.data_parallel import Maker, Measure, Try, Wrapping, tr
 from lockstep.plan.search.candidates import Problem
 from lockstep.plan.search.ranking import Ranked, best_plans
 from lockstep.plan.spec import Plan
-from lockstep.units import format_bytes, format_time
+from lockstep.units import first_few, format_bytes, format_time
 
 # Costs are measured on at most so many samples, and on a line from there on.
 _MOST_SAMPLES = 128
@@ -106,14 +106,18 @@ def _limited(cluster: Cluster, memory_bytes: int) -> Cluster:
 
 
 def _notes(rows: Sequence[Ranked]) -> list[str]:
-    """The best with its costs, and why the next ones lose."""
+    """The best with its costs, why better ones cannot be used, and why the next ones lose."""
     best = rows[0].candidate
     notes = [
         f"Chosen of {len(rows)} plans: {best.name}, expected to take "
         f"{format_time(best.cost.step.total)} a step and {format_bytes(best.cost.peak.total)} on a "
         "rank."
     ]
-    for row in rows[1 : 1 + _NUM_NAMED]:
+    refused = [row for row in rows if row.is_refused]
+    for reason in dict.fromkeys(row.reason.partition(". ")[0] for row in refused):
+        names = [row.candidate.name for row in refused if row.reason.startswith(reason)]
+        notes.append(f"Not {first_few(names)}: {reason}.")
+    for row in [row for row in rows[1:] if not row.is_refused][:_NUM_NAMED]:
         seconds = format_time(row.candidate.cost.step.total)
         notes.append(f"Not {row.candidate.name}, {seconds}: {row.reason}.")
     return notes

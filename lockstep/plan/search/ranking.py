@@ -20,10 +20,12 @@ class Ranked:
     Attributes:
         candidate: the candidate.
         reason: why it is not the first; empty for the first.
+        is_refused: its Plan cannot be used.
     """
 
     candidate: Candidate
     reason: str = ""
+    is_refused: bool = False
 
 
 def best_plans(
@@ -53,7 +55,7 @@ def best_plans(
     found = sorted([*others, *candidates(problem)], key=lambda one: _key(one, objective))
     refused = []
     while found and found[0].cost.fits and (reason := _refusal(found[0], attempt)):
-        refused.append(Ranked(candidate=found.pop(0), reason=reason))
+        refused.append(Ranked(candidate=found.pop(0), reason=reason, is_refused=True))
     if not found:  # never where one device fits
         raise PlanError(
             "None of the plans that fit into memory can be used.",

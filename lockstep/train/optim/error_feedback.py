@@ -7,15 +7,19 @@ its own (``TrainingState.residuals``, by the number of the host).
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
 from lockstep.checkpoint.trees import Tensors
 from lockstep.comm.collectives.gradients import TensorSpec
 from lockstep.comm.compression.compressed_sums import Residual
 from lockstep.comm.compression.compressors import first_basis
+from lockstep.parallel.exchange.compressed_tensors import compressed_tensors
 from lockstep.parallel.exchange.control import Control
+from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.storage.store import TensorStore, tensor_spec
 from lockstep.parallel.worker import Worker
 from lockstep.plan.program.compression import Compression, warm_up
+from lockstep.plan.spec import Plan
 from lockstep.train.checkpointing.training_state import copied
 
 _ERROR, _BASIS, _COUNT = ": error", ": basis", ": count"
@@ -30,6 +34,15 @@ class ErrorFeedback:
 
     def __init__(self) -> None:
         self.tensors: Tensors = {}
+
+    def fitted(
+        self, plan: Plan, model: nn.Module, groups: Sequence[ParameterGroup]
+    ) -> "ErrorFeedback | None":
+        """This, with what a Plan needs; None if it compresses nothing."""
+        if plan.compression is None:
+            return None
+        self.fit(compressed_tensors(plan, model, groups))
+        return self
 
     def fit(self, compressed: Sequence[tuple[TensorSpec, Compression]]) -> None:
         """Allocate what these tensors need, and drop the rest; what fits keeps its values."""

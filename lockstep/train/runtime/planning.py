@@ -102,7 +102,7 @@ class Planning:
         self._model = model
         self._dims = dims
         self._optimizer = optimizer
-        self._chosen: tuple[Maker, Maker] | None = None
+        self._chosen: tuple[tuple[Maker, bool], Maker] | None = None
         self._measured: LayerGraph | None = None
         self._traces: dict[bytes, tuple[Trace, Trace]] = {}
         self._sizes: dict[bytes, _Traced] = {}
@@ -122,6 +122,8 @@ class Planning:
         settle: Callable[[Plan], Plan] = _as_made,
         announce: Callable[[str], None] = _silent,
         check: Callable[[Plan], object] = _as_made,
+        *,
+        for_training: bool = False,
     ) -> tuple[Plan, Partitions]:
         """A Plan, and the model's stages in training and in evaluation.
 
@@ -134,12 +136,14 @@ class Planning:
             settle: makes the Plan the same on all hosts, whose measurements differ.
             announce: called with the name of a step that may take long.
             check: refuses Plans, if one is to be chosen.
+            for_training: the call trains; a choice for other calls is then checked again.
 
         Raises:
             OptionError: a sample is needed and there is none.
         """
         cluster = cluster or discover()
-        maker = self._choose(maker, precision, source, batch_size, cluster, announce, check)
+        wanted = maker, for_training
+        maker = self._choose(wanted, precision, source, batch_size, cluster, announce, check)
         maker = self._with_splits(maker, precision, source, cluster)
         size = maker.sample_size(cluster, batch_size)
         if size is None:
@@ -151,7 +155,7 @@ class Planning:
 
     def _choose(
         self,
-        maker: Maker,
+        wanted: tuple[Maker, bool],
         precision: str,
         source: Source | None,
         batch_size: int,
@@ -159,8 +163,9 @@ class Planning:
         announce: Callable[[str], None],
         check: Callable[[Plan], object],
     ) -> Maker:
-        """What a maker that chooses has chosen, at first and from then on."""
-        if self._chosen is None or self._chosen[0] != maker:
+        """What a maker has chosen, at first and from then on; anew for a first training."""
+        maker = wanted[0]
+        if self._chosen is None or self._chosen[0] not in (wanted, (maker, True)):
             measured: list[LayerGraph] = []
 
             def measure(size: int) -> tuple[LayerGraph, Cluster]:
@@ -172,7 +177,7 @@ class Planning:
                 one = self._with_splits(one, precision, source, cluster)
                 check(one(measured[-1], cluster, batch_size))
 
-            self._chosen = maker, maker.choose(measure, cluster, batch_size, attempt)
+            self._chosen = wanted, maker.choose(measure, cluster, batch_size, attempt)
         return self._chosen[1]
 
     def _with_splits(
@@ -244,17 +249,7 @@ class Planning:
                 splits = self._splits(inputs, precision, 2, ())
         except Exception:  # a model may raise any; whole layers have run
             return ()
-        return tuple(
-            Division(
-                name=one.name,
-                dim=one.split.dim,
-                sizes=one.split.sizes,
-                unit=one.split.unit,
-                by=one.by,
-                gathered_for=one.gathered_for,
-            )
-            for one in splits.parameters
-        )
+        return tuple(one.division for one in splits.parameters)
 
     def _profiled(
         self, traced: _Traced, inputs: Tree, announce: Callable[[str], None]
@@ -264,14 +259,14 @@ class Planning:
         few = many // PART
         fewer = map_tensors(lambda tensor: tensor[:few], inputs)
         announce(f"Measuring {len(trace.layers)} layers")
-        given = self._given(inputs)
+        given = self._dims.given_inputs(inputs)
         keep_freed_memory()  # as ranks do: without it, each layer's memory is mapped anew
         with num_threads(1):  # as ranks on cores will have
             graph = profile_graph(
                 self._model,
                 trace,
                 given,
-                self._given(fewer) if few else None,
+                self._dims.given_inputs(fewer) if few else None,
                 sizes,
                 (many, few),
             )
@@ -330,7 +325,7 @@ class Planning:
         """How the model's uses of its parameters allow to divide them."""
 
         def observe() -> TensorSplits:
-            call = partial(call_model, self._model, self._given(inputs))
+            call = partial(call_model, self._model, self._dims.given_inputs(inputs))
             return observed_splits(self._model, call, num_shards, whole, divides_time=divides_time)
 
         hooked = [name for name, one in self._model.named_parameters() if has_hooks(one)]
@@ -368,14 +363,15 @@ class Planning:
 
         def trace() -> tuple[Trace, Trace]:
             announce("Capturing the model")
-            return trace_modes(self._model, few, self._given)
+            return trace_modes(self._model, few, self._dims.given_inputs)
 
         traces = self._kept(self._traces, (few, precision), trace)
         return self._kept(
             self._sizes,
             (inputs, precision),
             lambda: tuple(
-                (trace, value_bytes(trace, self._model, self._given(inputs))) for trace in traces
+                (trace, value_bytes(trace, self._model, self._dims.given_inputs(inputs)))
+                for trace in traces
             ),
         )
 
@@ -406,10 +402,6 @@ class Planning:
             return b""
         return hashlib.blake2b(described).digest()
 
-    def _given(self, inputs: Tree) -> Tree:
-        """The inputs as the model takes them."""
-        return self._dims.given_inputs(inputs)
-
     def _graph(self, traced: _Traced, inputs: Tree, announce: Callable[[str], None]) -> LayerGraph:
         """The layer graph; with the costs measured before if the layers are the same."""
         trace, sizes = traced[0]
@@ -418,9 +410,11 @@ class Planning:
         if known is None or [layer.name for layer in known.layers] != names:
             announce(f"Measuring {len(names)} layers")
             with num_threads(1):  # as ranks on cores will have
-                self._measured = capture_graph(self._model, trace, self._given(inputs), sizes)
+                self._measured = capture_graph(
+                    self._model, trace, self._dims.given_inputs(inputs), sizes
+                )
             return self._measured
-        inseparable = find_inseparable(self._model, trace, self._given(inputs))
+        inseparable = find_inseparable(self._model, trace, self._dims.given_inputs(inputs))
         return msgspec.structs.replace(known, inseparable=inseparable)
 
 

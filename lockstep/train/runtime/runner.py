@@ -5,14 +5,13 @@ is a part of the Trainers of every front end (``train.runtime.front_end``).
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
-import torch
 from torch import nn
 
 from lockstep import accelerators
@@ -23,11 +22,15 @@ from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.errors import OptionError, WorkerError
 from lockstep.events import LOGGER
 from lockstep.launch.health.failure import ending_with, noting_on
-from lockstep.parallel.exchange.compressed_tensors import compressed_tensors
-from lockstep.parallel.groups import ParameterGroup, parameter_groups
+from lockstep.parallel.groups import parameter_groups
 from lockstep.parallel.loss.share_losses import LossAdapter
 from lockstep.parallel.loss.whole_batch import whole_batch_note
-from lockstep.parallel.settings import TorchSettings, check_deterministic, deterministic_kernels
+from lockstep.parallel.settings import (
+    TorchSettings,
+    check_deterministic,
+    deterministic_kernels,
+    modules_of_kernels,
+)
 from lockstep.parallel.storage.meta_init import blank_names, clear_meta, initialize
 from lockstep.plan.devices import is_cpu
 from lockstep.plan.makers.data_parallel import Maker, SingleDevice
@@ -38,7 +41,7 @@ from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.run_state import set_state, state_of
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.fit.fit_task import FitResult, FitTask
-from lockstep.train.fit.pipeline_trials import check_inner_loss, stages_on_samples
+from lockstep.train.fit.pipeline_trials import stages_on_samples
 from lockstep.train.fit.tasks import Task
 from lockstep.train.input.data_adapter import DEFAULT_BATCH_SIZE, DataPipeline
 from lockstep.train.input.stream_broadcast import sample_of
@@ -53,6 +56,7 @@ from lockstep.train.runtime.nested_call import nested_session
 from lockstep.train.runtime.planning import Partitions, Planning
 from lockstep.train.runtime.session import Session
 from lockstep.train.validation.checks import check_backend, device_of, place_model
+from lockstep.train.validation.division_check import DivisionCheck
 from lockstep.train.validation.local_update_checks import check_local_sgd, check_parameter_server
 from lockstep.train.validation.rank_consistency import proof_key, samples_of
 
@@ -114,12 +118,13 @@ class Runner:
         self.job_context = job_context
         self._calls = CallCache()
         self._proven: object = None  # of the last rank consistency check that passed
+        self._checked: set[int] = set()  # numbers of steps after which stages were checked
         self.session = Session(self.timeout_seconds)
         self._finalizer = weakref.finalize(self, self.session.close)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state that a runner in another process needs."""
-        own = ("job_context", "session", "_calls", "_finalizer", "_proven")
+        own = ("job_context", "session", "_calls", "_finalizer", "_proven", "_checked")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -159,14 +164,14 @@ class Runner:
         """The Plan for this host by which it would train on this data."""
         maker = self.maker()
         maker.check_batch_size(feed.batch_size)
-        samples = sample_of(feed.source)
-        plan, _ = self._planning.plan(maker, self.precision, samples, feed.batch_size)
+        source = sample_of(feed.source)
+        plan, _ = self._planning.plan(maker, self.precision, source, feed.batch_size)
         return self.update_config.plan(plan)
 
     def planned(self) -> dict[str, Any]:
         """The last Plan, and the plans among which it was chosen, for a record."""
-        plan = None if self.last_plan is None else msgspec.to_builtins(self.last_plan)
-        return {"plan": plan, "ranking": self._planning.ranking()}
+        plan, ranking = self.last_plan, self._planning.ranking()
+        return {"plan": plan and msgspec.to_builtins(plan), "ranking": ranking}
 
     def close(self) -> None:
         """End the helper processes now instead of with the trainer."""
@@ -291,20 +296,21 @@ class Runner:
         """Run a task on all ranks; returns its result."""
         kernels = deterministic_kernels() if self.deterministic else nullcontext()
         running = self.front_end.running(loss)
+        functions = partial(self.update_config.functions, self.front_end.optimizer, self.model)
+        check = DivisionCheck(self.model, self.dims, task, loss, functions, batch_size)
         with running as fingerprint, sparse_buffers_aside(self.model), kernels:
             if self.job_context.is_rank_zero_only:
                 session = nested_session(task, self.last_plan)
                 planned = self._plan_for_one(batch_size)
             else:
-                planned = self._plan_for_all(task, batch_size, driver.announce)
+                planned = self._plan_for_all(task, batch_size, driver.announce, check)
                 session = self.session
-                session.preload = self.front_end.preload + _of_kernels()
+                session.preload = self.front_end.preload + modules_of_kernels()
             assignment = self._assignment(task, loss, updater, *planned)
             if self.deterministic:
                 check_deterministic(assignment.device)
             proof = self._prepare_proof(assignment, session, driver, fingerprint)
-            if isinstance(task, FitTask) and loss is not None and not self.steps_trained:
-                check_inner_loss(assignment, loss, sample_of(task.source), batch_size)
+            check.check_stages(assignment.plan, self.steps_trained, self._checked)
             place = partial(
                 place_model, self.model, self.front_end.torch_optimizers, assignment.plan
             )
@@ -328,7 +334,11 @@ class Runner:
         in_stages = plan.pipeline is not None
         is_whole = is_cpu(plan.devices) and not assignment.blank
         is_left_out = plan.num_ranks == 1 or (in_stages and not is_whole)
-        if not (isinstance(task, FitTask) and self.front_end.proves) or is_left_out:
+        if (
+            not (isinstance(task, FitTask) and self.front_end.proves)
+            or is_left_out
+            or plan.num_ranks == 1
+        ):
             return None
         parts = (self.model, assignment.loss and assignment.loss.loss, assignment.functions)
         proof = session.num_ended, plan, proof_key(fingerprint, parts, self.model)
@@ -342,9 +352,14 @@ class Runner:
         return proof
 
     def _plan_for_all(
-        self, task: Task, batch_size: int, announce: Callable[[str], None]
+        self, task: Task, batch_size: int, announce: Callable[[str], None], divides: DivisionCheck
     ) -> tuple[Plan, Partitions]:
         maker = self.maker()
+
+        def check(plan: Plan) -> None:
+            self.front_end.check_plan(plan := self.update_config.plan(plan))
+            divides(plan)
+
         plan, partitions = self._planning.plan(
             maker,
             self.precision,
@@ -353,16 +368,15 @@ class Runner:
             self.job_context.cluster,
             lambda plan: self.job_context.agreed_plan(plan, maker),
             announce,
-            lambda plan: self.front_end.check_plan(self.update_config.plan(plan)),
+            check,
+            for_training=isinstance(task, FitTask),
         )
         before, self.last_plan = self.last_plan, self.update_config.plan(plan)
         if self.is_chief and self.last_plan != before:
-            self._log_plan(self.last_plan)
+            plan = self.last_plan
+            where = f"{plan.strategy} on {', '.join(plan.devices)}"
+            LOGGER.info("plan: %s, %s, num_shares=%d", where, plan.precision, plan.num_shares)
         return self.last_plan, partitions
-
-    def _log_plan(self, plan: Plan) -> None:
-        where = f"{plan.strategy} on {', '.join(plan.devices)}"
-        LOGGER.info("plan: %s, %s, num_shares=%d", where, plan.precision, plan.num_shares)
 
     def _plan_for_one(self, batch_size: int) -> tuple[Plan, Partitions]:
         maker = self._maker_for_one()
@@ -404,21 +418,12 @@ class Runner:
             if updater is None
             else self.update_config.functions(self.front_end.optimizer, self.model, plan),
             dims=self.dims,
-            residuals=None if updater is None else self._fitted_residuals(plan, groups),
+            residuals=None if updater is None else self.residuals.fitted(plan, self.model, groups),
         )
         if is_made_in_parts(assignment) or task.brings_values:
             return replace(assignment, blank=blank_names(self.model))
         self.initialize()
         return assignment
-
-    def _fitted_residuals(
-        self, plan: Plan, groups: Sequence[ParameterGroup]
-    ) -> ErrorFeedback | None:
-        """This host's residuals of error feedback; None without compression."""
-        if plan.compression is None:
-            return None
-        self.residuals.fit(compressed_tensors(plan, self.model, groups))
-        return self.residuals
 
     def initialize(self) -> None:
         """Initialize the parameters of a model made by a function, if they have no values.
@@ -440,8 +445,3 @@ class Runner:
         if self.strategy is not None and not self.front_end.is_on_one_device:
             maker = self.strategy.maker(self.precision)
         return self.update_config.maker(maker)
-
-
-def _of_kernels() -> tuple[str, ...]:
-    """The module that torch imports for deterministic kernels; preloaded, not in every helper."""
-    return ("torch._inductor.config",) if torch.are_deterministic_algorithms_enabled() else ()
