@@ -135,6 +135,7 @@ class ShareSteps(StepCalls):
     def _update_weights(self, turn: int, gradients: Sequence[torch.Tensor | None]) -> None:
         parameters = list(self.module.parameters())
         kept = [parameter.grad for parameter in parameters]
+        self._worker.exchange.expect(self._worker.plan.num_shares)  # a step may update again
         self._worker.update(gradients, self._step, turn)
         for parameter, gradient in zip(parameters, kept, strict=True):
             parameter.grad = gradient
