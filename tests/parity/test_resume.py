@@ -433,6 +433,52 @@ def test_a_state_that_could_not_be_gone_on_from_is_refused(method: str) -> None:
         fit(trainer, 2)
 
 
+class Reading(lockstep.Callback):
+    """Reads a slot of the optimizer before and after steps, and after epochs."""
+
+    def __init__(self, announced: int) -> None:
+        self._announced = announced
+        self.seen: list[float | None] = []
+
+    def takes_state(self, batch: int) -> bool:
+        return batch == self._announced
+
+    def _read(self) -> None:
+        optimizer = self.trainer.optimizer
+        assert isinstance(optimizer, optim.Optimizer)
+        try:
+            self.seen.append(float(optimizer.state[next(self.model.parameters())]["step"]))
+        except lockstep.errors.OptionError as error:
+            assert "takes_state" in str(error)
+            self.seen.append(None)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch:
+            self._read()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._read()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._read()
+
+
+@pytest.mark.thorough
+def test_slots_are_read_where_they_are_complete() -> None:
+    seen = []
+    for strategy in (lockstep.SingleDeviceStrategy(), lockstep.MirroredStrategy(2)):
+        reading = Reading(announced=1)
+        lockstep.Trainer(
+            nn.Linear(3, 2),
+            loss=nn.MSELoss(),
+            optimizer=optim.Adam,
+            strategy=strategy,
+            callbacks=[reading],
+        ).fit((torch.randn(12, 3), torch.randn(12, 2)), batch_size=4, verbose=0)
+        seen.append(reading.seen)
+    assert seen == [[1, 1, 2, 2, 3, 3], [None, None, 2, None, None, 3]]
+
+
 def test_a_fit_is_gone_on_with_as_it_was_begun() -> None:
     trainer, taking = make_trainer("Adam", "single"), Taking(step=2)
     trainer.callbacks = [taking]

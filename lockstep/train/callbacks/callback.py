@@ -21,8 +21,9 @@ class Callback:
     options of ``self.trainer.optimizer.param_groups``, weights and buffers of ``self.model``. In
     ``on_epoch_begin`` and ``on_epoch_end`` it may also freeze or unfreeze parameters, change the
     mode of modules, set attributes of modules, add parameter groups and change the optimizer's
-    state, which is complete there. It may call ``evaluate`` and ``predict``, which then run on rank
-    0 alone.
+    state, which is complete there; on several devices reading it elsewhere is an error, unless
+    ``takes_state`` has announced it. It may call ``evaluate`` and ``predict``, which then run on
+    rank 0 alone.
 
     Attributes:
         is_observer: set this to True in a class whose callbacks change nothing: the other ranks

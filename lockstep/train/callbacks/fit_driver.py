@@ -1,6 +1,7 @@
 """Rank 0's part between steps: callbacks, progress, history."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -13,6 +14,7 @@ from lockstep.parallel.training_step import StepResult
 from lockstep.train.callbacks.callback import Callback, acting
 from lockstep.train.callbacks.change_detection import ChangeWatch, SettingsWatch, fingerprint
 from lockstep.train.callbacks.driver import Logs, Snapshot
+from lockstep.train.callbacks.hidden_slots import hidden_slots
 from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.fault_tolerance.restarting import RestartingDriver
 from lockstep.train.input.input_wait import ClockedSource, InputClock
@@ -121,8 +123,9 @@ class FitDriver(RestartingDriver):
         self._journal.once(partial(self._show_step_begin, index))
 
     def _show_step_begin(self, index: int) -> None:
-        for callback in self._step_beginners:
-            callback.on_train_batch_begin(index)
+        with self._hiding_slots():
+            for callback in self._step_beginners:
+                callback.on_train_batch_begin(index)
 
     def end_step(self, index: int, result: StepResult) -> None:
         self._clock.end_step()
@@ -136,8 +139,18 @@ class FitDriver(RestartingDriver):
     def _show_step(self, index: int, result: StepResult) -> None:
         if self._display is not None:
             self._display.end_step(index, result.total, result.weight, result.num_samples)
-        for callback in self._step_enders:
-            callback.on_train_batch_end(index, self._step_logs(result))
+        is_shown = self._state.recorded is not None
+        with nullcontext() if is_shown else self._hiding_slots():
+            for callback in self._step_enders:
+                callback.on_train_batch_end(index, self._step_logs(result))
+
+    def _hiding_slots(self) -> AbstractContextManager[None]:
+        """Around callbacks in an epoch: other ranks have slots, or newer ones."""
+        plan = self._runner.plan
+        is_alone = plan.num_ranks == 1 and plan.sharding is None
+        if is_alone or not self.updater.is_known:  # this process steps them itself
+            return nullcontext()
+        return hidden_slots(self._front_end.torch_optimizers)
 
     def _step_logs(self, result: StepResult) -> Logs:
         """The logs of a step for callbacks."""
