@@ -262,6 +262,14 @@ def test_stages_have_no_steps_of_the_users() -> None:
         trainer.fit((NOISE.float(), REAL.float(), torch.ones(44)), batch_size=BATCH, verbose=0)
 
 
+@pytest.mark.parametrize("strategy", [lockstep.AutoStrategy(), lockstep.TensorParallelStrategy(2)])
+def test_a_model_that_cannot_be_called_on_its_data_is_planned_by_no_cost(strategy: Any) -> None:
+    optimizers = dict.fromkeys(OPTIMIZERS, torch.optim.SGD)
+    trainer = make(optimizer=optimizers, strategy=strategy)
+    with pytest.raises(OptionError, match=r"plans by the model's `forward`.*NotImplementedError"):
+        trainer.fit((NOISE.float(), REAL.float()), batch_size=BATCH, verbose=0)
+
+
 def test_validation_needs_a_loss_and_a_mean_of_weights_its_weight() -> None:
     with pytest.raises(OptionError, match="needs a loss"):
         make().fit((NOISE, REAL), validation_data=(NOISE, REAL), verbose=0)

@@ -429,7 +429,7 @@ def _check_weight(weight: Any, problems: Problems) -> None:
         problems.add(
             "sample_weight must be finite and not negative.",
             received=f"values from {weight.min().item()} to {weight.max().item()}",
-            fix="Correct the weights.",
+            fix="Correct them; or put what is no weight beside the inputs: ((inputs, more), y).",
         )
 
 

@@ -3,14 +3,15 @@
 It checks them, and makes the session's parts of them: gradient rules, updaters, step functions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, get_args
 
 import msgspec
 import torch
 from torch import nn, optim
 
-from lockstep.errors import OptionError, Problems
+from lockstep.errors import LockstepError, OptionError, Problems
 from lockstep.options import check_choice, check_count, check_flag, check_positive
 from lockstep.parallel.data_parallel.forward import DTYPES
 from lockstep.parallel.data_parallel.gradient_rules import GradientRules, LossScale, OnNonFinite
@@ -136,6 +137,26 @@ class UpdateConfig:
             StepFunction(function=self.train_step[name], parameters=names_of(one, model))
             for name, one in optimizer.items()
         )
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Around the making of a Plan, which may run the model on its data.
+
+        Raises:
+            OptionError: the model cannot be run so, and the user's own steps need not do it.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.train_step is None or isinstance(error, LockstepError):
+                raise
+            raise OptionError(
+                "This strategy plans by the model's `forward` on the data, which need not be what "
+                "train_step does with it.",
+                received=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+                fix="Use MirroredStrategy, or give the model a `forward` that takes the inputs of "
+                "its data.",
+            ) from error
 
     def updater(
         self,

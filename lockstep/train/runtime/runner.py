@@ -334,11 +334,7 @@ class Runner:
         in_stages = plan.pipeline is not None
         is_whole = is_cpu(plan.devices) and not assignment.blank
         is_left_out = plan.num_ranks == 1 or (in_stages and not is_whole)
-        if (
-            not (isinstance(task, FitTask) and self.front_end.proves)
-            or is_left_out
-            or plan.num_ranks == 1
-        ):
+        if not (isinstance(task, FitTask) and self.front_end.proves) or is_left_out:
             return None
         parts = (self.model, assignment.loss and assignment.loss.loss, assignment.functions)
         proof = session.num_ended, plan, proof_key(fingerprint, parts, self.model)
@@ -360,17 +356,18 @@ class Runner:
             self.front_end.check_plan(plan := self.update_config.plan(plan))
             divides(plan)
 
-        plan, partitions = self._planning.plan(
-            maker,
-            self.precision,
-            sample_of(task.source),
-            batch_size,
-            self.job_context.cluster,
-            lambda plan: self.job_context.agreed_plan(plan, maker),
-            announce,
-            check,
-            for_training=isinstance(task, FitTask),
-        )
+        with self.update_config.planning():
+            plan, partitions = self._planning.plan(
+                maker,
+                self.precision,
+                sample_of(task.source),
+                batch_size,
+                self.job_context.cluster,
+                lambda plan: self.job_context.agreed_plan(plan, maker),
+                announce,
+                check,
+                for_training=isinstance(task, FitTask),
+            )
         before, self.last_plan = self.last_plan, self.update_config.plan(plan)
         if self.is_chief and self.last_plan != before:
             plan = self.last_plan
