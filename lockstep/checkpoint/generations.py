@@ -28,10 +28,17 @@ from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checkpoint.manifest import (
     NAME,
     FileEntry,
+    Span,
     TensorEntry,
     encode_manifest,
 )
-from lockstep.checkpoint.parted_files import PartedFile, WrittenSpan, entry_of, lay_out
+from lockstep.checkpoint.parted_files import (
+    SPAN_BYTES,
+    PartedFile,
+    WrittenSpan,
+    entry_of,
+    lay_out,
+)
 from lockstep.checkpoint.remote_storage import RemoteStorage
 from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.storage import GENERATION, AnyFolder, Create, Folder, Storage
@@ -218,7 +225,7 @@ def _write_shard(create: Create, name: str, shard: Tensors) -> FileEntry:
     with create(name, sum(tensor.nbytes for tensor in shard.values())) as file:
         hashed = _Hashed(file)
         write_tensors(shard, {"format": "pt"}, hashed)  # type: ignore[arg-type]  # it has ``write``
-    return FileEntry(hashed.size, hashed.hash.hexdigest())
+    return FileEntry.of_spans(hashed.size, hashed.spans)
 
 
 def _entry(tensor: Any, file: str) -> TensorEntry:
@@ -226,17 +233,20 @@ def _entry(tensor: Any, file: str) -> TensorEntry:
 
 
 class _Hashed:
-    """A file that hashes what is written to it."""
+    """A file that hashes what is written to it, in spans: a header, and tensor by tensor."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
         self.size = 0
-        self.hash = hashlib.sha256()
+        self.spans: list[Span] = []
 
     def write(self, data: Any) -> None:
         self._file.write(data)
-        self.hash.update(data)
-        self.size += len(data)
+        size = SPAN_BYTES if self.spans else len(data)
+        for start in range(0, len(data), size):
+            piece = data[start : start + size]
+            self.size += len(piece)
+            self.spans.append(Span(self.size, hashlib.sha256(piece).hexdigest()))
 
 
 def _joined(folder: AnyFolder, name: str) -> AnyFolder:

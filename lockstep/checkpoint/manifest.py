@@ -27,7 +27,7 @@ _HASH_LENGTH = 64
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Bytes of a file that one process has written, after those of the span before.
+    """Bytes of a file, of one process, after those of the span before.
 
     Attributes:
         stop: the byte after the last.
@@ -44,7 +44,8 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     Attributes:
         size: in bytes.
         sha256: of all its bytes; of the spans' hashes if there are spans.
-        spans: of the whole file, if several processes have written it; else none.
+        spans: of the whole file, the first its header, so that parts can be read; older versions
+            wrote none.
     """
 
     size: _Size
@@ -53,7 +54,7 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     @classmethod
     def of_spans(cls, size: int, spans: Sequence[Span]) -> "FileEntry":
-        """The entry of a file that several processes have written."""
+        """The entry of a file with these spans."""
         return cls(size, hash_of_spans(spans), tuple(spans))
 
 

@@ -1,4 +1,4 @@
-"""Reads parts of tensors from files that several processes have written (``parted_files``).
+"""Reads parts of tensors from the files of a checkpoint.
 
 Each process reads what it needs, in spans, and checks the hashes of these: so of what lies at the
 ends of its parts it reads at most a span more.
@@ -28,7 +28,7 @@ class PartReader:
         generation: its folder.
 
     Attributes:
-        tensors: those in files of several processes, by qualified name.
+        tensors: those in files with spans, by qualified name.
         num_bytes: read so far.
 
     Raises:

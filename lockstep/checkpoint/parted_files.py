@@ -21,7 +21,7 @@ from lockstep.disk import writing
 from lockstep.errors import CheckpointError
 
 # The most bytes that are hashed together: whoever reads a part reads as many more at its ends.
-_SPAN_BYTES = 4 << 20
+SPAN_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,15 @@ class PartedFile:
         starts: where each tensor begins, in bytes from the beginning of the file.
         size: of the file in bytes.
         is_hashed: what is written is hashed.
+        span_bytes: the most that are hashed together.
     """
 
     path: str
     header: bytes
     starts: Mapping[str, int]
     size: int
-    is_hashed: bool = True
+    is_hashed: bool
+    span_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,7 @@ def lay_out(
         starts={name: len(header) + start for name, start in starts.items()},
         size=last,
         is_hashed=is_hashed,
+        span_bytes=SPAN_BYTES,
     )
 
 
@@ -131,7 +134,7 @@ def write_parts(
 def _write_part(descriptor: int, file: PartedFile, part: TensorPart) -> Iterator[WrittenSpan]:
     flat = part.elements.detach().reshape(-1)
     first = file.starts[part.name] + part.start * flat.element_size()
-    size = max(_SPAN_BYTES // flat.element_size(), 1)
+    size = max(file.span_bytes // flat.element_size(), 1)
     for piece in flat.split(size):
         data = piece.cpu().view(torch.uint8).numpy().data
         _write_at(descriptor, data, first)

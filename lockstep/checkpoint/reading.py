@@ -172,8 +172,8 @@ def read_generation(generation: Folder, *, checks_parts: bool = True) -> Saved:
 
     Args:
         generation: the folder.
-        checks_parts: also those of files that several processes have written. Else whoever reads
-            these must check them (``part_reader``, or ``check_parts``).
+        checks_parts: check all hashes. Else whoever reads files with spans must check them
+            (``part_reader``, or ``check_parts``).
 
     Raises:
         CheckpointError: it is damaged.
@@ -184,7 +184,8 @@ def read_generation(generation: Folder, *, checks_parts: bool = True) -> Saved:
         manifest = read_manifest(generation)
         tensors: Tensors = {}
         for name, entry in manifest.files.items():
-            if entry.spans and isinstance(storage, LocalStorage):
+            is_mapped = name.startswith("parts-") or not checks_parts
+            if entry.spans and is_mapped and isinstance(storage, LocalStorage):
                 if checks_parts:
                     storage.check_spans(name, entry.spans)
                 shard = storage.mapped(name, entry.spans)
@@ -200,7 +201,7 @@ def read_generation(generation: Folder, *, checks_parts: bool = True) -> Saved:
 
 
 def check_parts(generation: Folder) -> None:
-    """Check the hashes of files that several processes have written.
+    """Check the hashes of files with spans.
 
     Raises:
         DamagedPartError: one is damaged, or cannot be read.

@@ -251,16 +251,25 @@ class UpdateWorker:
         Gives the parameter's name, the number of the element before which a part begins, and its
         memory, in which it is contiguous.
         """
-        sharding = self.plan.sharding
-        whole = [(name, one) for own in self._groups for name, one in self._named(own)]
+        here = self.exchange.ranks_here
         if self._residency is not None:
             yield from self._residency.kept_parts()
             away = self._residency.gathered
+            whole = [one for group in self._groups for one in self._named(group)]
             yield from ((name, 0, one.detach()) for name, one in whole if name not in away)
-        elif self.plan.num_ranks > 1 and sharding is not None and sharding.shares_parameters:
-            yield from ((one.name, one.piece.start, one.tensor.detach()) for one in self.pieces)
-        elif self.rank == self.exchange.ranks_here.start:
-            yield from ((name, 0, one.detach()) for name, one in whole)
+            return
+        for group, pieces in zip(self._groups, self._pieces, strict=True):
+            if self._has_one_copy:
+                yield from ((one.name, one.piece.start, one.tensor.detach()) for one in pieces)
+            elif self.rank == next(rank for rank in group.spec.ranks if rank in here):
+                yield from ((name, 0, one.detach()) for name, one in self._named(group))
+
+    @property
+    def _has_one_copy(self) -> bool:
+        """True if all ranks of the host that have a parameter have it in the same memory."""
+        sharding, plan = self.plan.sharding, self.plan
+        is_shared = sharding is not None and sharding.shares_parameters
+        return is_shared or (plan.pipeline is not None and plan.engine.shares_memory)
 
     @staticmethod
     def _named(group: OwnedGroup) -> Iterator[tuple[str, torch.Tensor]]:

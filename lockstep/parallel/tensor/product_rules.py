@@ -204,7 +204,8 @@ def _multiplied(
     if split.dim != rows:
         return _by_columns(owner, func, input, weight, bias, split, -1, product)
     is_matrix = weight.place is not None or weight.whole.dim() == 2
-    is_cast = torch.is_autocast_enabled(weight.whole.device.type)
+    kind = weight.whole.device.type
+    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     if is_matrix and rows == weight.whole.dim() - 1 and not is_cast:
         product = partial(product_of_columns, product)
     weights = owner.parts_of(weight.whole, split, weight.place)

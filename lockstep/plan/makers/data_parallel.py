@@ -86,6 +86,11 @@ class Maker(ABC):
         return False
 
     @property
+    def has_stages(self) -> bool:
+        """Whether a rank of its Plans has some of the model's layers, and their only copy."""
+        return False
+
+    @property
     def whole_modules(self) -> Sequence[str]:
         """Names of modules whose layers are not divided inside."""
         return ()
@@ -162,6 +167,10 @@ class Wrapping(Maker):
     @property
     def divides_state(self) -> bool:
         return self.maker.divides_state
+
+    @property
+    def has_stages(self) -> bool:
+        return self.maker.has_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,6 +436,10 @@ class LocalSteps(Wrapping):
             layers=tuple(msgspec.structs.replace(layer, row_limit=0) for layer in plan.layers),
             notes=(*plan.notes, *([] if is_alone else [INEXACT])),
         )
+
+    @property
+    def has_stages(self) -> bool:
+        return False  # each replica has parameters of its own
 
     @property
     def outer(self) -> Nesterov | None:

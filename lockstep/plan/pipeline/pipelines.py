@@ -112,6 +112,10 @@ class Pipelined(Maker):
                 "or a larger batch.",
             )
 
+    @property
+    def has_stages(self) -> bool:
+        return True
+
     def sample_size(self, cluster: Cluster, batch_size: int) -> int:
         """Samples of the largest microbatch, for which costs are measured."""
         return -(-batch_size // self._num_shares(cluster, batch_size))

@@ -1,5 +1,7 @@
 """Copies of a divided training, which ranks write together: each the parts that it updates.
 
+A training is divided if its ranks divide parameters, gradients or slots, or the model's layers.
+
 Rank 0 finds the tensors that ranks divide, and lays out files for them: of a checkpoint, or in
 memory of no process, which outlives each rank (``Target``). All ranks write there between two
 steps, right from where they train, so no rank has memory for a copy. Rank 0 alone has the rest of
@@ -29,6 +31,8 @@ from lockstep.cluster.nameless_files import nameless_file
 from lockstep.comm.shared_memory.file_region import unnamed_file
 from lockstep.errors import HostError
 from lockstep.parallel.worker import Worker
+from lockstep.plan.makers.averaging import AveragedUpdate
+from lockstep.plan.makers.data_parallel import Maker
 from lockstep.plan.spec import Plan
 from lockstep.train.checkpointing.training_state import TrainingState, copied
 
@@ -211,7 +215,7 @@ def divided_names(state: TrainingState, worker: Worker) -> tuple[dict[str, str],
     Returns:
         Their names in files, by the parameter's name; and by the number of the stored slot.
     """
-    trained, updater = {*worker.trained_names}, worker.updater
+    trained, updater = {*state.trained}, worker.updater
     places = [] if updater is None else [place for _, place in updater.stored()]
     stored = {place.data_ptr(): number for number, place in enumerate(places)}
     parameters: dict[str, str] = {}
@@ -246,9 +250,16 @@ def whole_tensors(state: TrainingState) -> Tensors:
 
 def divides_copies(plan: Plan) -> bool:
     """True if ranks can write copies of a training together."""
-    if plan.sharding is None or plan.pipeline is not None:
+    if plan.pipeline is not None and plan.num_ranks > 1:
+        return plan.num_hosts == 1 and not isinstance(plan.update, AveragedUpdate)
+    if plan.sharding is None:
         return False
     return plan.num_ranks > 1 or plan.sharding.offload is not None
+
+
+def may_divide_copies(maker: Maker, num_hosts: int) -> bool:
+    """True if ranks of a maker's Plans can write copies together, unless there is one rank."""
+    return maker.divides_state or (maker.has_stages and num_hosts == 1)
 
 
 def keeps_parts(plan: Plan) -> bool:

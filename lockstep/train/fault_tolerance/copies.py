@@ -211,11 +211,13 @@ class Copies:
                 raise
             return  # the error of a fault will say what is lost
         before, plan = self._memory.reusable, self._state.runner.plan
-        is_on_disk = divides_copies(plan) and plan.sharding is not None and plan.sharding.directory
+        is_divided, sharding = divides_copies(plan), plan.sharding
+        before = None if is_divided else before  # that one stays until all have written
+        is_on_disk = is_divided and sharding is not None and sharding.directory
         if not (due or is_on_disk or self._has_memory_for(now, before)):
             return
         is_remote = bool(due) and self._writer is not None and not self._writer.writes_together
-        if divides_copies(plan) and not is_remote:
+        if is_divided and not is_remote:
             self._begin_parted(now, resume, due, taken)
             return
         self._memory.forget()

@@ -28,6 +28,7 @@ from lockstep.train.callbacks.fit_driver import FitDriver
 from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.checkpointing.checkpoints import CheckpointWriter, check_places
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
+from lockstep.train.checkpointing.parted_state import may_divide_copies
 from lockstep.train.fault_tolerance.lost_hosts import fit_with_restarts
 from lockstep.train.fit.fit_hooks import FitHooks
 from lockstep.train.fit.fit_request import FitData, FitRequest
@@ -325,7 +326,7 @@ class Fit:
         """See ``FitHooks``."""
         if callbacks or self._asked.on_snapshot is not None:
             return False
-        is_divided = self._runner.maker().divides_state
+        is_divided = may_divide_copies(self._runner.maker(), self._job_context.num_hosts)
         found = is_divided and (writer is None or writer.reaches_all)
         if writer is not None:
             writer.only_parts = found

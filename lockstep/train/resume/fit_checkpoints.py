@@ -19,6 +19,7 @@ from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.train.callbacks.interrupt import held_termination
 from lockstep.train.checkpointing.checkpoints import Checkpoint, CheckpointWriter
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
+from lockstep.train.checkpointing.parted_state import may_divide_copies
 from lockstep.train.checkpointing.run_state import check_tensors
 from lockstep.train.checkpointing.trainer_state import TrainerState
 from lockstep.train.checkpointing.training_state import TrainingState, copied
@@ -110,7 +111,7 @@ class FitCheckpoints:
                         hosts,
                         restarts,
                         is_chief=is_chief,
-                        is_divided=self._runner.maker().divides_state,
+                        is_divided=may_divide_copies(self._runner.maker(), context.num_hosts),
                     )
                     stack.enter_context(newest)
                     memory.destinations.append(writer)

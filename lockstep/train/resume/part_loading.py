@@ -142,18 +142,18 @@ class PartLoading:
             return slots.get(path) == tensor.dtype
 
         with closing(PartReader(place)) as reader:
-            found = {
-                pointer(path): (path, one)
+            found = {name: one for name, one in state.flat()[0].items() if name in reader.tensors}
+            waiting = {
+                pointer(path)
                 for path, one in leaves(state)
-                if pointer(path) in reader.tensors
+                if pointer(path) in found and may_wait(path, one)
             }
-            waiting = {name for name, one in found.items() if may_wait(*one)}
             trained = {name for name, one in parameters.items() if one.requires_grad}
             if not waiting >= {pointer(("parameters", name)) for name in trained}:
                 waiting.clear()  # ranks load all parameters or none
             known = {
                 id(one): one.to("meta") if name in waiting else reader.whole(name, one)
-                for name, (_, one) in found.items()
+                for name, one in found.items()
             }
         return TrainingState(**copied(state.parts(), known=known)), frozenset(waiting)
 
