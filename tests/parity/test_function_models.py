@@ -61,8 +61,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
         lockstep.MirroredStrategy(1),
         lockstep.PipelineStrategy(2, microbatches=1),
         lockstep.PipelineStrategy(3, None, 1, "zb-h1"),
+        pytest.param(lockstep.HybridStrategy(pipe=2, tensor=2, microbatches=1), marks=OUTER),
     ],
-    ids=["mirrored", "2 stages", "3 stages"],
+    ids=["mirrored", "2 stages", "3 stages", "2 divided stages"],
 )
 def test_the_same_weights_in_the_model_and_in_the_file(
     strategy: lockstep.Strategy, alone: dict[str, Tensor], tmp_path: Path

@@ -17,9 +17,9 @@ import lockstep
 from lockstep.checkpoint.manifest import NAME
 from lockstep.checkpoint.parted_files import WrittenSpan, write_parts
 from lockstep.checkpoint.reading import DamagedCheckpointWarning
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, WorkerError
 from lockstep.train.checkpointing import stored_parts
-from lockstep.train.checkpointing.parted_state import PartedCopy
+from lockstep.train.checkpointing.parted_state import PartedCopy, write_requested
 from lockstep.train.checkpointing.training_state import TrainingState
 from tests.faults.jobs import helpers_of
 from tests.parity.test_sharded import INPUTS, TARGETS, Norms
@@ -170,7 +170,12 @@ def test_all_processes_write_what_is_saved_after_training(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("level", "engine"), [("parameters", None), ("parameters", "gloo"), ("made", "gloo")]
+    ("level", "engine"),
+    core_of(
+        [("parameters", None), ("parameters", "gloo"), ("made", "gloo")],
+        [("parameters", None), ("made", "gloo")],
+        [],
+    ),
 )
 def test_ranks_load_their_parts_of_weights_that_another_strategy_saved(
     level: str, engine: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -250,3 +255,83 @@ def test_a_part_outlives_its_rank(level: str) -> None:
     history = trainer.fit((INPUTS, TARGETS), batch_size=8, verbose=0, restarts=1)
     assert len(history.restarts) == 1
     assert digest(trainer) == digest(expected)
+
+
+STAGES: dict[str, Callable[[], lockstep.Strategy]] = {
+    "sharded": partial(lockstep.FullyShardedStrategy, 2, engine="gloo"),
+    "pipeline": partial(lockstep.PipelineStrategy, 2, microbatches=2),
+    "pipeline over gloo": partial(lockstep.PipelineStrategy, 2, microbatches=2, engine="gloo"),
+}
+
+
+@OUTER
+@pytest.mark.parametrize("kind", core_of(STAGES, ["pipeline"], []))
+def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped before it can write, and killed when the others have begun."""
+
+    def make() -> lockstep.Trainer:
+        torch.manual_seed(0)
+        layers = [nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 5)]
+        return lockstep.Trainer(
+            nn.Sequential(*layers),
+            loss=nn.CrossEntropyLoss(),
+            optimizer=partial(torch.optim.Adam, lr=1e-2),
+            strategy=STAGES[kind](),
+        )
+
+    expected, killed = make(), make()
+    data = INPUTS, TARGETS
+    expected.fit(data, batch_size=12, verbose=0)
+    begin, num_begun = PartedCopy.begin, []
+
+    def beginning(copy: PartedCopy, worker: Any) -> Any:
+        num_begun.append(worker)
+        if len(num_begun) == 3:
+            os.kill(helpers_of(killed)[0], signal.SIGSTOP)
+        return begin(copy, worker)
+
+    def writing(*arguments: Any) -> Any:
+        if len(num_begun) == 3:
+            os.kill(helpers_of(killed)[0], signal.SIGKILL)
+        return write_requested(*arguments)
+
+    checkpoint = lockstep.Checkpoint(tmp_path, every="1 steps")
+    with monkeypatch.context() as patch:
+        patch.setattr(PartedCopy, "begin", beginning)
+        patch.setattr("lockstep.train.callbacks.rank_sync.write_requested", writing)
+        with pytest.raises(WorkerError):
+            killed.fit(data, batch_size=12, verbose=0, checkpoint=checkpoint)
+    assert len([*tmp_path.glob("generation-*")]) == 2
+    resumed = make()
+    resumed.fit(data, batch_size=12, verbose=0, checkpoint=checkpoint)
+    assert digest(resumed) == digest(expected)
+
+
+@OUTER
+@pytest.mark.parametrize("kind", core_of(STAGES, ["sharded"], []))
+def test_weights_with_channels_last_are_written_whole(kind: str, tmp_path: Path) -> None:
+    """Parts of their memory are no parts of a tensor in a file."""
+
+    def make() -> lockstep.Trainer:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *(nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 8, 3, padding=1), nn.Tanh()),
+            *(nn.Conv2d(8, 8, 3, padding=1), nn.Flatten(), nn.Linear(32, 5)),
+        )
+        return lockstep.Trainer(
+            model.to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+            loss=nn.CrossEntropyLoss(),
+            optimizer=partial(torch.optim.Adam, lr=1e-2),
+            strategy=STAGES[kind](),
+        )
+
+    expected, stopped, resumed = make(), make(), make()
+    expected.fit((INPUTS, TARGETS), batch_size=12, verbose=0)
+    checkpoint = lockstep.Checkpoint(tmp_path, every="1 steps")
+    stopped.fit((INPUTS, TARGETS), batch_size=12, verbose=0, checkpoint=checkpoint)
+    for _ in range(2):  # that of the end, and of the last step
+        shutil.rmtree(max(tmp_path.glob("generation-*")))
+    resumed.fit((INPUTS, TARGETS), batch_size=12, verbose=0, checkpoint=checkpoint)
+    assert digest(resumed) == digest(expected)

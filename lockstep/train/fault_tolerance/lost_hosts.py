@@ -131,9 +131,10 @@ def resumed_from_newest(
     with ExitStack() as stack:
         if is_chief:
             stack.enter_context(writer.opened())
-        folder, writer.is_divided = writer.checkpoint.directory, is_divided
+        folder, is_one_host = writer.checkpoint.directory, hosts is None or len(hosts.names) == 1
         writer.shared = SharedFolder.find(hosts, folder) if is_divided else None
-        if is_divided and writer.shared is None and hosts is not None and len(hosts.names) > 1:
+        writer.is_divided = is_divided and (is_one_host or writer.shared is not None)
+        if is_divided and not writer.is_divided:
             writer.show_line(
                 f"Hosts do not share {folder}: host 0 gathers each checkpoint, and writes it alone."
             )

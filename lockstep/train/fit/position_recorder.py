@@ -86,7 +86,9 @@ class PositionRecorder:
 
     def show_all(self) -> None:
         """Bring the state of the training to rank 0: the whole, or what ranks do not write."""
-        if self.hooks.only_parts:
+        every = self.rank_sync.worker.model.parameters()
+        # Parts of memory in another order (channels last) are no parts of a tensor in a file.
+        if self.hooks.only_parts and all(one.is_contiguous() for one in every):
             self.rank_sync.collect_rest()
             return
         self.rank_sync.collect_buffers()
