@@ -61,7 +61,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
         lockstep.MirroredStrategy(1),
         lockstep.PipelineStrategy(2, microbatches=1),
         lockstep.PipelineStrategy(3, None, 1, "zb-h1"),
-        pytest.param(lockstep.HybridStrategy(pipe=2, tensor=2, microbatches=1), marks=OUTER),
+        pytest.param(
+            lockstep.HybridStrategy(pipe=2, tensor=2, microbatches=1), marks=pytest.mark.thorough
+        ),
     ],
     ids=["mirrored", "2 stages", "3 stages", "2 divided stages"],
 )

@@ -264,7 +264,7 @@ STAGES: dict[str, Callable[[], lockstep.Strategy]] = {
 }
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", core_of(STAGES, ["pipeline"], []))
 def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -309,7 +309,7 @@ def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(
     assert digest(resumed) == digest(expected)
 
 
-@OUTER
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", core_of(STAGES, ["sharded"], []))
 def test_weights_with_channels_last_are_written_whole(kind: str, tmp_path: Path) -> None:
     """Parts of their memory are no parts of a tensor in a file."""
