@@ -194,7 +194,8 @@ class BitsProof:
         if plan.pipeline is None:
             name = f"one device, {plan.num_shares} shares"
             alone = self._run(_OneDevice(plan.num_shares)).undivided()
-            found.append(_verdict(name, self._first.undivided(), alone, is_promised=True))
+            is_promised = plan.tensor is None  # sums of layers divided inside are sums of shards
+            found.append(_verdict(name, self._first.undivided(), alone, is_promised=is_promised))
         alone = self._run(_OneDevice(1)).undivided()
         found.append(_verdict("one device", self._first.undivided(), alone, is_promised=False))
         return found

@@ -31,7 +31,6 @@ STRATEGIES = {
     "data-2-pipe-2": lockstep.HybridStrategy(data=2, pipe=2, microbatches=2),
     "data-3-1": lockstep.HybridStrategy(data=(3, 1), microbatches=2),
     "data-1-3-zb-h1": lockstep.HybridStrategy(data=(1, 3), microbatches=2, schedule="zb-h1"),
-    "tensor-2-pipe-2": lockstep.HybridStrategy(tensor=2, pipe=2, microbatches=3),
     "data-2-1-tensor-2-gloo": lockstep.HybridStrategy(
         (2, 1), tensor=2, microbatches=2, schedule="zb-h1", engine="gloo"
     ),

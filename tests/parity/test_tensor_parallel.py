@@ -15,7 +15,7 @@ import lockstep
 from lockstep.errors import DeviceError, OptionError
 from lockstep.parallel.tensor.divided_tensor import DividedTensor
 from lockstep.train.trainer import Trainer
-from tests.zoo import case, make_job
+from tests.thorough import OUTER
 
 TENSOR, HYBRID = lockstep.TensorParallelStrategy, lockstep.HybridStrategy
 INPUTS = torch.randn(48, 12, generator=torch.Generator().manual_seed(1))
@@ -98,12 +98,13 @@ def check_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 _ALONE = TENSOR(3), lockstep.SingleDeviceStrategy()
 _REPLICAS = HYBRID(2, tensor=2), lockstep.MirroredStrategy(1, num_shares=2)
+_STAGES = HYBRID(pipe=2, tensor=2, microbatches=1), lockstep.SingleDeviceStrategy()
 
 
 @pytest.mark.parametrize(
     ("strategy", "plain", "options"),
     [
-        pytest.param(*_ALONE, {}, id="tensor"),
+        pytest.param(*_ALONE, {}, id="tensor", marks=pytest.mark.exhaustive),
         pytest.param(*_ALONE, {"clip_norm": 0.1}, id="tensor-clip_norm"),
         pytest.param(
             *_ALONE, {"accumulate": 2}, id="tensor-accumulate", marks=pytest.mark.exhaustive
@@ -113,6 +114,7 @@ _REPLICAS = HYBRID(2, tensor=2), lockstep.MirroredStrategy(1, num_shares=2)
             *_REPLICAS, {"clip_norm": 0.1}, id="hybrid-clip_norm", marks=pytest.mark.exhaustive
         ),
         pytest.param(*_REPLICAS, {"accumulate": 2}, id="hybrid-accumulate"),
+        pytest.param(*_STAGES, {"clip_norm": 0.1}, id="stages-clip_norm", marks=OUTER),
     ],
 )
 def test_options_of_training(
@@ -123,11 +125,6 @@ def test_options_of_training(
     check_close(found, fit(trainer(plain, **options)))
     assert one.plan.tensor is not None
     assert {"up.weight", "down.weight"} <= {each.name for each in one.plan.tensor.parameters}
-
-
-def test_tied_layers_on_three_processes() -> None:
-    report = lockstep.verify(make_job(case("gpt_tied")), TENSOR(3), steps=3)
-    assert report.passed, str(report)
 
 
 def test_images_in_channels_last_whose_shards_have_one_and_two_channels() -> None:

@@ -5,6 +5,7 @@ three shards do not divide evenly, where that is possible.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import ModelError
+from lockstep.parallel.debug.module_watch import ModuleWatch, Spot
 from lockstep.parallel.tensor.divided_tensor import DividedTensor
 from lockstep.parallel.tensor.observing import observed_splits
 from lockstep.parallel.tensor.parameters import DividedParameters
@@ -671,6 +673,39 @@ def test_a_hook_after_a_use_is_refused(x: Tensor) -> None:
 
     with pytest.raises(ModelError, match="gets a gradient hook after it was used"):
         divide(Model(body).double(), x, 2)
+
+
+class UsedWithin(nn.Module):
+    """Its output is used before it is returned."""
+
+    def __init__(self, up: nn.Linear) -> None:
+        super().__init__()
+        self.up = up
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = F.linear(x, self.up.weight, self.up.bias).tanh()
+        return hidden, hidden * 2
+
+
+def test_hooks_of_a_proof_are_not_refused(x: Tensor) -> None:
+    def body(model: Any, x: Tensor) -> Tensor:
+        hidden, doubled = model.within(x)
+        found: Tensor = model.down(hidden) + model.down(doubled)
+        return found
+
+    model = Model(body).double()
+    model.within = UsedWithin(model.up)
+    splits = divide(model, x, 2)
+    assert "down.weight" in {one.name for one in splits.parameters if one.by == "rows"}
+    noted = []
+    for context in (nullcontext(), on_shards(model, splits).running()):
+        with context, ModuleWatch(model).watching() as values:
+            run(model, x).square().sum().backward()
+        noted.append({spot: value for of_share in values.values() for spot, value in of_share})
+    plain, found = noted
+    assert plain.keys() - found.keys() == {Spot("gradient", "within")}
+    for spot, value in found.items():
+        torch.testing.assert_close(value, plain[spot], rtol=1e-12, atol=1e-12, msg=str(spot))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,9 @@
 Hooks on all modules record these values while a step runs, share by share, in the order of their
 computation. Modules that a pipeline runs instruction by instruction are not called, and so not
 recorded; those inside of them are. Values recomputed in a backward pass are not recorded again.
+
+What is divided (``DividedTensor``) is recorded whole. If a module has used the parts of its output
+itself, the gradient of this output is not recorded.
 """
 
 import math
@@ -18,6 +21,7 @@ import torch
 from torch import nn
 
 from lockstep.data.trees import map_tensors, tensors_of
+from lockstep.parallel.tensor.divided_tensor import leave_whole
 
 INPUT, OUTPUT, GRADIENT = "input", "output", "gradient"
 
@@ -113,12 +117,15 @@ class ModuleWatch:
 
     def _before(self, name: str, module: nn.Module) -> Any:
         def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+            for tensor in tensors_of((args, kwargs)):
+                leave_whole(tensor)
             self._note(INPUT, name, (args, kwargs))
 
         return module.register_forward_pre_hook(note, with_kwargs=True)
 
     def _after(self, name: str, module: nn.Module) -> Any:
         def note(_: nn.Module, __: Any, output: Any) -> Any:
+            shows_gradient = [leave_whole(tensor) for tensor in tensors_of(output)]
             if not _is_first_time():
                 return None
             is_due = self._is_due(OUTPUT, name)
@@ -127,7 +134,7 @@ class ModuleWatch:
             self._note(OUTPUT, name, output)
             share, call = self._here.share, self._here.calls[name]
             for part, tensor in enumerate(tensors_of(output)):
-                if tensor.requires_grad:
+                if tensor.requires_grad and shows_gradient[part]:
                     spot = Spot(GRADIENT, name, call, part)
                     tensor.register_hook(partial(self._note_gradient, share, spot))
             self._here.calls[name] += 1

@@ -305,6 +305,15 @@ class DividedTensor(torch.Tensor):
         raise _not_seen(func, divided_in((args, kwargs)))
 
 
+def leave_whole(tensor: torch.Tensor) -> bool:
+    """Have all later operations get a tensor whole; returns whether none has used its parts."""
+    if not isinstance(tensor, DividedTensor):
+        return True
+    is_unused = not tensor.is_used or tensor.settled() is not tensor
+    tensor.left_whole(leave_whole)
+    return is_unused
+
+
 def is_transformed() -> bool:
     """Whether a transform of ``torch.func``, such as ``vmap`` or ``grad``, is running."""
     return bool(torch._C._are_functorch_transforms_active())
