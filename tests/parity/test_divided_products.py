@@ -185,6 +185,7 @@ def attending() -> Any:
     inputs = layers.Input((6,), dtype="int32")
     x = layers.Embedding(11, 15)(inputs)
     x = layers.Conv1D(15, 3, padding="same", activation="relu")(x)
+    x = layers.LayerNormalization()(x)
     x = layers.LayerNormalization()(x + layers.MultiHeadAttention(3, 5)(x, x))
     hidden = layers.EinsumDense("btw,wh->bth", output_shape=(None, 23), bias_axes="h")(x)
     x = x + layers.EinsumDense("bth,hw->btw", output_shape=(None, 15), bias_axes="w")(hidden)
@@ -204,3 +205,18 @@ def test_a_keras_model_with_attention(product: str) -> None:
         for one in (plain, model):
             one.fit(tokens, keras_zoo.classes(17), **options)
         assert keras_zoo.distance(plain, model) < 1e-12
+
+
+def test_layers_of_keras_are_divided() -> None:
+    sample = np.zeros((7, 6), int), keras_zoo.classes(7)
+    model = keras_zoo.compiled(attending, sample[0])
+    plan = PRODUCTS["3"]().plan(model, batch_size=7, sample=sample)
+    assert plan.tensor is not None
+    kinds = {layer.name: layer.kind for layer in plan.layers}
+    found = [(kinds[one.name.rpartition(".")[0]], one.by) for one in plan.tensor.parameters]
+    assert found == [
+        *[("Embedding", "columns"), ("Conv1D", "columns")],
+        *[("EinsumDense", "columns")] * 3,  # queries, keys, values
+        ("EinsumDense", "rows"),
+        *[(kind, way) for kind in ("EinsumDense", "Dense") for way in ("columns", "rows")],
+    ]

@@ -54,6 +54,7 @@ class Model(nn.Module):
         self.across = nn.MultiheadAttention(WIDTH, HEADS, kdim=7, vdim=11, batch_first=True)
         self.embedding = nn.Embedding(11, WIDTH, padding_idx=2)
         self.convolution = nn.Conv1d(5, 7, 3, padding=1)
+        self.kernels = nn.ParameterList(torch.rand(*size, 5, 7) for size in [(3,), (1, 3)])
         self.experts_up = nn.Parameter(torch.rand(EXPERTS, 14, WIDTH))
         self.experts_down = nn.Parameter(torch.rand(EXPERTS, WIDTH, 7))
         self.experts_bias = nn.Parameter(torch.rand(EXPERTS, 1, 14))
@@ -142,6 +143,15 @@ def kernels(model: Any, x: Tensor) -> Tensor:
 def convolve(model: Any, x: Tensor) -> Tensor:
     convolved: Tensor = model.convolution(x)
     return F.relu(convolved).mean(-1)
+
+
+def convolve_as_keras(model: Any, x: Tensor) -> Tensor:
+    """Kernels with the outputs last; one is copied to another order in memory."""
+    vector, matrix = model.kernels
+    convolved = F.conv1d(x, vector.permute(2, 1, 0), padding="same")
+    kernel = matrix.permute(3, 2, 0, 1).contiguous(memory_format=torch.channels_last)
+    images = F.conv2d(x[..., None, :], kernel, padding="same").movedim(1, -1).relu()
+    return torch.cat([convolved.mT, images.sum(1)], 1)
 
 
 def tied(model: Any, x: Tensor) -> Tensor:
@@ -458,6 +468,7 @@ CASES: dict[Callable[[Any, Tensor], Tensor], set[str]] = {
     gated_fused: set(),
     dropout_between: set(),
     kernels: set(),
+    convolve_as_keras: {END},
     convolve: {END},
     tied: {END},
     used_whole_too: set(),

@@ -127,6 +127,14 @@ class Owner(ABC):
     def note_cast(self, weight: torch.Tensor, cast: torch.Tensor) -> None:
         """A weight was cast to another dtype: it is divided like the weight."""
 
+    @abstractmethod
+    def note_copy(self, view: torch.Tensor, copy: torch.Tensor) -> None:
+        """A view of a weight was copied to another order in memory: see ``view_of``."""
+
+    @abstractmethod
+    def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view of a weight of which a tensor is an unchanged copy; else the tensor."""
+
     def note_gather(self, divided: "DividedTensor", func: Any) -> None:
         """A function gets a divided tensor whole."""
         return

@@ -65,6 +65,8 @@ class DividedParameters(Owner):
         self._of_whole_uses: dict[str, torch.Tensor] = {}
         # By the id of what a parameter was cast to: it, its version, the parameter's name.
         self._casts: dict[int, tuple[weakref.ref[torch.Tensor], int, str]] = {}
+        # By the id of a copy of a parameter's view: it, its version, the view.
+        self._copies: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
         self._is_running = False
 
     @contextmanager
@@ -96,7 +98,7 @@ class DividedParameters(Owner):
             return True
         if not isinstance(argument, torch.Tensor):
             return False
-        return bool(self.name_of(base_of(argument)))
+        return bool(self.name_of(base_of(self.view_of(argument))))
 
     def check_pass(self, divided: DividedTensor) -> None:
         if not self._is_running:
@@ -111,17 +113,24 @@ class DividedParameters(Owner):
         if name or id(weight) not in self._casts:
             return name
         reference, version, name = self._casts[id(weight)]
-        cast = reference()
-        if cast is None or cast is not weight or cast._version != version:
-            return ""
         has_gradient = self._parameters[name].requires_grad and torch.is_grad_enabled()
-        is_plain = not (cast._backward_hooks or cast.retains_grad)
-        return name if is_plain and cast.requires_grad >= has_gradient else ""
+        is_same = _is_unchanged(weight, reference, version)
+        return name if is_same and weight.requires_grad >= has_gradient else ""
 
     def note_cast(self, weight: torch.Tensor, cast: torch.Tensor) -> None:
         name = self.name_of(weight)
         if name and cast is not weight and cast.is_floating_point():
             self._casts[id(cast)] = weakref.ref(cast), cast._version, name
+
+    def note_copy(self, view: torch.Tensor, copy: torch.Tensor) -> None:
+        if copy is not view:
+            self._copies[id(copy)] = weakref.ref(copy), copy._version, view
+
+    def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        reference, version, view = self._copies.get(id(tensor), (None, 0, tensor))
+        if reference is None or not _is_unchanged(tensor, reference, version):
+            return tensor
+        return view if tensor.requires_grad == view.requires_grad else tensor
 
     def is_divided(self, name: str) -> bool:
         """Whether a parameter is divided."""
@@ -193,9 +202,16 @@ class DividedParameters(Owner):
         """Drop all gradients."""
         self._of_whole_uses.clear()
         self._casts.clear()
+        self._copies.clear()
         for parts in self._parts.values():
             for part in parts:
                 part.clear()
+
+
+def _is_unchanged(tensor: torch.Tensor, reference: weakref.ref[torch.Tensor], version: int) -> bool:
+    """Whether a tensor is the one that was noted, and nobody has changed or hooked it since."""
+    is_same = reference() is tensor and tensor._version == version
+    return is_same and not (tensor._backward_hooks or tensor.retains_grad)
 
 
 class _Shard:
@@ -256,7 +272,10 @@ _REDIRECTIONS = [
     *(Redirection(name) for name in ("linear", "embedding", "conv1d", "conv2d", "conv3d")),
     Redirection("multi_head_attention_forward"),
     *(Redirection(name, torch) for name in ("matmul", "mm", "addmm", "einsum", "bmm", "baddbmm")),
-    *(Redirection(name, torch.Tensor) for name in ("matmul", "mm", "__matmul__", "bmm", "to")),
+    *(
+        Redirection(name, torch.Tensor)
+        for name in ("matmul", "mm", "__matmul__", "bmm", "to", "contiguous")
+    ),
     *(Redirection("grouped_mm") for _ in named("grouped_mm", F)),
 ]
 

@@ -64,16 +64,21 @@ def weight_of(owner: Owner, tensor: Any) -> Weight | None:
     offset, place = tensor.storage_offset() - base.storage_offset(), None
     if tensor.dim() < base.dim():
         place, offset = divmod(offset, max(base.stride(0), 1))
-    has_gradient = base.requires_grad and torch.is_grad_enabled()
-    is_plain = not (tensor._backward_hooks or tensor.retains_grad)
-    # A view that was made without gradients says that it requires them.
-    if offset or not is_plain or (tensor.grad_fn is not None) != has_gradient:
+    if offset or not _is_plain_view(tensor, base):
         return None
     one = base if place is None else base[place].detach()
     for is_turned, matrix in enumerate((one, one.mT)):
         if (tensor.shape, tensor.stride()) == (matrix.shape, matrix.stride()):
             return Weight(base, place, bool(is_turned))
     return None
+
+
+def _is_plain_view(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether the gradient of a view goes to its base, and nobody else gets it."""
+    has_gradient = base.requires_grad and torch.is_grad_enabled()
+    is_plain = not (view._backward_hooks or view.retains_grad)
+    # A view that was made without gradients says that it requires them.
+    return is_plain and (view.grad_fn is not None) == has_gradient
 
 
 def _linear(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -287,21 +292,46 @@ _CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "gro
 def _convolution(num_dims: int) -> Any:
     def rule(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         options = {**dict(zip(_CONVOLUTION, args, strict=False)), **kwargs}
-        input, weight = options.pop("input"), options.pop("weight")
-        bias = options.pop("bias", None)
-        split = None if options.get("groups", 1) != 1 else owner.split_of(weight, 0)
+        input, bias = options.pop("input"), options.pop("bias", None)
+        kernel = _kernel_of(owner, options.pop("weight"))
+        if kernel is None or options.get("groups", 1) != 1:
+            return NotImplemented
+        weight, order = kernel
+        split = owner.split_of(weight, order[0])
         if split is None:
             return NotImplemented
 
         def product(
-            input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+            input: torch.Tensor, part: torch.Tensor, bias: torch.Tensor | None
         ) -> torch.Tensor:
-            made: torch.Tensor = func(input, weight, bias, **options)
+            made: torch.Tensor = func(input, part.permute(order), bias, **options)
             return made
 
         return _by_columns(owner, func, input, Weight(weight), bias, split, -1 - num_dims, product)
 
     return rule
+
+
+def _kernel_of(owner: Owner, tensor: Any) -> tuple[torch.Tensor, list[int]] | None:
+    """The weight that a tensor is, with its dims in another order, and that order; else None.
+
+    Keras's kernels have the outputs last.
+    """
+    if isinstance(tensor, DividedTensor):
+        return None
+    view = owner.view_of(tensor)
+    base = base_of(view)
+    if not owner.name_of(base) or view.dim() != base.dim():
+        return None
+    if view is not base and not _is_plain_view(view, base):
+        return None
+    left = dict(enumerate(zip(base.shape, base.stride(), strict=True)))
+    order: list[int] = []
+    for one in zip(view.shape, view.stride(), strict=True):
+        order += [dim for dim, other in left.items() if other == one][:1]
+        left.pop(order[-1] if order else -1, None)
+    is_whole = len(order) == base.dim() and view.storage_offset() == base.storage_offset()
+    return (base, order) if is_whole else None
 
 
 _EMBEDDING = (

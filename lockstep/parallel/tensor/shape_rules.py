@@ -45,6 +45,14 @@ def _cast(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
     return cast
 
 
+def _contiguous(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
+    if has_divided((args, kwargs)):
+        return _same_view(owner, func, args, kwargs)
+    copy = func(*args, **kwargs)
+    owner.note_copy(args[0], copy)
+    return copy
+
+
 def _type_as(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
     input, other = args
     if not isinstance(input, DividedTensor):
@@ -182,35 +190,15 @@ def _cut_further(
     return made, input.span * times
 
 
-def _transpose(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
-    if kwargs or len(args) != 3 or not isinstance(args[0], DividedTensor):
+def _reordered(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
+    """The dims in another order, which sizes without memory show."""
+    input, *rest = args
+    if not isinstance(input, DividedTensor):
         return NotImplemented
-    input, *dims = args
-    one, other = (dim % input.dim() for dim in dims)
-    order = list(range(input.dim()))
-    order[one], order[other] = other, one
-    return _permuted(input, order)
-
-
-def _turn(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
-    """``.mT`` and ``.T`` of matrices."""
-    order = list(range(args[0].dim()))
-    if len(order) < 2:
-        return NotImplemented
-    return _permuted(args[0], [*order[:-2], order[-1], order[-2]])
-
-
-def _permute(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
-    input, *dims = args
-    if kwargs or not isinstance(input, DividedTensor):
-        return NotImplemented
-    order = dims[0] if isinstance(dims[0], list | tuple) else dims
-    return _permuted(input, [dim % input.dim() for dim in order])
-
-
-def _permuted(input: DividedTensor, order: Sequence[int]) -> DividedTensor:
+    numbered = torch.empty(*range(1, input.dim() + 1), device="meta")
+    order = [size - 1 for size in func(numbered, *rest, **kwargs).shape]
     split = input.division.at(order.index(input.division.dim))
-    return input.like([part.permute(*order) for part in input.parts], split, is_view=True)
+    return input.like([part.permute(order) for part in input.parts], split, is_view=True)
 
 
 def _unsqueeze(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
@@ -391,17 +379,18 @@ def _joined(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
     return first.like([func(list(parts), dim) for parts in columns], split)
 
 
-register(_same_view, named("contiguous float double half bfloat16 detach", torch.Tensor))
+register(_same_view, named("float double half bfloat16 detach", torch.Tensor))
 register(_same_view, [torch.detach])
 register(_cast, [torch.Tensor.to])
+register(_contiguous, [torch.Tensor.contiguous])
 register(_type_as, [torch.Tensor.type_as])
 register(_expand, [torch.Tensor.expand])
 register(_view, [torch.Tensor.view, torch.Tensor.reshape, torch.reshape])
 register(_flatten, [torch.flatten, torch.Tensor.flatten])
 register(_unflatten, [torch.unflatten, torch.Tensor.unflatten])
-register(_transpose, named("transpose swapaxes swapdims", torch, torch.Tensor))
-register(_turn, [vars(torch._C.TensorBase)["mT"].__get__])
-register(_permute, [torch.permute, torch.Tensor.permute])
+_REORDERED = "transpose swapaxes swapdims permute movedim moveaxis"
+register(_reordered, named(_REORDERED, torch, torch.Tensor))
+register(_reordered, [vars(torch._C.TensorBase)["mT"].__get__])
 register(_unsqueeze, [torch.unsqueeze, torch.Tensor.unsqueeze])
 register(_pieces, named("chunk split", torch, torch.Tensor))
 register(_unbind, [torch.unbind, torch.Tensor.unbind])
