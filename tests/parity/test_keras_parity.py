@@ -28,8 +28,7 @@ SAMPLES, BATCH = 50, 12  # the last batch is short
 CELLS = core_of(
     [(name, strategy) for name in zoo.MODELS for strategy in STRATEGIES],
     lambda name, strategy: (
-        strategy == "mirrored 2"
-        or (name == "sequential" and strategy not in ("auto", "tensor 2"))
+        strategy == "mirrored 2" or (name == "sequential" and strategy not in ("auto", "tensor 2"))
     ),
     [("sequential", "auto")],
 )

@@ -15,7 +15,6 @@ import lockstep
 from lockstep.errors import DeviceError, OptionError
 from lockstep.parallel.tensor.divided_tensor import DividedTensor
 from lockstep.train.trainer import Trainer
-from tests.thorough import OUTER
 
 TENSOR, HYBRID = lockstep.TensorParallelStrategy, lockstep.HybridStrategy
 INPUTS = torch.randn(48, 12, generator=torch.Generator().manual_seed(1))
@@ -114,7 +113,9 @@ _STAGES = HYBRID(pipe=2, tensor=2, microbatches=1), lockstep.SingleDeviceStrateg
             *_REPLICAS, {"clip_norm": 0.1}, id="hybrid-clip_norm", marks=pytest.mark.exhaustive
         ),
         pytest.param(*_REPLICAS, {"accumulate": 2}, id="hybrid-accumulate"),
-        pytest.param(*_STAGES, {"clip_norm": 0.1}, id="stages-clip_norm", marks=OUTER),
+        pytest.param(
+            *_STAGES, {"clip_norm": 0.1}, id="stages-clip_norm", marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_options_of_training(
