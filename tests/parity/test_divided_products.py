@@ -8,16 +8,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import keras
-import numpy as np
 import pytest
 import torch
 import transformers
-from keras import layers
 from torch import Tensor, nn
 
 import lockstep
-from tests import keras_zoo, zoo
+from tests import zoo
 from tests.parity import test_architectures as architectures
 from tests.thorough import core_of
 
@@ -178,45 +175,3 @@ def test_training_equals_one_device(model: str, product: str) -> None:
     report = lockstep.verify(MODELS[model](), strategy, steps=3)
     assert report.passed, str(report)
     assert not report.undivided
-
-
-def attending() -> Any:
-    """A functional model with attention, a convolution, and products by einsum."""
-    inputs = layers.Input((6,), dtype="int32")
-    x = layers.Embedding(11, 15)(inputs)
-    x = layers.Conv1D(15, 3, padding="same", activation="relu")(x)
-    x = layers.LayerNormalization()(x)
-    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(3, 5)(x, x))
-    hidden = layers.EinsumDense("btw,wh->bth", output_shape=(None, 23), bias_axes="h")(x)
-    x = x + layers.EinsumDense("bth,hw->btw", output_shape=(None, 15), bias_axes="w")(hidden)
-    hidden = layers.Dense(21, activation="gelu")(layers.GlobalAveragePooling1D()(x))
-    return keras.Model(inputs, layers.Dense(keras_zoo.NUM_CLASSES)(hidden))
-
-
-@pytest.mark.parametrize("product", core_of(PRODUCTS, ["data 2"], []))
-def test_a_keras_model_with_attention(product: str) -> None:
-    tokens = np.random.default_rng(2).integers(0, 11, size=(17, 6))
-    with keras_zoo.true_float64():
-        make = partial(keras_zoo.compiled, attending, tokens, optimizer="sgd")
-        plain = make()
-        with PRODUCTS[product]().scope():
-            model = make()
-        options: dict[str, Any] = {"batch_size": 7, "epochs": 2, "shuffle": False, "verbose": 0}
-        for one in (plain, model):
-            one.fit(tokens, keras_zoo.classes(17), **options)
-        assert keras_zoo.distance(plain, model) < 1e-12
-
-
-def test_layers_of_keras_are_divided() -> None:
-    sample = np.zeros((7, 6), int), keras_zoo.classes(7)
-    model = keras_zoo.compiled(attending, sample[0])
-    plan = PRODUCTS["3"]().plan(model, batch_size=7, sample=sample)
-    assert plan.tensor is not None
-    kinds = {layer.name: layer.kind for layer in plan.layers}
-    found = [(kinds[one.name.rpartition(".")[0]], one.by) for one in plan.tensor.parameters]
-    assert found == [
-        *[("Embedding", "columns"), ("Conv1D", "columns")],
-        *[("EinsumDense", "columns")] * 3,  # queries, keys, values
-        ("EinsumDense", "rows"),
-        *[(kind, way) for kind in ("EinsumDense", "Dense") for way in ("columns", "rows")],
-    ]
