@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from lockstep.comm.shared_memory.shared_region import discard
+from lockstep.comm.shared_memory.shared_region import discard, pages_of
 
 
 class PieceMemory(ABC):
@@ -102,6 +102,8 @@ class HostPages(PieceMemory):
     def __init__(self, tensors: Sequence[torch.Tensor], cuts: Sequence[torch.Tensor]) -> None:
         super().__init__(tensors, cuts)
         self.kept = cuts
+        self._pages = [one for own in tensors for one in pages_of(own)]
+        self._rest = [one for own in tensors for one in pages_of(own, cuts)]
 
     def take(self) -> None:
         return
@@ -110,14 +112,10 @@ class HostPages(PieceMemory):
         return
 
     def free(self) -> None:
-        self._discard(self.kept)
+        discard(self._rest)
 
     def drop(self) -> None:
-        self._discard(())
-
-    def _discard(self, kept: Iterable[torch.Tensor]) -> None:
-        for tensor in self._tensors:
-            discard(tensor, kept)
+        discard(self._pages)
 
 
 class DeviceStorages(PieceMemory):

@@ -128,30 +128,37 @@ class SharedRegion:
         self.memory.close_descriptor()
 
 
-def discard(tensor: torch.Tensor, kept: Iterable[torch.Tensor] = ()) -> None:
-    """Free the pages of a dense tensor in a region, for all processes that map it.
+Pages = tuple[int, int]
+"""Whole pages: the address of the first, and their number of bytes."""
 
-    They are zeros until they are written again. Pages that other tensors use stay.
+
+def pages_of(tensor: torch.Tensor, kept: Iterable[torch.Tensor] = ()) -> list[Pages]:
+    """The pages of a dense tensor that no other uses.
 
     Args:
         tensor: whose memory.
-        kept: parts of it that stay.
+        kept: parts of it, whose pages are left out.
     """
-    start = tensor.data_ptr()
-    for low, high in sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in kept):
-        if tensor.data_ptr() <= low < tensor.data_ptr() + tensor.nbytes:
-            _free_pages(start, low)
-            start = high
-    _free_pages(start, tensor.data_ptr() + tensor.nbytes)
+    first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    own = [one for one in kept if first <= one.data_ptr() < last]
+    stays = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in own)
+    starts = [first, *(stop for _, stop in stays)]
+    stops = [*(start for start, _ in stays), last]
+    found = []
+    for start, stop in zip(starts, stops, strict=True):
+        page = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        num_bytes = stop // mmap.PAGESIZE * mmap.PAGESIZE - page
+        if num_bytes > 0:
+            found.append((page, num_bytes))
+    return found
 
 
-def _free_pages(start: int, stop: int) -> None:
-    """Free the whole pages between two addresses."""
-    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-    num_bytes = stop // mmap.PAGESIZE * mmap.PAGESIZE - first
+def discard(pages: Iterable[Pages]) -> None:
+    """Free pages of a region, for all processes that map it: zeros until they are written again."""
     advice = getattr(mmap, "MADV_REMOVE", None)  # Linux has it
-    if num_bytes > 0 and advice is not None and not advise(first, num_bytes, advice):
-        raise OSError(ctypes.get_errno(), "pages of a region cannot be freed")
+    for first, num_bytes in pages:
+        if advice is not None and not advise(first, num_bytes, advice):
+            raise OSError(ctypes.get_errno(), "pages of a region cannot be freed")
 
 
 def advise(address: int, num_bytes: int, advice: int) -> bool:
