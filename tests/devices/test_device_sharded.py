@@ -165,6 +165,37 @@ def test_a_device_reads_its_part_of_a_checkpoint(
 
 
 @pytest.mark.exhaustive
+def test_stages_on_devices_write_and_read_their_parts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make() -> lockstep.Trainer:
+        torch.manual_seed(0)
+        layers = [nn.Linear(12, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 5)]
+        strategy = lockstep.HybridStrategy(
+            data=2, pipe=2, cuts=["2"], microbatches=2, devices=ranks_on_devices(4), engine="gloo"
+        )
+        return lockstep.Trainer(
+            nn.Sequential(*layers),
+            loss=nn.CrossEntropyLoss(),
+            optimizer=partial(torch.optim.Adam, lr=1e-2),
+            strategy=strategy,
+        )
+
+    checkpoint, data = lockstep.Checkpoint(tmp_path, every="1 steps"), (INPUTS, TARGETS)
+    trainer, resumed = make(), make()
+    trainer.fit(data, batch_size=24, verbose=0, checkpoint=checkpoint)
+    shutil.rmtree(max(tmp_path.glob("generation-*")))  # that of the end
+    caplog.set_level("INFO", "lockstep")
+    resumed.fit(data, batch_size=24, verbose=0, checkpoint=checkpoint)
+    assert test_parted_copies.digest(resumed) == test_parted_copies.digest(trainer)
+    read = test_parted_copies.bytes_read(caplog)
+    sizes = [sum(one.nbytes for one in part.parameters()) for part in trainer.model.children()]
+    largest = max(sum(sizes[:2]), sum(sizes[2:]))
+    assert sum(read) >= 3 * sum(sizes)
+    assert max(read) <= 2 * largest + test_parted_copies.HEADERS  # half of two slots
+
+
+@pytest.mark.exhaustive
 def test_a_damaged_part_is_seen_and_an_older_checkpoint_used(tmp_path: Path) -> None:
     test_parted_copies.check_an_older_one_is_used(tmp_path, make_parted)
 
