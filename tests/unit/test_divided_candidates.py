@@ -1,11 +1,13 @@
 """Plans that divide parameters or layers, as candidates of the planner and of AutoStrategy."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from msgspec import structs
 from torch import nn
 
 import lockstep
@@ -14,11 +16,13 @@ from lockstep.graph.layer_graph import Division, Layer, LayerCosts, LayerGraph, 
 from lockstep.plan.cost.placement import placement_of
 from lockstep.plan.cost.plan_cost import cost_of
 from lockstep.plan.cost.profile import profile_of
-from lockstep.plan.cost.tensor import parts_of, tensor_cost
+from lockstep.plan.cost.staged import Layout, simulated
+from lockstep.plan.cost.tensor import grouped_cost, parts_of, tensor_cost
 from lockstep.plan.engines import over
 from lockstep.plan.makers.data_parallel import Mirrored
 from lockstep.plan.makers.sharded import FullySharded
 from lockstep.plan.makers.tensor import TensorParallel, splits_of
+from lockstep.plan.pipeline.pipelines import Pipelined
 from lockstep.plan.search.candidates import Problem, candidates
 from lockstep.plan.search.ranking import best_plans
 from tests.unit.test_planner import cores, even_graph
@@ -89,6 +93,70 @@ def test_the_cost_of_divided_layers() -> None:
     assert cost.peak.slots == one.peak.slots / 2
     assert cost.peak.activations < one.peak.activations
     assert cost_of(plan, graph, cluster, 2 * batch).step.exchange > cost.step.exchange
+
+
+def test_the_cost_of_replicas_that_divide_layers() -> None:
+    graph, cluster, batch = graph_of_two_products(), cores(4), 8
+    divided = splits_of(graph, 2)
+    plan = TensorParallel(degree=2, replicas=2, splits=divided)(graph, cluster, batch)
+    cost = cost_of(plan, graph, cluster, batch)
+    moved = 2 * 3 * (batch / 2) * WIDTH * 4 / 1e9  # see above; half of the batch
+    compute = batch / 2 / SAMPLES * (3 / 2 + 1) * 1e-3
+    assert cost.step.forward == pytest.approx(compute + moved / 2)
+    assert cost.step.backward == pytest.approx(2 * compute + moved / 2)
+    assert len(cost.memory) == len(cost.memory_limits) == 4
+    one = cost_of(lockstep.SingleDeviceStrategy().maker()(graph, cluster, batch), graph, cluster, 8)
+    assert cost.peak.parameters == one.peak.parameters / 4
+    assert cost.peak.slots == one.peak.slots / 4
+    assert cost.bytes_sent > 0
+
+
+def test_the_cost_of_stages_that_divide_layers() -> None:
+    graph, cluster, batch = graph_of_two_products(), cores(4), 8
+    divided = splits_of(graph, 2)
+    staged = Pipelined(stages=2, cuts=("down",), microbatches=2)
+    plain = cost_of(staged(graph, cluster, batch), graph, cluster, batch)
+    plan = replace(staged, tensor=2, splits=divided)(graph, cluster, batch)
+    cost = cost_of(plan, graph, cluster, batch)
+    assert len(cost.memory) == 4
+    assert plain.peak.slots / 2 == cost.peak.slots
+    # The last stage, half of which is divided, does the most; each stage exchanges once.
+    assert cost.step.forward == pytest.approx(2 * (1 / 2 + 1) * 1e-3, rel=1e-2)
+    assert cost.step.total < plain.step.total
+    alone = TensorParallel(degree=1, num_shards=2, splits=divided)(graph, cluster, batch).tensor
+    assert alone is not None
+    layout, placement = Layout((0, 2), (1, 1), 2), placement_of(cluster, 2)
+    whole = simulated(profile_of(graph), placement, layout, batch)
+    found = grouped_cost(graph, placement, alone, layout, batch)
+    assert found.step.total == pytest.approx(whole.step.total, rel=1e-2)
+    assert found.memory == whole.memory
+
+
+def test_the_exchanges_of_stacks_of_experts() -> None:
+    experts, tokens = 5, 3  # of each sample, by all experts together
+    up = ParameterInfo(name="up", shape=(experts, WIDTH, HIDDEN), dtype="float32", trainable=True)
+    down = structs.replace(up, name="down", shape=(experts, HIDDEN, WIDTH))
+    costs = LayerCosts(
+        forward_seconds=1e-3,
+        backward_seconds=2e-3,
+        activation_bytes=4000,
+        operations=2.0 * SAMPLES * tokens * 2 * WIDTH * HIDDEN,
+    )
+    layer = Layer(name="experts", kind="Experts", parameters=(up, down), costs=costs)
+    inside = (
+        Division(name="up", dim=2, sizes=(HIDDEN,), unit=1, by="columns"),
+        Division(name="down", dim=1, sizes=(HIDDEN,), unit=1, by="rows"),
+    )
+    graph = LayerGraph(layers=(layer,), samples=SAMPLES, divisions=inside)
+    (part,) = parts_of(graph, splits_of(graph, 2), 2)
+    assert (part.ways, part.summed, part.gathered) == (2, 2 * tokens * WIDTH, 0)
+    by_expert = tuple(
+        Division(name=name, dim=0, sizes=(experts,), unit=1, by="matrices")
+        for name in ("up", "down")
+    )
+    graph = structs.replace(graph, divisions=by_expert)
+    (part,) = parts_of(graph, splits_of(graph, 2), 2)
+    assert (part.ways, part.summed, part.gathered) == (2, 0, tokens * WIDTH)
 
 
 def test_what_cannot_be_divided_is_no_candidate() -> None:

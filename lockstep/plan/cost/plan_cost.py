@@ -9,7 +9,7 @@ from lockstep.plan.cost.parts import PlanCost
 from lockstep.plan.cost.placement import Placement, placement_at
 from lockstep.plan.cost.profile import Profile, profile_of
 from lockstep.plan.cost.staged import Layout, simulated, staged_cost
-from lockstep.plan.cost.tensor import tensor_cost
+from lockstep.plan.cost.tensor import grouped_cost, tensor_cost
 from lockstep.plan.decision import Pipeline
 from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.plan.sharding import is_in
@@ -27,9 +27,9 @@ def cost_of(plan: Plan, graph: LayerGraph, cluster: Cluster, batch_size: int) ->
 
     Raises:
         PlanError: the graph has no costs; or a Plan whose costs are not known: replicas that
-            train locally, servers that do not wait, several replicas that divide layers, layers
-            that ranks without common memory divide, several stages on a device, other schedules
-            than 1F1B.
+            train locally, servers that do not wait, layers that ranks without common memory
+            divide, sequences divided by time, several stages on a device, other schedules than
+            1F1B.
     """
     _check_known(plan)
     return corrected(_modelled(plan, graph, cluster, batch_size), cluster, family_of(plan))
@@ -39,7 +39,10 @@ def _modelled(plan: Plan, graph: LayerGraph, cluster: Cluster, batch_size: int) 
     profile = profile_of(graph, batch_size)
     if plan.pipeline is not None:
         layout, order = _layout_of(plan, plan.pipeline, graph, profile)
-        return simulated(profile, _placement(plan, cluster, order), layout, batch_size)
+        placement = _placement(plan, cluster, order)
+        if plan.tensor is not None:
+            return grouped_cost(graph, placement, plan.tensor, layout, batch_size)
+        return simulated(profile, placement, layout, batch_size)
     placement = _placement(plan, cluster, [*reversed(range(plan.num_ranks))])
     if plan.num_servers:
         return served_cost(profile, placement, plan.num_servers, plan.num_shares, batch_size)
@@ -55,6 +58,9 @@ def _modelled(plan: Plan, graph: LayerGraph, cluster: Cluster, batch_size: int) 
             has_one_copy=plan.sharding.shares_parameters,
             replicas=len(plan.ranks_along("data", 0)),
         )
+    if plan.tensor is not None and plan.num_replicas > 1:
+        layout = Layout((0,), (plan.num_replicas,), plan.num_shares)
+        return grouped_cost(graph, placement, plan.tensor, layout, batch_size)
     if plan.tensor is not None:
         return tensor_cost(graph, profile, placement, plan.tensor, batch_size)
     layout = Layout((0,), (plan.num_ranks,), plan.num_shares)
@@ -83,10 +89,9 @@ def _check_known(plan: Plan) -> None:
     reasons = {
         "replicas that train locally": isinstance(plan.update, AveragedUpdate),
         "servers for which workers do not wait": plan.is_stale,
-        "replicas that divide layers": plan.tensor is not None and plan.num_replicas > 1,
-        "stages that divide layers": plan.tensor is not None and plan.pipeline is not None,
         "layers that ranks without common memory divide": plan.tensor is not None
-        and plan.sharding is not None,
+        and not plan.engine.shares_memory,
+        "sequences divided by time": plan.tensor is not None and plan.tensor.by_time is not None,
         "several stages on a device": len(held) > len({*held}),
         "a schedule other than 1f1b": plan.pipeline is not None
         and plan.pipeline.schedule != "1f1b",
@@ -114,7 +119,7 @@ def _layout_of(
     starts = tuple(stage_of_unit.index(stage) for stage in range(len(pipeline.stages)))
     layout = Layout(
         starts=starts,
-        replicas=tuple(len(stage.ranks) for stage in pipeline.stages),
+        replicas=tuple(len(stage.ranks) // plan.tensor_degree for stage in pipeline.stages),
         shares=plan.num_shares,
         recompute=all(stage.recompute for stage in pipeline.stages),
     )

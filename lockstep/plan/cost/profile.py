@@ -99,6 +99,12 @@ class Profile:
         faster = {name: [value / speed for value in self.sums[name]] for name in times}
         return replace(self, sums={**self.sums, **faster}, threads_speed=1.0)
 
+    def sliced(self, ranks: int) -> "Profile":
+        """The same for one of several ranks that have one copy of the parameters together."""
+        names = ("parameter_bytes", "trainable_bytes", "trainable", "formed_bytes")
+        parts = {name: [value / ranks for value in self.sums[name]] for name in names}
+        return replace(self, sums={**self.sums, **parts})
+
     def merged(self, starts: Sequence[int]) -> "Profile":
         """The same with larger units, which begin at these ones."""
         edges = [*starts, self.num_units]
