@@ -21,7 +21,7 @@ from lockstep.parallel.tensor.shard_gradients import (
     divided_parameters,
     made_whole,
 )
-from lockstep.parallel.tensor.tensor_passes import takes_parts
+from lockstep.parallel.tensor.tensor_passes import DividedPasses
 from lockstep.parallel.training_step import TrainingStep
 from lockstep.parallel.workload import Workload
 
@@ -34,7 +34,7 @@ class _Run(MicrobatchRun):
             super()._send(number, made_whole(tree))
 
 
-class DividedStagePasses(StagePasses):
+class DividedStagePasses(DividedPasses, StagePasses):
     """Passes over stages whose layers are divided.
 
     Args:
@@ -69,18 +69,6 @@ class DividedStagePasses(StagePasses):
             )
             for group in self._groups
         ]
-        self._keeps_output = False  # the loss takes a divided output
-
-    @property
-    def _forms_gradients(self) -> bool:
-        return False  # factors of a part's gradient are no factors of the whole one
-
-    def begin(self, run: Run) -> None:
-        super().begin(run)
-        self._layers.clear()
-        self._keeps_output = takes_parts(self._loss, run)
-        if not self.leads:
-            run.is_observed = False
 
     def _run(self, handler: Any, action: Any, now: TrainingStep) -> None:
         with self._layers.running():

@@ -10,7 +10,7 @@ change with them.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,6 +69,24 @@ _HOLDS = frozenset(
 _HOOKS = (torch.Tensor.register_hook, torch.Tensor.retain_grad)
 
 
+class Use(NamedTuple):
+    """How a product takes a weight.
+
+    Attributes:
+        columns: its dim of the outputs.
+        rows: its dim of the inputs, along which it may be divided, too.
+        input: what it is multiplied by.
+        by: what a cut of ``columns`` separates; see ``ParameterSplit``.
+        unit: columns that must stay together.
+    """
+
+    columns: int
+    rows: int | None = None
+    input: Any = None
+    by: str = "columns"
+    unit: int = 1
+
+
 class Owner(ABC):
     """What divided tensors come from.
 
@@ -81,25 +99,8 @@ class Owner(ABC):
     divides_time: bool = False
 
     @abstractmethod
-    def split_of(
-        self,
-        weight: Any,
-        columns: int,
-        rows: int | None = None,
-        input: Any = None,
-        by: str = "columns",
-        unit: int = 1,
-    ) -> Split | None:
-        """How a weight is divided; None if it is whole, or no weight of the model.
-
-        Args:
-            weight: an argument of a product.
-            columns: its dim of the outputs.
-            rows: its dim of the inputs, along which it may be divided, too.
-            input: what it is multiplied by.
-            by: what a cut of ``columns`` separates; see ``ParameterSplit``.
-            unit: columns that must stay together.
-        """
+    def split_of(self, weight: Any, use: Use) -> Split | None:
+        """How an argument of a product is divided; None if it is whole, or no weight."""
 
     @abstractmethod
     def parts_of(self, weight: torch.Tensor, split: Split, place: int | None = None) -> Tensors:

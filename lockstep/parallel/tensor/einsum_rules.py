@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.parallel.tensor.divided_tensor import RULES, DividedTensor, Owner, whole_of
+from lockstep.parallel.tensor.divided_tensor import RULES, DividedTensor, Owner, Use, whole_of
 from lockstep.parallel.tensor.shard_exchange import Tensors
 from lockstep.parallel.tensor.transfers import cut_own, spread, total
 from lockstep.plan.splits import Split
@@ -61,7 +61,7 @@ def _by_matrices(
         dim = own.index(letters[0]) if is_stack else 0
         if not is_stack or weight.shape[dim] < owner.exchange.num_shards:
             continue
-        split = owner.split_of(weight, dim, by="matrices")
+        split = owner.split_of(weight, Use(dim, by="matrices"))
         if split is not None:
             other = whole_of(operands[1 - place], func)
             parts = cut_own(owner.exchange, other, split.at(others.index(letters[0])))
@@ -76,7 +76,7 @@ def _by_columns(
     for place in (1, 0):
         weight, own, others = operands[place], terms[place], terms[1 - place]
         columns = [own.index(letter) for letter in output if letter in own and letter not in others]
-        split = owner.split_of(weight, columns[0]) if columns else None
+        split = owner.split_of(weight, Use(columns[0])) if columns else None
         if split is not None:
             rest = spread(owner.exchange, operands[1 - place])
             return _of_parts(owner, func, equation, operands, rest, place, split, own, output)
@@ -112,7 +112,7 @@ def _parts(
         return operand.parts if is_alike else None
     if dim < 0:
         return spread(owner.exchange, operand)
-    split = owner.split_of(operand, dim, dim, first, by)
+    split = owner.split_of(operand, Use(dim, dim, first, by))
     if split is not None and split.is_like(first.division):
         return owner.parts_of(operand, split)
     return cut_own(owner.exchange, operand, first.division.at(dim))

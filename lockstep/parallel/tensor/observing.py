@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from lockstep.capture.layers import ties_of
 from lockstep.capture.state import left_alone, set_mode
 from lockstep.data.trees import map_tensors
-from lockstep.parallel.tensor.divided_tensor import DividedTensor
+from lockstep.parallel.tensor.divided_tensor import DividedTensor, Use
 from lockstep.parallel.tensor.parameters import DividedParameters
 from lockstep.parallel.tensor.shard_exchange import ShardExchange, Tensors, cut
 from lockstep.plan.sharding import is_in
@@ -115,23 +115,16 @@ class Observer(DividedParameters):
         with super().running(), _Uses(self):
             yield
 
-    def split_of(
-        self,
-        weight: Any,
-        columns: int,
-        rows: int | None = None,
-        input: Any = None,
-        by: str = "columns",
-        unit: int = 1,
-    ) -> Split | None:
-        name = self.name_of(weight)
+    def split_of(self, weight: Any, use: Use) -> Split | None:
+        name, rows = self.name_of(weight), use.rows
         is_decided = self.divides_time or name in self._splits or name in self._reasons
         if name and not is_decided:
-            if isinstance(input, DividedTensor) and rows is not None and name not in self._tied:
-                self._decide(name, input.division.at(rows), by if rows == columns else "rows")
+            if isinstance(use.input, DividedTensor) and rows is not None and name not in self._tied:
+                by = use.by if rows == use.columns else "rows"
+                self._decide(name, use.input.division.at(rows), by)
             else:
-                self._decide(name, self._by_outputs(name, weight, columns, unit), by)
-        return super().split_of(weight, columns, rows, input)
+                self._decide(name, self._by_outputs(name, weight, use.columns, use.unit), use.by)
+        return super().split_of(weight, use)
 
     def _decide(self, name: str, split: Split, by: str) -> None:
         if split.is_possible:

@@ -25,6 +25,7 @@ from lockstep.parallel.data_parallel.functional_patch import Redirection
 from lockstep.parallel.tensor.divided_tensor import (
     DividedTensor,
     Owner,
+    Use,
     base_of,
     dispatch,
     is_transformed,
@@ -136,17 +137,9 @@ class DividedParameters(Owner):
         """Whether a parameter is divided."""
         return name in self._splits
 
-    def split_of(
-        self,
-        weight: Any,
-        columns: int,
-        rows: int | None = None,
-        input: Any = None,
-        by: str = "columns",
-        unit: int = 1,
-    ) -> Split | None:
+    def split_of(self, weight: Any, use: Use) -> Split | None:
         split = self._splits.get(self.name_of(weight))
-        return split if split is not None and split.dim in (columns, rows) else None
+        return split if split is not None and split.dim in (use.columns, use.rows) else None
 
     def parts_of(self, weight: torch.Tensor, split: Split, place: int | None = None) -> Tensors:
         name = self.name_of(weight)

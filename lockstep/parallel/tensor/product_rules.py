@@ -16,6 +16,7 @@ from lockstep.parallel.tensor.divided_tensor import (
     RULES,
     DividedTensor,
     Owner,
+    Use,
     base_of,
     named,
     whole_of,
@@ -120,7 +121,7 @@ def _grouped(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return NotImplemented
     rows, columns = weight.dims
     unit = 16 // stack.itemsize  # torch's kernels read so many bytes at once
-    split = owner.split_of(weight.whole, columns, rows, _along_last(input), unit=unit)
+    split = owner.split_of(weight.whole, Use(columns, rows, _along_last(input), unit=unit))
     if split is None or any(split.size_of(shard) % unit for shard in range(split.num_shards)):
         if split is not None and split.dim == rows and isinstance(input, DividedTensor):
             sizes = [size * input.span for size in input.division.sizes]
@@ -203,7 +204,7 @@ def _multiplied(
     product: _Product,
 ) -> Any:
     """The product with a weight whose outputs are the dim ``columns``, its inputs ``rows``."""
-    split = owner.split_of(weight.whole, columns, rows, _along_last(input))
+    split = owner.split_of(weight.whole, Use(columns, rows, _along_last(input)))
     if split is None:
         return NotImplemented
     if split.dim != rows:
@@ -297,7 +298,7 @@ def _convolution(num_dims: int) -> Any:
         if kernel is None or options.get("groups", 1) != 1:
             return NotImplemented
         weight, order = kernel
-        split = owner.split_of(weight, order[0])
+        split = owner.split_of(weight, Use(order[0]))
         if split is None:
             return NotImplemented
 
@@ -359,7 +360,7 @@ def _embedding(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str,
         owner.note_time(weight)
         parts.origin = owner.name_of(weight)
         return parts
-    split = owner.split_of(weight, 0) if is_plain else None
+    split = owner.split_of(weight, Use(0)) if is_plain else None
     if split is None or split.dim != 0:
         return NotImplemented
     return _Embedding.apply(  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from lockstep.parallel.tensor.divided_tensor import (
     DividedTensor,
     Owner,
+    Use,
     empty_like_whole,
     has_divided,
     named,
@@ -220,7 +221,7 @@ def _batched(owner: Owner, func: Any, tensors: Sequence[Any]) -> DividedTensor |
     weight = next(iter(weights.values()))
     if {one.shape[0] for one in tensors if one.dim() == 3} - {1, len(weight.whole)}:
         return None
-    split = owner.split_of(weight.whole, 0, by="matrices")
+    split = owner.split_of(weight.whole, Use(0, by="matrices"))
     if split is None:
         return None
     columns = [
@@ -241,7 +242,7 @@ def _stack(owner: Owner, tensor: Any) -> Weight | None:
 def _parts_of_stack(
     owner: Owner, tensor: Any, weight: Weight | None, split: Split
 ) -> Sequence[torch.Tensor]:
-    if weight is not None and owner.split_of(weight.whole, 0, by="matrices") == split:
+    if weight is not None and owner.split_of(weight.whole, Use(0, by="matrices")) == split:
         return [weight.turned(one) for one in owner.parts_of(weight.whole, split)]
     return parts_of(owner, whole_of(tensor, torch.bmm), split.at(-3))
 
@@ -275,7 +276,7 @@ def parts_of_batch(owner: Owner, tensors: Sequence[Any]) -> list[Sequence[Any]] 
 def _parts_beside(owner: Owner, tensor: Any, lead: DividedTensor, split: Split) -> Sequence[Any]:
     """A tensor's parts beside those of a divided one; of a stack of weights, its own parts."""
     weight = _stack(owner, tensor) if split.dim == -3 else None
-    own = None if weight is None else owner.split_of(weight.whole, 0, 0, lead, by="matrices")
+    own = None if weight is None else owner.split_of(weight.whole, Use(0, 0, lead, "matrices"))
     if weight is None or own is None or not own.is_like(split):
         return parts_of(owner, tensor, split)
     return [weight.turned(one) for one in owner.parts_of(weight.whole, own)]

@@ -13,8 +13,10 @@ from lockstep.data.map_style.sources import Batch
 from lockstep.data.trees import Tree
 from lockstep.parallel.batch_run import Run
 from lockstep.parallel.data_parallel.model_passes import ModelPasses
+from lockstep.parallel.data_parallel.passes import Passes
 from lockstep.parallel.exchange.engine import Endpoint
 from lockstep.parallel.loss.share_losses import LossAdapter
+from lockstep.parallel.tensor.parameters import DividedParameters
 from lockstep.parallel.tensor.shard_gradients import (
     ShardGradients,
     divided_parameters,
@@ -26,7 +28,30 @@ GROUP = 0
 """The only group of a Plan without stages."""
 
 
-class TensorPasses(ModelPasses):
+class DividedPasses(Passes):
+    """What passes over a model, or over stages, have in common whose layers are divided.
+
+    Attributes:
+        leads: this rank is the first of those that run the same passes.
+    """
+
+    _layers: DividedParameters
+    _keeps_output = False  # the loss takes a divided output
+
+    @property
+    def _forms_gradients(self) -> bool:
+        return False  # factors of a part's gradient are no factors of a row
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        self._layers.clear()
+        takes_parts = self._loss is not None and self._loss.takes_parts
+        self._keeps_output = run.is_training and not run.is_observed and takes_parts
+        if not self.leads:
+            run.is_observed = False
+
+
+class TensorPasses(DividedPasses, ModelPasses):
     """Passes over a model whose layers are divided.
 
     Args:
@@ -52,21 +77,6 @@ class TensorPasses(ModelPasses):
         self._shards = ShardGradients(
             self._layers, self._exchange, GROUP, trained, leads=self.leads
         )
-
-    _keeps_output = False  # the loss takes a divided output
-
-    @property
-    def _forms_gradients(self) -> bool:
-        return False  # factors of a part's gradient are no factors of a row
-
-    # --- training --------------------------------------------------------------------------------
-
-    def begin(self, run: Run) -> None:
-        super().begin(run)
-        self._layers.clear()
-        self._keeps_output = takes_parts(self._loss, run)
-        if not self.leads:
-            run.is_observed = False
 
     def _run_together(self, run: Run, shares: list[int], body: Any) -> None:
         with self._layers.running():
@@ -102,8 +112,3 @@ class TensorPasses(ModelPasses):
         row = self._row_of(share)
         if share + 1 == min(self._mine.stop, run.num_filled) or self._row_of(share + 1) != row:
             self._shards.put(row)
-
-
-def takes_parts(loss: LossAdapter | None, run: Run) -> bool:
-    """Whether the loss of a batch takes divided outputs, and nothing else needs these whole."""
-    return run.is_training and not run.is_observed and loss is not None and loss.takes_parts
