@@ -196,7 +196,7 @@ def guarded(guard: TorchDispatchMode | None = None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, guard:
         patch.setattr(Tensor, "tolist", refuse)
         # The first step tries the model on samples and on their halves, and waits for the result.
-        patch.setattr("lockstep.parallel.data_parallel.model_passes.is_tried", lambda step: False)
+        patch.setattr("lockstep.parallel.batch_run.is_tried", lambda step: False)
         yield
 
 

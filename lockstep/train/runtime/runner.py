@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 from torch import nn
 
 from lockstep import accelerators
@@ -311,10 +312,10 @@ class Runner:
                 check_deterministic(assignment.device)
             proof = self._prepare_proof(assignment, session, driver, fingerprint)
             check.check_stages(assignment.plan, self.steps_trained, self._checked)
-            place = partial(
-                place_model, self.model, self.front_end.torch_optimizers, assignment.plan
-            )
-            with ending_with(place), self.job_context.at_work() as hosts:
+            with (
+                ending_with(partial(self._place_model, assignment.plan)),
+                self.job_context.at_work() as hosts,
+            ):
                 result = session.run(assignment, driver, hosts, self._calls, fingerprint)
             self._proven = proof or self._proven
             plan = self.last_plan
@@ -379,6 +380,11 @@ class Runner:
         maker = self._maker_for_one()
         return maker(capture_layers(self.model), discover(), batch_size), {}
 
+    def _place_model(self, plan: Plan) -> torch.device:
+        """See ``place_model``; a call within a training leaves slots where that has them."""
+        is_nested = self.job_context.is_rank_zero_only
+        return place_model(self.model, () if is_nested else self.front_end.torch_optimizers, plan)
+
     def _assignment(
         self,
         task: Task,
@@ -390,7 +396,7 @@ class Runner:
         """Everything that ranks need for the task."""
         check_backend(plan)
         self.front_end.check_plan(plan)
-        device = place_model(self.model, self.front_end.torch_optimizers, plan)
+        device = self._place_model(plan)
         self.front_end.place(device)
         if updater is not None:
             check_divisible(self.model, self.front_end.optimizer, plan, is_known=updater.is_known)
