@@ -18,6 +18,7 @@ from lockstep.plan.pipeline.schedules import SCHEDULES
 from lockstep.proof.job import Job
 from lockstep.strategies.automatic import AutoStrategy
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.fully_sharded import FullyShardedStrategy
 from lockstep.strategies.hybrid import HybridStrategy
 from lockstep.strategies.local_sgd import LocalSGDStrategy
 from lockstep.strategies.mirrored import MirroredStrategy
@@ -129,6 +130,10 @@ def _mirrored(options: argparse.Namespace) -> Strategy:
     return MirroredStrategy(options.devices, num_shares=options.shares)
 
 
+def _sharded(options: argparse.Namespace) -> Strategy:
+    return FullyShardedStrategy(options.devices, num_shares=options.shares)
+
+
 def _tpu(options: argparse.Namespace) -> Strategy:
     return TPUStrategy(options.devices, num_shares=options.shares)
 
@@ -197,6 +202,7 @@ _STRATEGIES: dict[str, Callable[[argparse.Namespace], Strategy]] = {
     "auto": _auto,
     "single": _single,
     "mirrored": _mirrored,
+    "sharded": _sharded,
     "tpu": _tpu,
     "pipeline": _pipeline,
     "hybrid": _hybrid,

@@ -316,6 +316,16 @@ def with_a_hook(model: Any, x: Tensor) -> Tensor:
     return found
 
 
+def with_a_hook_of_a_view(model: Any, x: Tensor) -> Tensor:
+    """Of one matrix of a stack, before it is turned; others are divided."""
+    found = torch.zeros_like(x[..., :1])
+    for number, matrix in enumerate(model.experts_up):
+        if number == 1 and matrix.requires_grad:
+            matrix.register_hook(lambda gradient: gradient / 2)
+        found = found + (x @ matrix.t()).tanh().sum(-1, keepdim=True)
+    return found
+
+
 def detached_in_place(model: Any, x: Tensor) -> Tensor:
     found: Tensor = model.down(model.up(x).add(1.0).detach_())
     return found
@@ -493,6 +503,7 @@ CASES: dict[Callable[[Any, Tensor], Tensor], set[str]] = {
     torchs_attention_across: set(),
     torchs_attention_across_in_one: {END},
     with_a_hook: {"register_hook", END},
+    with_a_hook_of_a_view: set(),
     detached_in_place: {"detach_", END},
     changed_by_its_data: {"__get__", END},
     leaf_behind_a_frozen_layer: {"requires_grad_", "sum"},
@@ -717,6 +728,18 @@ def test_hooks_of_a_proof_are_not_refused(x: Tensor) -> None:
     assert plain.keys() - found.keys() == {Spot("gradient", "within")}
     for spot, value in found.items():
         torch.testing.assert_close(value, plain[spot], rtol=1e-12, atol=1e-12, msg=str(spot))
+
+
+def test_a_hook_of_a_view_after_a_use_of_its_view_is_refused(x: Tensor) -> None:
+    def body(model: Any, x: Tensor) -> Tensor:
+        matrix = model.experts_up[1]
+        found: Tensor = x @ matrix.t()
+        if matrix.requires_grad:
+            matrix.register_hook(lambda gradient: gradient / 2)
+        return found
+
+    with pytest.raises(ModelError, match="gets a gradient hook after it was used"):
+        divide(Model(body).double(), x, 2)
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,11 @@ def test_options_reach_the_proof(file: Path, capsys: pytest.CaptureFixture[str])
     assert "Passed: the same" in shown  # it has nothing to divide
 
 
+def test_sharded_training_has_a_name(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", f"{file}:make_job", "--strategy", "sharded", "--devices", "2"])
+    assert "Plan: fully sharded, shard 2" in capsys.readouterr().out
+
+
 UNDIVIDED = {
     "a pipeline of one stage": (
         ["--strategy", "pipeline"],
@@ -171,6 +176,7 @@ def test_mistakes_in_the_target_take_one_line(
     ("options", "message"),
     [
         (["--strategy", "single", "--devices", "2"], "one device and one share"),
+        (["--strategy", "sharded", "--stages", "2"], "sharded has no such option"),
         (["--devices", "0"], "devices=0"),
         (["--devices", "2", "--shares", "1"], "num_shares=1 with 2 replicas"),
         (["--steps", "0"], "`steps` must be"),

@@ -125,6 +125,13 @@ class Owner(ABC):
         """The name of a weight; "" if it is none of the model."""
 
     @abstractmethod
+    def may_divide(self, name: str, view: torch.Tensor) -> bool:
+        """Whether products may get parts of a view of a weight; False if its gradient has a hook.
+
+        A hook that it gets later is refused.
+        """
+
+    @abstractmethod
     def note_cast(self, weight: torch.Tensor, cast: torch.Tensor) -> None:
         """A weight was cast to another dtype: it is divided like the weight."""
 
@@ -275,12 +282,7 @@ class DividedTensor(torch.Tensor):
             ModelError: operations have used the parts.
         """
         if self.is_used:
-            raise ModelError(
-                "The output of a divided layer gets a gradient hook after it was used.",
-                received=f"register_hook or retain_grad on what comes from {self.origin!r}",
-                fix="Register it first, or name the layer in `whole`: "
-                'TensorParallelStrategy(whole=["..."]).',
-            )
+            raise hook_refused(self.origin)
 
     def settled(self) -> torch.Tensor:
         """This tensor; or its copy, if that was changed in place and has the values.
@@ -413,6 +415,16 @@ def _mapped(function: Callable[[DividedTensor], torch.Tensor], arguments: Any) -
     if isinstance(arguments, dict):
         return {key: _mapped(function, one) for key, one in arguments.items()}
     return arguments
+
+
+def hook_refused(origin: str) -> ModelError:
+    """The error of a hook that would see a part of a gradient."""
+    return ModelError(
+        "The output, or a weight, of a divided layer gets a gradient hook after it was used.",
+        received=f"register_hook or retain_grad on what comes from {origin!r}",
+        fix="Register it first, on what the forward pass makes; or name the layer in `whole`: "
+        'TensorParallelStrategy(whole=["..."]).',
+    )
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ from lockstep.parallel.tensor.divided_tensor import (
     Use,
     base_of,
     dispatch,
+    hook_refused,
     is_transformed,
     named,
 )
@@ -68,6 +69,10 @@ class DividedParameters(Owner):
         self._casts: dict[int, tuple[weakref.ref[torch.Tensor], int, str]] = {}
         # By the id of a copy of a parameter's view: it, its version, the view.
         self._copies: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+        # What gets gradients of views of weights, and views that products have divided, each by the
+        # weight's name and the view's place in its memory.
+        self._hooked: set[tuple[str, int]] = set()
+        self._divided_views: set[tuple[str, int]] = set()
         self._is_running = False
 
     @contextmanager
@@ -78,6 +83,8 @@ class DividedParameters(Owner):
             with ExitStack() as stack:
                 for one in _REDIRECTIONS:
                     stack.enter_context(one.to(partial(self._call, one)))
+                for one in _HOOKS:
+                    stack.enter_context(one.to(partial(self._hook, one)))
                 stack.enter_context(_whole_in_functions())
                 yield
         finally:
@@ -92,6 +99,27 @@ class DividedParameters(Owner):
         if not is_inside and any(self._is_ours(one) for one in args[:12]):
             return dispatch(self, function.plain, args, kwargs)
         return function.plain(*args, **kwargs)
+
+    def _hook(self, function: Redirection, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Give a tensor a hook. Products then get what is viewed there, and its views, whole."""
+        if isinstance(tensor, DividedTensor):  # else torch would look the function up again
+            given = (tensor, *args)
+            return tensor.__torch_function__(function.plain, (type(tensor),), given, kwargs)
+        name = self.name_of(base_of(tensor))
+        place = name, int(tensor.storage_offset())
+        if place in self._divided_views or (tensor._base is None and self.is_divided(name)):
+            raise hook_refused(name)
+        if name:
+            self._hooked.add(place)
+        return function.plain(tensor, *args, **kwargs)
+
+    def may_divide(self, name: str, view: torch.Tensor) -> bool:
+        place = name, int(view.storage_offset())
+        if place in self._hooked:
+            return False
+        if view.grad_fn is not None:
+            self._divided_views.add(place)
+        return True
 
     def _is_ours(self, argument: Any) -> bool:
         """Whether an argument is a divided tensor, a parameter, or a view of one."""
@@ -196,6 +224,8 @@ class DividedParameters(Owner):
         self._of_whole_uses.clear()
         self._casts.clear()
         self._copies.clear()
+        self._hooked.clear()
+        self._divided_views.clear()
         for parts in self._parts.values():
             for part in parts:
                 part.clear()
@@ -272,6 +302,8 @@ _REDIRECTIONS = [
     *(Redirection("grouped_mm") for _ in named("grouped_mm", F)),
 ]
 
+
+_HOOKS = [Redirection(name, torch.Tensor) for name in ("register_hook", "retain_grad")]
 
 _apply = torch.autograd.Function.__dict__["apply"]
 _functions = threading.local()  # ``is_inside`` one's forward, whose results autograd records

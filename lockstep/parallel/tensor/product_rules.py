@@ -70,7 +70,8 @@ def weight_of(owner: Owner, tensor: Any) -> Weight | None:
     one = base if place is None else base[place].detach()
     for is_turned, matrix in enumerate((one, one.mT)):
         if (tensor.shape, tensor.stride()) == (matrix.shape, matrix.stride()):
-            return Weight(base, place, bool(is_turned))
+            may_divide = owner.may_divide(owner.name_of(base), tensor)
+            return Weight(base, place, bool(is_turned)) if may_divide else None
     return None
 
 
