@@ -107,7 +107,8 @@ class DividedParameters(Owner):
             return tensor.__torch_function__(function.plain, (type(tensor),), given, kwargs)
         name = self.name_of(base_of(tensor))
         place = name, int(tensor.storage_offset())
-        if place in self._divided_views or (tensor._base is None and self.is_divided(name)):
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if place in self._divided_views or (is_parameter and self.is_divided(name)):
             raise hook_refused(name)
         if name:
             self._hooked.add(place)
