@@ -25,11 +25,6 @@ class _Hidden(defaultdict[Any, Any]):
     get = items = keys = values = setdefault = update = pop = clear = copy = _refuse
 
 
-def are_hidden(optimizer: optim.Optimizer) -> bool:
-    """Whether an optimizer's slots are elsewhere at present."""
-    return isinstance(vars(optimizer).get("state"), _Hidden)
-
-
 @contextmanager
 def hidden_slots(optimizers: Sequence[optim.Optimizer]) -> Iterator[None]:
     """Within the block reading or setting the optimizers' ``state`` is an error."""

@@ -31,7 +31,6 @@ from lockstep.parallel.storage.store import move_model
 from lockstep.plan.engine_kinds import ProcessGroup
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks.callback import Callback
-from lockstep.train.callbacks.hidden_slots import are_hidden
 from lockstep.train.logging.metrics import Metrics, targetless
 from lockstep.train.optim.learning_rates import RunningSchedule
 from lockstep.train.optim.optimizer_state import place_slots
@@ -283,6 +282,5 @@ def place_model(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -
             move_model(model, wanted)
         stay = wanted.type == "cpu" or (plan.sharding is not None and plan.sharding.offload)
         for optimizer in () if stay else optimizers:
-            if not are_hidden(optimizer):  # a callback evaluates within an epoch
-                place_slots(optimizer)
+            place_slots(optimizer)
     return wanted
