@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from lockstep.errors import HostError
-from lockstep.launch.health.heartbeats import Heartbeats
+from lockstep.launch.health.heartbeats import Heartbeats, _send_beat
 from lockstep.launch.workers import process_state
 from tests.channels import channel_pair
 from tests.faults.processes import is_alive
@@ -91,3 +91,11 @@ def test_a_beat_that_is_none_is_an_error(pair: Pair) -> None:
     with pytest.raises(HostError, match="Host 1") as found:
         look_for(ours, 2.5)
     assert not found.value.is_loss
+
+
+def test_a_connection_that_the_other_host_has_closed_is_closed() -> None:
+    ours, theirs = channel_pair()
+    theirs.close()
+    while _send_beat(ours):
+        time.sleep(0.001)
+    assert ours.socket.fileno() == -1

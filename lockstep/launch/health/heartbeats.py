@@ -143,11 +143,12 @@ def _sending_channel(descriptor: int, key: bytes) -> Channel:
 
 
 def _send_beat(channel: Channel) -> bool:
-    """Send a beat if there is room for one; False if the connection is closed."""
+    """Send a beat if there is room for one; False if the other host has closed the connection."""
     if not channel.has_unsent:
         channel.put(_BEAT)
     try:
         channel.flush()
     except OSError:
+        channel.close()
         return False
     return True
