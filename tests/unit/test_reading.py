@@ -1,6 +1,7 @@
 """Reading: its random numbers are its own, and it knows when it may go on beside a model."""
 
 import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -97,6 +98,53 @@ def test_what_draws_is_not_read_aside(name: str) -> None:
     for _ in range(5):
         assert reading.read() is not None
         assert not reading.can_prefetch
+
+
+def forked_torch() -> float:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(3)
+        return float(torch.rand(()))
+
+
+def reset_numpy() -> float:
+    before = np.random.get_state()
+    np.random.seed(3)
+    number = np.random.rand()
+    np.random.set_state(before)
+    return number
+
+
+def reset_python() -> float:
+    before = random.getstate()
+    random.seed(3)
+    number = random.random()
+    random.setstate(before)
+    return number
+
+
+@pytest.mark.parametrize("draw", [forked_torch, reset_numpy, reset_python])
+def test_what_sets_a_stream_and_restores_it_is_not_read_aside(draw: Callable[[], float]) -> None:
+    before = sys.getprofile(), np.random.seed, np.random.set_state
+    reading = reading_of(drawing(draw))
+    reading.begin_epoch(0)
+    for _ in range(5):
+        assert reading.read() is not None
+        assert not reading.can_prefetch
+    assert (sys.getprofile(), np.random.seed, np.random.set_state) == before
+
+
+def test_a_generator_of_its_own_may_be_set() -> None:
+    own, of_python = torch.Generator(), random.Random()
+
+    def draw() -> float:
+        of_python.seed(3)
+        return float(torch.rand((), generator=own.manual_seed(3))) + of_python.random()
+
+    reading = reading_of(drawing(draw))
+    reading.begin_epoch(0)
+    for _ in range(3):
+        reading.read()
+    assert reading.can_prefetch
 
 
 def test_what_draws_nothing_is_read_aside_after_some_batches() -> None:

@@ -7,18 +7,19 @@ before each read and reset after it.
 
 That works only while nothing else computes. ``prefetch`` does not touch the random streams, so
 that the next batch can be read while a model trains on this one. It is for streams that draw
-nothing: ``can_prefetch`` is True after the first batches have drawn nothing, without the first of
-a pass, for which a sampler makes its order. A stream whose later batches draw, though the first do
-not, is not recognised.
+nothing: ``can_prefetch`` is True after the first batches have drawn nothing and set no random
+stream, without the first of a pass, for which a sampler makes its order. A stream whose later
+batches draw, though the first do not, is not recognised.
 
 Nothing here starts a thread or a process.
 """
 
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from lockstep.data.iterable.stream_setting import noting_sets
 from lockstep.data.iterable.streams import Stream
 from lockstep.data.map_style.sources import ArraySource, named_parts
 from lockstep.data.order import (
@@ -182,12 +183,14 @@ class Reading:
 
     def _read(self) -> ArraySource | None:
         is_first = self._num_read == 0
+        is_tried = not is_first and self._num_quiet < _QUIET_READS
         with self._own_streams():
             before = stream_states()
-            found = self._take()
+            with noting_sets() if is_tried else nullcontext() as sets:
+                found = self._take()
             if found is not None and not is_first:
                 self._num_quiet += 1
-                self._draws = self._draws or not same_streams(before, stream_states())
+                self._draws |= bool(sets) or not same_streams(before, stream_states())
         return found
 
     def _take(self) -> ArraySource | None:
