@@ -297,8 +297,7 @@ class Runner:
         """Run a task on all ranks; returns its result."""
         kernels = deterministic_kernels() if self.deterministic else nullcontext()
         running = self.front_end.running(loss)
-        functions = partial(self.update_config.functions, self.front_end.optimizer, self.model)
-        check = DivisionCheck(self.model, self.dims, task, loss, functions, batch_size)
+        check = DivisionCheck(self.front_end, self.update_config, self.dims, task, loss, batch_size)
         with running as fingerprint, sparse_buffers_aside(self.model), kernels:
             if self.job_context.is_rank_zero_only:
                 session = nested_session(task, self.last_plan)

@@ -4,11 +4,9 @@ Where a Plan is to be chosen, one that divides batches then loses; and no rank o
 the whole model. Other ranks check it with their own samples (``parallel.data_parallel``).
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import nn
 
 from lockstep.capture.layers import FrontEndModel
 from lockstep.data.batch_dims import BatchDims
@@ -27,6 +25,8 @@ from lockstep.plan.spec import Plan
 from lockstep.train.fit.fit_task import FitTask
 from lockstep.train.fit.tasks import Task
 from lockstep.train.input.stream_broadcast import sample_of
+from lockstep.train.optim.update_config import UpdateConfig
+from lockstep.train.runtime.front_end import FrontEnd
 from lockstep.train.validation.checks import device_of
 
 
@@ -34,28 +34,29 @@ class DivisionCheck:
     """Tries the model of a call on a first batch, once for all Plans.
 
     Args:
-        model: the model; one without values is not tried.
+        front_end: of the model; one without values is not tried.
+        update_config: with the user's own training steps.
         dims: of the samples in its data.
         task: the call.
         loss: of the model; None if the call needs none.
-        functions: the user's own training steps.
         batch_size: of the global batch.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        front_end: FrontEnd,
+        update_config: UpdateConfig,
         dims: BatchDims,
         task: Task,
         loss: LossAdapter | None,
-        functions: Callable[[Plan], tuple[StepFunction, ...]],
         batch_size: int,
     ) -> None:
-        self._model = model
+        self._front_end = front_end
+        self._model = front_end.model
+        self._update_config = update_config
         self._dims = dims
         self._task = task
         self._loss = loss
-        self._functions = functions
         self._batch_size = batch_size
         self._is_made = False
         self._error: LockstepError | None = None
@@ -115,7 +116,9 @@ class DivisionCheck:
     def _is_linear(self, plan: Plan, call: ModelCall, batch: Batch, *, is_fit: bool) -> bool:
         """See ``check_sample_independence``, which like ``check_mean`` raises errors."""
         model, loss, is_low = self._model, self._loss, call.is_low
-        functions = self._functions(plan) if is_fit else ()
+        functions: tuple[StepFunction, ...] = ()
+        if is_fit:
+            functions = self._update_config.functions(self._front_end.optimizer, model, plan)
         for function in functions:
             loss_of = partial(self._loss_by_function, call, function)
             with function.training(model):
