@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from lockstep.cluster.topology import Cluster, Device, Host, Link, Network
 from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph, ParameterInfo
+from lockstep.plan.cost.parts import usable
 from lockstep.plan.cost.placement import Placement
 from lockstep.plan.cost.profile import Profile
 from lockstep.plan.cost.staged import Layout, StageCost, stage_cost
@@ -88,7 +89,7 @@ def best_by_trying(
         stops = (*layout.starts[1:], profile.num_units)
         places = zip(layout.starts, stops, reversed(behind[:-1]), layout.replicas, strict=True)
         stages = [known(*place, layout.shares) for place in places]
-        if all(one.memory.total <= one.limit or not one.limit for one in stages):
+        if all(one.memory.total <= usable(one.limit) or not one.limit for one in stages):
             seconds = sum(one.turn for one in stages) + max(one.rest for one in stages)
             best = min(best, seconds)
     return best

@@ -24,7 +24,8 @@ class AutoStrategy(Strategy):
 
     Args:
         objective: ``"time"`` of a step, or ``"memory"``: of the device that needs most.
-        memory: that a device may hold, in bytes or such as ``"24GiB"``; None is what it has.
+        memory: of a device, in bytes or such as ``"24GiB"``; None is what it has. Plans may fill
+            90 % of it.
         devices: how many to use at most; None is all accelerators, else all usable cores.
         timeout_seconds: longest wait for a device; a longer one is an error.
 

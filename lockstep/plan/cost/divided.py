@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lockstep.plan.cost.parts import Memory, PlanCost, StepTime
-from lockstep.plan.cost.placement import DIVIDING_BYTES, Placement
+from lockstep.plan.cost.placement import Placement
 from lockstep.plan.cost.profile import Profile
 from lockstep.plan.cost.rates import (
     backward_seconds,
@@ -79,7 +79,7 @@ def sharded_cost(
         * (costs.activation_bytes + profile.gradient_bytes),
         gathered=largest if divided else 0.0,
         buffers=whole / 8 if level == "slots" else largest,
-        base=placed.base_bytes + DIVIDING_BYTES * placed.is_core * (level != "slots"),
+        base=placed.base_bytes,
     )
     sent = (ranks - 1) * (whole + (not has_one_copy) * (whole - divided))
     sent += (replicas - 1 + 2 * turns * replicas * (shard - 1)) * divided

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, fields, replace
 
+# Of a device's memory, the part that a plan may fill: predictions are up to a tenth too low.
+USABLE = 0.9
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
@@ -67,6 +70,11 @@ class Memory:
         return round(self.sum)
 
 
+def usable(memory_bytes: int) -> int:
+    """What a plan may fill of a device's memory; the rest is for what the prediction misses."""
+    return int(USABLE * memory_bytes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanCost:
     """What a Plan is expected to cost.
@@ -108,8 +116,9 @@ class PlanCost:
 
     @property
     def excess(self) -> tuple[int, int, int] | None:
-        """The rank that lacks most, what it needs and what it has; None if all fit."""
-        pairs = zip(self.memory, self.memory_limits, strict=False)
+        """The rank that lacks most, what it needs and what it may fill; None if all fit."""
+        limits = map(usable, self.memory_limits)
+        pairs = zip(self.memory, limits, strict=False)
         over = [
             (one.total - limit, rank, one.total, limit)
             for rank, (one, limit) in enumerate(pairs)

@@ -21,11 +21,10 @@ DEFAULT_NETWORK = Link(latency_seconds=5e-5, bytes_per_second=1.25e9)
 
 # Memory of processes without a model, as measured on Linux with torch 2.13: the script's, and what
 # training adds to it; the process that helpers are forked from, and what each adds to its pages;
-# a member of a process group, and what it takes to divide gradients or parameters there; a process
-# with a CUDA context.
+# a member of a process group; a process with a CUDA context.
 _SCRIPT_BYTES, _TRAINING_BYTES = 224 << 20, 35 << 20
 _TEMPLATE_BYTES, _HELPER_BYTES = 157 << 20, 34 << 20
-_MEMBER_BYTES, DIVIDING_BYTES = 8 << 20, 80 << 20
+_MEMBER_BYTES = 8 << 20
 ACCELERATOR_BASE_BYTES = 600 << 20
 
 # Of every step on cores, and more of it for each rank of a host: what a model without work takes.

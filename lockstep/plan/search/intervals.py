@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.plan.cost.parts import usable
 from lockstep.plan.cost.placement import Place, PlacedDevice, Placement
 from lockstep.plan.cost.profile import Costs, Profile
 from lockstep.plan.cost.rates import (
@@ -115,7 +116,7 @@ class Intervals:
         rest = (stage.turns - 1) * turn + exposed(exchange, backward, placed)
         rest += update_seconds(costs.trainable / group.size, self._profile.optimizer, placed)
         if place.limit:
-            turn[self._needed_bytes(stage, received, sent) > place.limit] = np.inf
+            turn[self._needed_bytes(stage, received, sent) > usable(place.limit)] = np.inf
         turn[self._empty] = np.inf
         rest[turn == np.inf] = np.inf
         return RunCosts(turn, rest)

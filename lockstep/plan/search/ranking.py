@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from lockstep.errors import LockstepError, OptionError, PlanError
-from lockstep.plan.cost.parts import StepTime
+from lockstep.plan.cost.parts import USABLE, StepTime
 from lockstep.plan.makers.data_parallel import Try, try_none
 from lockstep.plan.search.candidates import Candidate, Problem, candidates
 from lockstep.units import format_bytes, format_time
@@ -91,7 +91,8 @@ def reason_against(loser: Candidate, best: Candidate, objective: str = "time") -
     """Why one loses: it does not fit, or the part of its cost that is most above the best's."""
     if loser.cost.excess is not None:
         rank, needed, limit = loser.cost.excess
-        return f"does not fit: rank {rank} needs {format_bytes(needed)} of {format_bytes(limit)}"
+        may = f"{format_bytes(limit)}, {USABLE:.0%} of its memory"
+        return f"does not fit: rank {rank} needs {format_bytes(needed)} and may fill {may}"
     if objective == "memory":
         return _memory_reason(loser, best)
     return _time_reason(loser.cost.step, best.cost.step)
@@ -129,9 +130,10 @@ def _nothing_fits(found: Sequence[Candidate]) -> PlanError:
     lack, needed, limit, one, rank = min(lacks, key=lambda each: each[0])
     return PlanError(
         "Nothing fits into the memory of these devices.",
-        received=f"{format_bytes(limit)} on a device; {one.name} needs least, "
-        f"{format_bytes(needed)} on rank {rank}",
-        fix=f"Use devices with {format_bytes(lack)} more, more devices, or a smaller batch.",
+        received=f"a plan may fill {format_bytes(limit)} of a device, {USABLE:.0%} of its memory; "
+        f"{one.name} needs least, {format_bytes(needed)} on rank {rank}",
+        fix=f"Use devices with {format_bytes(lack / USABLE)} more, more devices, or a smaller "
+        "batch.",
     )
 
 
