@@ -4,11 +4,30 @@ A dim may consist of blocks that are cut alike, such as the queries, keys and va
 projection: a shard then has a part of each block. Cuts are between units only, such as heads.
 """
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from lockstep.graph.layer_graph import Division
 from lockstep.plan.makers.averaging import Record
 from lockstep.plan.shares import share_bounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivisionOptions:
+    """What a user says of how layers are divided; the rest follows from how they are used.
+
+    Attributes:
+        whole: names of modules that are not divided.
+        by_time: sequences are divided, and no layers.
+        dims: returns, for a model, the only parameters that are divided, each with the dim; None
+            divides all that can be.
+    """
+
+    whole: tuple[str, ...] = ()
+    by_time: bool = False
+    dims: Callable[[Any], Mapping[str, int]] | None = None
 
 
 class Split(Record, frozen=True, kw_only=True):

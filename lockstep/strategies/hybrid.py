@@ -1,6 +1,6 @@
 """Combinations of other strategies: replicas of pipelines, or of ranks that divide the model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import OptionError, Problems
@@ -15,6 +15,7 @@ from lockstep.strategies.pipeline import StagedStrategy, check_counts
 from lockstep.strategies.tensor_parallel import (
     TensorParallelStrategy,
     check_division,
+    divide_along,
     tensor_replicas,
 )
 from lockstep.tracebacks import public_methods
@@ -191,6 +192,27 @@ class HybridStrategy(StagedStrategy):
         """Parts of a batch that are trained at once; see ``FullyShardedStrategy``."""
         inner = self._inner
         return super().num_replicas_in_sync if inner is None else inner.num_replicas_in_sync
+
+
+def divided_by_hand(
+    data: int, tensor: int, dims: Callable[[Any], Mapping[str, int]], **options: Any
+) -> TensorParallelStrategy | HybridStrategy:
+    """A strategy that divides certain parameters, along certain dims.
+
+    Args:
+        data: how many replicas.
+        tensor: processes of each.
+        dims: see ``DivisionOptions``.
+        options: of the strategy.
+    """
+    if data == 1:
+        alone = TensorParallelStrategy(tensor, **options)
+        divide_along(alone, dims)
+        return alone
+    made = HybridStrategy(data, tensor=tensor, **options)
+    assert isinstance(made._inner, TensorParallelStrategy)
+    divide_along(made._inner, dims)
+    return made
 
 
 _ALONE = {

@@ -1,6 +1,6 @@
 """Tensor parallelism within a host."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -127,6 +127,13 @@ def tensor_replicas(
     check_number(devices, made.degree * data)
     made._maker = replace(made._maker, devices=tuple(devices))
     return made
+
+
+def divide_along(
+    strategy: TensorParallelStrategy, dims: Callable[[Any], Mapping[str, int]]
+) -> None:
+    """Have a strategy divide certain parameters only; see ``DivisionOptions.dims``."""
+    strategy._maker = replace(strategy._maker, dims=dims)
 
 
 def check_division(

@@ -46,10 +46,17 @@ def test_layers_of_keras_are_divided() -> None:
     plan = PRODUCTS["3"]().plan(model, batch_size=7, sample=sample)
     assert plan.tensor is not None
     kinds = {layer.name: layer.kind for layer in plan.layers}
-    found = [(kinds[one.name.rpartition(".")[0]], one.by) for one in plan.tensor.parameters]
+    found = [
+        (kinds[layer], one.by)
+        for one in plan.tensor.parameters
+        for layer, _, name in [one.name.rpartition(".")]
+        if name != "bias"
+    ]
     assert found == [
         *[("Embedding", "columns"), ("Conv1D", "columns")],
         *[("EinsumDense", "columns")] * 3,  # queries, keys, values
         ("EinsumDense", "rows"),
         *[(kind, way) for kind in ("EinsumDense", "Dense") for way in ("columns", "rows")],
     ]
+    biases = [one.name.rpartition(".")[0] for one in plan.tensor.parameters if "bias" in one.name]
+    assert [kinds[layer] for layer in biases] == ["Conv1D", "EinsumDense", "Dense"]

@@ -103,6 +103,10 @@ class Owner(ABC):
         """How an argument of a product is divided; None if it is whole, or no weight."""
 
     @abstractmethod
+    def dim_of(self, weight: Any) -> int | None:
+        """The dim along which a weight is divided; None if it is not, or not yet."""
+
+    @abstractmethod
     def parts_of(self, weight: torch.Tensor, split: Split, place: int | None = None) -> Tensors:
         """This rank's parts of a weight, or of any whole tensor that is divided like one.
 
@@ -145,10 +149,6 @@ class Owner(ABC):
 
     def note_gather(self, divided: "DividedTensor", func: Any) -> None:
         """A function gets a divided tensor whole."""
-        return
-
-    def note_whole(self, weight: torch.Tensor, func: Any) -> None:
-        """A function gets a weight whole."""
         return
 
     def note_time(self, weight: Any) -> None:

@@ -27,6 +27,9 @@ def _einsum(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return NotImplemented
     *terms, output = found.groups()
     lead = next((place for place, one in enumerate(operands) if _is_divided(one)), None)
+    if lead is not None and _is_cut_elsewhere(owner, operands, terms, output, lead):
+        operands[lead], lead = operands[lead].whole(func), None
+    lead = _cut_beside_rows(owner, operands, terms, output) if lead is None else lead
     if lead is None or terms[lead][operands[lead].division.dim] not in output:
         made = _by_matrices(owner, func, equation, operands, terms, output)
         if made is not None:
@@ -44,6 +47,32 @@ def _einsum(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if letter not in output:
         return total(owner.exchange, parts)
     return first.like(parts, first.division.at(output.index(letter)))
+
+
+def _is_cut_elsewhere(
+    owner: Owner, operands: list[Any], terms: list[str], output: str, lead: int
+) -> bool:
+    """Whether a divided operand has parts of sums, and the other is a weight divided otherwise."""
+    letter, other = terms[lead][operands[lead].division.dim], operands[1 - lead]
+    dim = None if _is_divided(other) else owner.dim_of(other)
+    return dim is not None and letter not in output and terms[1 - lead][dim] != letter
+
+
+def _cut_beside_rows(
+    owner: Owner, operands: list[Any], terms: list[str], output: str
+) -> int | None:
+    """Cut a whole operand beside a weight that is divided by its rows; returns its place."""
+    for place, weight in enumerate(operands):
+        dim = owner.dim_of(weight)
+        if dim is None or terms[place][dim] not in {*terms[1 - place]} - {*output}:
+            continue
+        split = owner.split_of(weight, Use(dim, dim, by="rows"))
+        if split is not None:
+            own = split.at(terms[1 - place].index(terms[place][dim]))
+            parts = cut_own(owner.exchange, operands[1 - place], own)
+            operands[1 - place] = DividedTensor.of(parts, own, owner, owner.name_of(weight))
+            return 1 - place
+    return None
 
 
 def _is_divided(operand: Any) -> bool:
@@ -76,7 +105,8 @@ def _by_columns(
     for place in (1, 0):
         weight, own, others = operands[place], terms[place], terms[1 - place]
         columns = [own.index(letter) for letter in output if letter in own and letter not in others]
-        split = owner.split_of(weight, Use(columns[0])) if columns else None
+        found = (owner.split_of(weight, Use(one)) for one in columns)
+        split = next(filter(None, found), None)
         if split is not None:
             rest = spread(owner.exchange, operands[1 - place])
             return _of_parts(owner, func, equation, operands, rest, place, split, own, output)

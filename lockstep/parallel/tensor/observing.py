@@ -18,11 +18,13 @@ from torch.overrides import TorchFunctionMode
 from lockstep.capture.layers import ties_of
 from lockstep.capture.state import left_alone, set_mode
 from lockstep.data.trees import map_tensors
+from lockstep.errors import OptionError
 from lockstep.parallel.tensor.divided_tensor import DividedTensor, Use
 from lockstep.parallel.tensor.parameters import DividedParameters
 from lockstep.parallel.tensor.shard_exchange import ShardExchange, Tensors, cut
 from lockstep.plan.sharding import is_in
 from lockstep.plan.splits import ParameterSplit, Split, TensorSplits
+from lockstep.units import first_few
 
 # Cuts that are tried for one weight, one after the other.
 _MOST_TRIES = 6
@@ -34,6 +36,7 @@ def observed_splits(
     num_shards: int,
     whole: Sequence[str] = (),
     *,
+    dims: Mapping[str, int] | None = None,
     divides_time: bool = False,
 ) -> TensorSplits:
     """How a model's parameters can be divided, or which of its layers take parts of a sequence.
@@ -43,12 +46,17 @@ def observed_splits(
         call: runs it on a few samples.
         num_shards: into how many shards.
         whole: names of modules whose parameters are not divided.
+        dims: the only parameters that are divided, each along this dim; None divides all that can
+            be.
         divides_time: see ``Owner``.
+
+    Raises:
+        OptionError: a parameter cannot be divided along its dim.
     """
     cuts: dict[str, tuple[tuple[int, ...], int]] = {}
     tried: dict[str, list[Any]] = {}
     while True:
-        observer = Observer(model, num_shards, cuts, whole, divides_time=divides_time)
+        observer = Observer(model, num_shards, cuts, whole, dims, divides_time=divides_time)
         with left_alone(model), observer.running():
             for training in (True, False):
                 set_mode(model, training=training)
@@ -61,10 +69,29 @@ def observed_splits(
             if one not in tried.setdefault(name, []) and len(tried[name]) < _MOST_TRIES
         }
         if not asked:
-            return observer.result()
+            found = observer.result()
+            _check_divided(found, dims or {})
+            return found
         for name, one in asked.items():
             tried[name].append(one)
         cuts |= asked
+
+
+def _check_divided(found: TensorSplits, dims: Mapping[str, int]) -> None:
+    """Check that parameters are divided as a user has said.
+
+    Raises:
+        OptionError: one is not.
+    """
+    left = [
+        f"{name} along dim {dims[name]} ({reason})" for name, reason in found.whole if name in dims
+    ]
+    if left:
+        raise OptionError(
+            "Variables cannot be divided along the dims that their layouts name.",
+            received=f"{first_few(left)}, into {found.num_shards} shards",
+            fix="Leave them whole, with None in place of the axis, or use fewer devices along it.",
+        )
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,6 +106,7 @@ class Observer(DividedParameters):
         num_shards: of each divided dim.
         cuts: by weight, sizes of blocks and the unit of its outputs.
         whole: names of modules whose parameters are not divided.
+        dims: see ``observed_splits``.
         divides_time: see ``Owner``.
 
     Attributes:
@@ -91,6 +119,7 @@ class Observer(DividedParameters):
         num_shards: int,
         cuts: Mapping[str, tuple[tuple[int, ...], int]],
         whole: Sequence[str],
+        dims: Mapping[str, int] | None,
         *,
         divides_time: bool,
     ) -> None:
@@ -99,6 +128,7 @@ class Observer(DividedParameters):
         super().__init__(parameters, {}, exchange, divides_time=divides_time)
         self._by_time: list[str] = []
         self._cuts = cuts
+        self._dims = dims
         self._tied = {names[0] for names in ties_of(model)}
         self.asked: dict[str, tuple[tuple[int, ...], int]] = {}
         self._by: dict[str, str] = {}
@@ -107,7 +137,7 @@ class Observer(DividedParameters):
         self._reasons = {
             name: reason
             for name, one in parameters.items()
-            if (reason := _reason(name, one, whole))
+            if (reason := _reason(name, one, whole, dims))
         }
 
     @contextmanager
@@ -119,12 +149,27 @@ class Observer(DividedParameters):
         name, rows = self.name_of(weight), use.rows
         is_decided = self.divides_time or name in self._splits or name in self._reasons
         if name and not is_decided:
-            if isinstance(use.input, DividedTensor) and rows is not None and name not in self._tied:
+            is_cut = isinstance(use.input, DividedTensor) and name not in self._tied
+            if self._dims is not None:
+                self._decide_by_hand(name, weight, use, self._dims[name])
+            elif is_cut and rows is not None:
                 by = use.by if rows == use.columns else "rows"
                 self._decide(name, use.input.division.at(rows), by)
             else:
                 self._decide(name, self._by_outputs(name, weight, use.columns, use.unit), use.by)
         return super().split_of(weight, use)
+
+    def dim_of(self, weight: Any) -> int | None:
+        return (self._dims or {}).get(self.name_of(weight), super().dim_of(weight))
+
+    def _decide_by_hand(self, name: str, weight: torch.Tensor, use: Use, dim: int) -> None:
+        """Decide to divide a weight along a dim, unless this product cannot."""
+        if dim == use.rows:
+            own = self._split(dim, (weight.shape[dim],), 1)
+            split = use.input.division.at(dim) if isinstance(use.input, DividedTensor) else own
+            self._decide(name, split, use.by if use.rows == use.columns else "rows")
+        elif dim == use.columns:
+            self._decide(name, self._by_outputs(name, weight, dim, use.unit), use.by)
 
     def _decide(self, name: str, split: Split, by: str) -> None:
         if split.is_possible:
@@ -143,7 +188,8 @@ class Observer(DividedParameters):
 
     def parts_of(self, weight: torch.Tensor, split: Split, place: int | None = None) -> Tensors:
         name = self.name_of(weight)
-        if name and weight.dim() == 1 and name not in self._reasons:
+        is_meant = weight.dim() == 1 if self._dims is None else self._dims.get(name) == split.dim
+        if name and is_meant and place is None and name not in self._reasons:
             self._splits.setdefault(name, split)
         if place is not None:
             weight, split = weight[place], split.at(split.dim - 1)
@@ -229,8 +275,12 @@ def has_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def _reason(name: str, parameter: nn.Parameter, whole: Sequence[str]) -> str:
+def _reason(
+    name: str, parameter: nn.Parameter, whole: Sequence[str], dims: Mapping[str, int] | None
+) -> str:
     """Why a parameter must be whole; "" if it need not be."""
+    if dims is not None and name not in dims:
+        return "as its layout says"
     if any(is_in(name, module) for module in whole):
         return "named in `whole`"
     if has_hooks(parameter):

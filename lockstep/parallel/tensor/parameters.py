@@ -170,6 +170,10 @@ class DividedParameters(Owner):
         split = self._splits.get(self.name_of(weight))
         return split if split is not None and split.dim in (use.columns, use.rows) else None
 
+    def dim_of(self, weight: Any) -> int | None:
+        split = self._splits.get(self.name_of(weight))
+        return None if split is None else split.dim
+
     def parts_of(self, weight: torch.Tensor, split: Split, place: int | None = None) -> Tensors:
         name = self.name_of(weight)
         own = self._splits.get(name)

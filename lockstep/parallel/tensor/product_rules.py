@@ -65,7 +65,7 @@ def weight_of(owner: Owner, tensor: Any) -> Weight | None:
     offset, place = tensor.storage_offset() - base.storage_offset(), None
     if tensor.dim() < base.dim():
         place, offset = divmod(offset, max(base.stride(0), 1))
-    if offset or not _is_plain_view(tensor, base):
+    if offset or not is_plain_view(tensor, base):
         return None
     one = base if place is None else base[place].detach()
     for is_turned, matrix in enumerate((one, one.mT)):
@@ -75,7 +75,7 @@ def weight_of(owner: Owner, tensor: Any) -> Weight | None:
     return None
 
 
-def _is_plain_view(view: torch.Tensor, base: torch.Tensor) -> bool:
+def is_plain_view(view: torch.Tensor, base: torch.Tensor) -> bool:
     """Whether the gradient of a view goes to its base, and nobody else gets it."""
     has_gradient = base.requires_grad and torch.is_grad_enabled()
     is_plain = not (view._backward_hooks or view.retains_grad)
@@ -325,7 +325,7 @@ def _kernel_of(owner: Owner, tensor: Any) -> tuple[torch.Tensor, list[int]] | No
     base = base_of(view)
     if not owner.name_of(base) or view.dim() != base.dim():
         return None
-    if view is not base and not _is_plain_view(view, base):
+    if view is not base and not is_plain_view(view, base):
         return None
     left = dict(enumerate(zip(base.shape, base.stride(), strict=True)))
     order: list[int] = []
@@ -348,7 +348,10 @@ _EMBEDDING = (
 
 
 def _embedding(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Rows of a weight that is whole in memory; each rank forms the gradient of its own."""
+    """Rows of a weight that is whole in memory; each rank forms the gradient of its own.
+
+    Or columns of all rows, if the user says so.
+    """
     options = {**dict(zip(_EMBEDDING, args, strict=False)), **kwargs}
     is_plain = not any(options.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse"))
     input, weight = whole_of(options["input"], func), options["weight"]
@@ -361,9 +364,13 @@ def _embedding(owner: Owner, func: Any, args: tuple[Any, ...], kwargs: dict[str,
         owner.note_time(weight)
         parts.origin = owner.name_of(weight)
         return parts
-    split = owner.split_of(weight, Use(0)) if is_plain else None
-    if split is None or split.dim != 0:
+    split = owner.split_of(weight, Use(0, 1)) if is_plain else None
+    if split is None:
         return NotImplemented
+    if split.dim == 1:
+        padding = options.get("padding_idx")
+        columns = [func(input, part, padding) for part in owner.parts_of(weight, split)]
+        return DividedTensor.of(columns, split.at(input.dim()), owner, owner.name_of(weight))
     return _Embedding.apply(  # type: ignore[no-untyped-call]
         input,
         weight.detach(),

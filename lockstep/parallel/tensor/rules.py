@@ -16,13 +16,14 @@ from lockstep.parallel.tensor.divided_tensor import (
     DividedTensor,
     Owner,
     Use,
+    base_of,
     empty_like_whole,
     has_divided,
     named,
     register,
     whole_of,
 )
-from lockstep.parallel.tensor.product_rules import Weight, each_whole, weight_of
+from lockstep.parallel.tensor.product_rules import Weight, each_whole, is_plain_view, weight_of
 from lockstep.parallel.tensor.product_rules import _matmul as multiply_by_weight
 from lockstep.parallel.tensor.transfers import cut_own, gather, spread, total
 from lockstep.plan.splits import Split
@@ -87,7 +88,25 @@ def parts_of(owner: Owner, argument: Any, split: Split) -> Sequence[Any]:
         return [argument for _ in owner.exchange.own]
     if argument.dim() < -split.dim or argument.shape[split.dim] == 1:
         return spread(owner.exchange, argument)
-    return cut_own(owner.exchange, argument, split.at(split.dim % argument.dim()))
+    own = split.at(split.dim % argument.dim())
+    if owner.divides_time:
+        return cut_own(owner.exchange, argument, own)
+    if owner.name_of(argument):
+        return owner.parts_of(argument, own)
+    vector = _vector_of(owner, argument, own.dim)
+    if vector is None:
+        return cut_own(owner.exchange, argument, own)
+    shape = [-1 if dim == own.dim else 1 for dim in range(argument.dim())]
+    return [part.view(shape) for part in owner.parts_of(vector, own.at(0))]
+
+
+def _vector_of(owner: Owner, view: torch.Tensor, dim: int) -> torch.Tensor | None:
+    """The weight with one dim that is ``dim`` of a view, as the bias of a convolution of Keras."""
+    base = base_of(view)
+    name = owner.name_of(base)
+    if not name or not base.dim() == 1 <= base.numel() == view.numel() == view.shape[dim]:
+        return None
+    return base if is_plain_view(view, base) and owner.may_divide(name, view) else None
 
 
 def _activation(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:

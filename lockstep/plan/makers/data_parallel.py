@@ -23,7 +23,7 @@ from lockstep.plan.devices import Devices, check_there, device_names, is_cpu, th
 from lockstep.plan.makers.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.mesh import Axis
 from lockstep.plan.spec import Plan
-from lockstep.plan.splits import TensorSplits
+from lockstep.plan.splits import DivisionOptions, TensorSplits
 from lockstep.units import first_few
 
 # Of so many samples: the model's graph with costs, and the devices with what is known of them.
@@ -91,14 +91,9 @@ class Maker(ABC):
         return False
 
     @property
-    def whole_modules(self) -> Sequence[str]:
-        """Names of modules whose layers are not divided inside."""
-        return ()
-
-    @property
-    def divides_time(self) -> bool:
-        """Whether it divides sequences, and no layers."""
-        return False
+    def division(self) -> DivisionOptions:
+        """What the user says of how layers are divided inside."""
+        return DivisionOptions()
 
     def num_tensor_shards(self, cluster: Cluster) -> int | None:
         """Shards into which it divides layers, once it knows their splits; None if it does not."""
@@ -139,12 +134,8 @@ class Wrapping(Maker):
         self.maker.check_batch_size(batch_size)
 
     @property
-    def whole_modules(self) -> Sequence[str]:
-        return self.maker.whole_modules
-
-    @property
-    def divides_time(self) -> bool:
-        return self.maker.divides_time
+    def division(self) -> DivisionOptions:
+        return self.maker.division
 
     def num_tensor_shards(self, cluster: Cluster) -> int | None:
         return self.maker.num_tensor_shards(cluster)

@@ -4,8 +4,9 @@ Which parameters are divided, and where, follows from how the model uses them
 (``parallel.tensor.observing``). The maker says into how many shards, and refuses what cannot be.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lockstep.cluster.topology import Cluster
 from lockstep.errors import DeviceError, OptionError
@@ -17,7 +18,7 @@ from lockstep.plan.makers.data_parallel import Maker, placements, ties
 from lockstep.plan.mesh import Axis
 from lockstep.plan.sharding import is_in
 from lockstep.plan.spec import Plan
-from lockstep.plan.splits import ParameterSplit, Split, TensorSplits
+from lockstep.plan.splits import DivisionOptions, ParameterSplit, Split, TensorSplits
 from lockstep.units import first_few
 
 # Samples on which uses are observed.
@@ -53,6 +54,7 @@ class TensorParallel(Maker):
         precision: of the Plan.
         splits: of the parameters, once observed.
         split: "layers", or "time", of sequences.
+        dims: see ``DivisionOptions``.
     """
 
     degree: int | None = None
@@ -64,17 +66,14 @@ class TensorParallel(Maker):
     precision: str = "fp32"
     splits: TensorSplits | None = None
     split: str = "layers"
+    dims: Callable[[Any], Mapping[str, int]] | None = None
 
     def sample_size(self, cluster: Cluster, batch_size: int) -> int | None:
         return TENSOR_SAMPLES if self.splits is None else None
 
     @property
-    def whole_modules(self) -> Sequence[str]:
-        return self.whole
-
-    @property
-    def divides_time(self) -> bool:
-        return self.split == "time"
+    def division(self) -> DivisionOptions:
+        return DivisionOptions(whole=self.whole, by_time=self.split == "time", dims=self.dims)
 
     def num_tensor_shards(self, cluster: Cluster) -> int | None:
         return self.num_shards or len(self._devices(cluster)) // self.replicas

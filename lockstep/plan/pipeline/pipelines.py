@@ -35,7 +35,7 @@ from lockstep.plan.pipeline.cuts import Cut, CutProblem, best_cut, describe_cut
 from lockstep.plan.pipeline.stage_counts import choose_num_stages
 from lockstep.plan.program.lowering import predict
 from lockstep.plan.spec import Plan
-from lockstep.plan.splits import TensorSplits
+from lockstep.plan.splits import DivisionOptions, TensorSplits
 from lockstep.units import format_time
 
 # With m microbatches, p stages idle (p - 1) / (m + p - 1) of the time: a fifth for m = 4 p.
@@ -84,8 +84,8 @@ class Pipelined(Maker):
         return self.tensor and (self.num_shards or self.tensor)
 
     @property
-    def whole_modules(self) -> Sequence[str]:
-        return self.whole
+    def division(self) -> DivisionOptions:
+        return DivisionOptions(whole=self.whole)
 
     def with_splits(self, splits: TensorSplits) -> Maker:
         return replace(self, splits=splits)

@@ -9,7 +9,7 @@ while model and inputs are the same but for the values of tensors.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -56,7 +56,7 @@ from lockstep.plan.makers.tensor import TENSOR_SAMPLES
 from lockstep.plan.search.automatic import ranking_of
 from lockstep.plan.search.ranking import described
 from lockstep.plan.spec import Plan
-from lockstep.plan.splits import TensorSplits
+from lockstep.plan.splits import DivisionOptions, TensorSplits
 from lockstep.train.batch_size_search.batch_size_cache import key_of
 from lockstep.train.fit.failing_layer import naming_layer
 from lockstep.train.runtime.model_profile import cached_graph, profile_optimizer, this_machine
@@ -188,9 +188,7 @@ class Planning:
         if num_shards is None:
             return maker
         with self._inputs(source, TENSOR_SAMPLES, precision, repeats=True) as inputs:
-            splits = self._splits(
-                inputs, precision, num_shards, maker.whole_modules, divides_time=maker.divides_time
-            )
+            splits = self._splits(inputs, precision, num_shards, maker.division)
         return maker.with_splits(splits)
 
     def ranking(self) -> list[dict[str, Any]]:
@@ -246,7 +244,7 @@ class Planning:
         """How two ranks could divide the model's layers; none if it cannot be run so."""
         try:
             with self._inputs(source, TENSOR_SAMPLES, precision, repeats=True) as inputs:
-                splits = self._splits(inputs, precision, 2, ())
+                splits = self._splits(inputs, precision, 2, DivisionOptions())
         except Exception:  # a model may raise any; whole layers have run
             return ()
         return tuple(one.division for one in splits.parameters)
@@ -314,22 +312,24 @@ class Planning:
 
     @holds_streams
     def _splits(
-        self,
-        inputs: Tree,
-        precision: str,
-        num_shards: int,
-        whole: Sequence[str],
-        *,
-        divides_time: bool = False,
+        self, inputs: Tree, precision: str, num_shards: int, division: DivisionOptions
     ) -> TensorSplits:
         """How the model's uses of its parameters allow to divide them."""
+        dims = None if division.dims is None else dict(division.dims(self._model))
 
         def observe() -> TensorSplits:
             call = partial(call_model, self._model, self._dims.given_inputs(inputs))
-            return observed_splits(self._model, call, num_shards, whole, divides_time=divides_time)
+            return observed_splits(
+                self._model,
+                call,
+                num_shards,
+                division.whole,
+                dims=dims,
+                divides_time=division.by_time,
+            )
 
         hooked = [name for name, one in self._model.named_parameters() if has_hooks(one)]
-        key = inputs, precision, num_shards, tuple(whole), divides_time, hooked
+        key = inputs, precision, num_shards, division.whole, division.by_time, dims, hooked
         return self._kept(self._split, key, observe)
 
     @holds_streams
