@@ -624,6 +624,22 @@ def test_backward_within_forward() -> None:
         trained(Penalised, SHARDED())
 
 
+class Sloped(Blocks):
+    """Adds the slopes of its outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        slope: Tensor = torch.func.grad(lambda x: super(Sloped, self).forward(x).sum())(x)
+        return super().forward(x) + slope.square().sum(1, keepdim=True)
+
+
+@pytest.mark.thorough
+def test_transforms_of_torch_func() -> None:
+    expected = trained(Sloped, lockstep.SingleDeviceStrategy())
+    check_equal(trained(Sloped, SHARDED(level="gradients")), expected)
+    with pytest.raises(ModelError, match="hooks on saved tensors"):
+        trained(Sloped, SHARDED())
+
+
 def test_units_of_the_user() -> None:
     units = [["first", "blocks"], "last"]
     expected = trained(Backwards, lockstep.SingleDeviceStrategy())

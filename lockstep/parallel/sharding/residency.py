@@ -33,7 +33,7 @@ from torch import nn
 from lockstep.comm.collectives.sharded_reduce import ShardedReduce
 from lockstep.parallel.sharding.norm_places import NormPlaces
 from lockstep.parallel.sharding.read_hook import entering, is_in_backward, reading
-from lockstep.parallel.sharding.unit_errors import disorder, unit_error
+from lockstep.parallel.sharding.unit_errors import disorder, refusing_transforms, unit_error
 from lockstep.parallel.sharding.unit_memory import UnitMemory
 from lockstep.parallel.sharding.units import completed_order
 from lockstep.units import first_few
@@ -249,7 +249,8 @@ class Residency:
     @contextmanager
     def _watching(self) -> Iterator[None]:
         saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        with reading(self._before_read, self._device), saved, entering(self._enter):
+        reads = reading(self._before_read, self._device)
+        with refusing_transforms(), reads, saved, entering(self._enter):
             yield
 
     @contextmanager

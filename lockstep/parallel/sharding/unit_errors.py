@@ -1,6 +1,7 @@
 """Errors of models that use units in ways in which these cannot be gathered in time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from lockstep.errors import ModelError
 
@@ -35,3 +36,23 @@ def unit_error(what: str, received: str) -> ModelError:
         fix="Name both as one unit, or leave one out, so that it stays on every rank: "
         'FullyShardedStrategy(units=[...]); or use level="gradients".',
     )
+
+
+@contextmanager
+def refusing_transforms() -> Iterator[None]:
+    """Within the block torch.func's gradients, which forbid the hooks there, are our own error.
+
+    Raises:
+        ModelError: the model, the loss or a step has used one.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "yet support saved tensor hooks" not in str(error):
+            raise
+        raise ModelError(
+            "torch.func.grad, vjp, jacrev and hessian allow no hooks on saved tensors, by which "
+            "units of sharded parameters are gathered in backward.",
+            received="one of them in a step",
+            fix='Use level="gradients".',
+        ) from error
