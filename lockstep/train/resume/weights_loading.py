@@ -5,6 +5,7 @@ Where this process has all weights anyway, or a Plan needs samples, it reads the
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from lockstep.capture.layers import capture_layers
@@ -21,7 +22,12 @@ from lockstep.train.runtime.runner import Runner
 
 
 def load_everywhere(runner: Runner, path: str | os.PathLike[str]) -> None:
-    """Load a file of weights into a model, on all hosts; see ``Trainer.load``."""
+    """Load a file of weights into a model, in all processes; see ``Trainer.load``."""
+    runner.shared(partial(_load, runner, path))
+
+
+def _load(runner: Runner, path: str | os.PathLike[str]) -> None:
+    """By the process that leads this host."""
     hosts, release_pages = runner.job_context.hosts, runner.session.stores.release_pages
     names = _names_in_parts(runner)
     if names and (runner.job_context.num_hosts == 1 or SharedFolder.find(hosts, Path(path).parent)):
@@ -31,7 +37,7 @@ def load_everywhere(runner: Runner, path: str | os.PathLike[str]) -> None:
         release_pages()
         return
     runner.initialize()
-    if runner.is_chief or runner.job_context.follower is not None:
+    if runner.is_chief:
         load_weights(runner.model, path, release_pages)
     if hosts is not None:
         hosts.share_values(runner.model, None)
@@ -72,8 +78,7 @@ def _names_in_parts(runner: Runner) -> dict[str, list[str]]:
 def _divides(runner: Runner) -> bool:
     """Whether each rank has only its part of the weights while it trains."""
     context, maker = runner.job_context, runner.maker()
-    follows = context.follower is not None or (context.hosts and context.hosts.has_followers)
-    if follows or context.is_nested or runner.front_end.optimizer is None:
+    if context.is_nested or runner.front_end.optimizer is None:
         return False
     cluster, batch_size = context.cluster or discover(), runner.batch_size or DEFAULT_BATCH_SIZE
     try:
