@@ -1,9 +1,11 @@
 """Background threads that call functions one after the other until they are closed.
 
 They are daemons: if a function never returns (a read from a lost network), the script can still
-end, and closing the threads takes at most two seconds.
+end, and closing the threads takes at most two seconds. The interpreter closes them before its end:
+what a thread's end frees of torch's needs an interpreter, or aborts the process.
 """
 
+import atexit
 import contextvars
 import sys
 import threading
@@ -47,6 +49,7 @@ class Background:
             )
             thread.start()
             self._threads.append(thread)
+            _started.add(self)
         future: Future[_T] = Future()
         self._jobs.put((future, function))
         return future
@@ -62,6 +65,15 @@ class Background:
         _end(self._jobs, len(threads))
         for thread in threads:
             thread.join(_PATIENCE_SECONDS)
+
+
+_started: "weakref.WeakSet[Background]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for one in [*_started]:
+        one.close()
 
 
 def stack_of(thread: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import lockstep
-from tests.launchers import lines_of_all, on_loopback
+from tests.launchers import by_standalone_torchrun, lines_of_all, on_loopback
 from tests.parity import checkpoint_job, shared_folder_job
 from tests.thorough import core_of
 
@@ -87,3 +87,16 @@ def test_hosts_write_and_read_their_parts_of_a_checkpoint(folder: str, tmp_path:
         assert sum(loaded) >= parameters if folder == "run" else not any(loaded)
     here = lockstep.FullyShardedStrategy(2)
     assert shared_folder_job.train(here, str(tmp_path / "here"), 2) == first["digest"]
+
+
+@pytest.mark.thorough
+def test_processes_of_a_launcher_read_their_parts_of_weights(tmp_path: Path) -> None:
+    """None looks for a file that the first has not written yet."""
+    parameters = sum(one.nbytes for one in shared_folder_job.make_model().parameters())
+    first, second = by_standalone_torchrun([COUNTING, f"{tmp_path}/run", "1"], SECONDS)
+    assert first["digest"] == second["digest"]
+    assert first["same"]
+    assert second["same"]
+    loaded = [first["loaded"], second["loaded"]]
+    assert max(loaded) <= 0.7 * parameters
+    assert sum(loaded) >= parameters

@@ -4,6 +4,8 @@ Two threads with a model and a Trainer each are as two processes.
 """
 
 import copy
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -158,3 +160,18 @@ def test_models_are_traced_one_after_the_other() -> None:
         traces = list(others.map(lambda model: trace_modes(model, X), (Slow(), Slow())))
     assert nn.Module.__call__ is before
     assert all(len(trace.layers) > 1 for modes in traces for trace in modes)
+
+
+ENDS = """
+import atexit, threading, time
+atexit.register(lambda: print([one.name for one in threading.enumerate()]))  # the last of all
+from lockstep.channel.background import Background
+kept = Background("kept")
+kept.submit(lambda: time.sleep(0.2))
+"""
+
+
+def test_background_threads_have_ended_when_the_interpreter_ends() -> None:
+    """What the end of a thread frees of torch's would abort the process."""
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['MainThread']", done.stderr
