@@ -90,7 +90,8 @@ class Trainer(StateMethods):
             on all ranks alike, and counts it (``"skipped_steps"`` in the history); ``"ignore"``
             updates with it.
         compile: compile the model with ``torch.compile`` on every rank, which takes seconds once
-            and a C++ compiler on CPUs; not in pipelines, whose stages run parts of the model.
+            and a C++ compiler on CPUs. In pipelines each stage is compiled, between the places
+            where it sends and receives. Random numbers are those of the model as it is.
         deterministic: use only torch's deterministic kernels, on every rank, so that two runs on
             accelerators give the same bits; on CPUs they do anyway. torch raises an error that
             names an operation without such a kernel.

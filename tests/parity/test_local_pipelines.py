@@ -152,7 +152,5 @@ def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
 
 def test_what_stages_cannot_do_is_refused() -> None:
     one = case("mlp")
-    with pytest.raises(OptionError, match="cannot be compiled as a whole"):
-        local_trainer(one, TWO(2), compile=True).fit((one.inputs, one.targets), verbose=0)
     with pytest.raises(OptionError, match="Every microbatch needs a sample"):
         local_trainer(one, TWO(2)).fit((one.inputs, one.targets), batch_size=3, verbose=0)

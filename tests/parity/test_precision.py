@@ -1,14 +1,12 @@
 """Mixed precision and memory formats: as good as float32, and the same bits whoever computes."""
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
@@ -435,102 +433,3 @@ def test_attention_that_is_computed_again_is_the_same() -> None:
         found[precision] = accuracy(trainer)
     assert found["fp32"] > 0.5
     assert found["bf16-mixed"] == pytest.approx(found["fp32"], abs=0.03)
-
-
-# --- compiled models -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def quick_compilation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Torch compiles no programs to find out what the processor can, and starts no processes."""
-    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # helpers get these
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    with (
-        warnings.catch_warnings(),
-        inductor_config.patch({"cpp.vec_isa_ok": True, "compile_threads": 1}),
-    ):
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, in what it imports
-        # torch hides this one itself, but not from those who make errors of warnings.
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        yield
-
-
-# Compilation takes its time, above all where other tests have the cores.
-@pytest.mark.exhaustive
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("name", ["cnn_batch_norm"])
-def test_a_compiled_model_trains_the_same(name: str) -> None:
-    one = case(name)
-    found = []
-    for compiled in (False, True):
-        trainer = lockstep.Trainer(
-            one.make_model(),
-            loss=one.loss,
-            optimizer=one.optimizer,
-            strategy=lockstep.MirroredStrategy(2),
-            precision="fp64",
-            compile=compiled,
-        )
-        trainer.fit((one.inputs, one.targets), batch_size=one.batch_size, shuffle=False, verbose=0)
-        found.append(state_of(trainer))
-    assert ", compiled" in str(trainer.plan)
-    for key, value in found[0].items():
-        torch.testing.assert_close(found[1][key], value, rtol=1e-12, atol=1e-13)
-
-
-class _CompileCounter(lockstep.Callback):
-    """How often this process has compiled something, at the end of each epoch."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.counts: list[int] = []
-
-    def note(self, *details: object) -> None:
-        self.count += 1
-
-    def on_epoch_end(self, epoch: int, logs: object = None) -> None:
-        self.counts.append(self.count)
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("quick_compilation")
-def test_nothing_is_compiled_again_after_the_first_epoch() -> None:
-    """With a short last batch, shares and validation of other sizes, and in a second fit."""
-    from torch._dynamo.callback import callback_handler
-
-    counter = _CompileCounter()
-    callback_handler.register_start_callback(counter.note)
-    try:
-        trainer = lockstep.Trainer(
-            nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3)),
-            loss=nn.CrossEntropyLoss(),
-            optimizer=partial(torch.optim.Adam, lr=1e-3),
-            strategy=lockstep.MirroredStrategy(2, num_shares=4),
-            callbacks=[counter],
-            compile=True,
-        )
-        x, y = torch.randn(100, 16), torch.arange(100) % 3
-        for _ in range(2):
-            held_out = (x[:37], y[:37])
-            trainer.fit((x, y), batch_size=16, epochs=2, validation_data=held_out, verbose=0)
-    finally:
-        callback_handler.remove_start_callback(counter.note)
-    assert counter.counts[0] > 0
-    assert counter.counts == [counter.counts[0]] * 4
-
-
-def test_stages_are_not_compiled() -> None:
-    one = case("mlp")
-    strategy = lockstep.PipelineStrategy(2)
-    trainer = lockstep.Trainer(
-        one.make_model(), loss=one.loss, optimizer=one.optimizer, strategy=strategy, compile=True
-    )
-    with pytest.raises(OptionError, match="compile=True with a pipeline"):
-        trainer.fit((one.inputs, one.targets), verbose=0)
-
-
-def test_compile_is_a_choice() -> None:
-    with pytest.raises(OptionError, match="`compile` must be True or False"):
-        lockstep.Trainer(nn.Linear(2, 2), compile="max")  # type: ignore[arg-type]

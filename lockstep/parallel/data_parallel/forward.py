@@ -78,7 +78,7 @@ class ModelCall:
     ) -> None:
         self._dims = dims
         self._model = model
-        self._called = torch.compile(model) if plan.compiled else model
+        self._called = compiled(model) if plan.compiled else model
         self._plan = plan
         self._device = device
         self._is_low = plan.precision in _LOW_PRECISION or plan.precision == "bf16"
@@ -239,6 +239,12 @@ def narrowed(inputs: Tree, precision: str) -> Tree:
     if dtype == DTYPES[precision]:
         return inputs
     return map_tensors(lambda one: one.to(dtype) if one.is_floating_point() else one, inputs)
+
+
+def compiled(model: Callable[..., Any]) -> Callable[..., Any]:
+    """A model, or a part of one, compiled; it draws the random numbers that it draws uncompiled."""
+    function: Callable[..., Any] = torch.compile(model, options={"fallback_random": True})
+    return function
 
 
 def call_model(model: Callable[..., Any], inputs: Tree) -> Any:

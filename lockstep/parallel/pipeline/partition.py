@@ -142,8 +142,8 @@ def _part(
         draws=place is not None,
         parameters=_unique(name for layer in layers for name in layer.parameters),
         buffers=_unique(name for layer in layers for name in layer.buffers),
-        sent_after=_inverted({value: last[value] for value in sent}),
-        dropped_after=_inverted({value: last.get(value, number) for value, number in used.items()}),
+        sent_after=inverted({value: last[value] for value in sent}),
+        dropped_after=inverted({value: last.get(value, number) for value, number in used.items()}),
     )
 
 
@@ -165,7 +165,7 @@ def _streams(trace: Trace, of_layer: Sequence[int], num_stages: int) -> list[int
     return sorted(drawing | {num_stages - 1}) if drawing else []
 
 
-def _inverted(instructions: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+def inverted(instructions: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
     """From the instruction of each value to the values of each instruction."""
     values: dict[int, list[int]] = {}
     for value, number in instructions.items():

@@ -32,6 +32,7 @@ from lockstep.parallel.debug.diagnosis import Diagnosis
 from lockstep.parallel.loss.share_losses import JointLoss, LossAdapter, ShareLoss, nothing
 from lockstep.parallel.loss.whole_batch import SharePart
 from lockstep.parallel.owned_group import OwnedGroup
+from lockstep.parallel.pipeline.compiled_stages import compiled_stages
 from lockstep.parallel.pipeline.microbatch_run import MicrobatchRun
 from lockstep.parallel.pipeline.partition import Partition
 from lockstep.parallel.pipeline.stage_mail import StageMail
@@ -82,7 +83,9 @@ class StagePasses(Passes):
         super().__init__(work, **options)
         assert work.plan.pipeline is not None
         self._stages = work.plan.pipeline.stages
-        self._partitions = work.partitions
+        self._traced = self._partitions = work.partitions
+        if work.plan.compiled:
+            self._partitions = self._compiled()
         self._mail = mail
         self._mail_channels = mail_channels
         self._groups = groups
@@ -94,12 +97,24 @@ class StagePasses(Passes):
         self._apart: dict[int, SharePart] = {}  # they wait for the outputs of all microbatches
         self._is_settled = False
 
+    def _compiled(self) -> dict[bool, Partition]:
+        """The partitions with this rank's stages compiled."""
+        own = [number for number, one in enumerate(self._stages) if self._rank in one.ranks]
+        return {
+            training: compiled_stages(one, self._model, own, training=training)
+            for training, one in self._traced.items()
+        }
+
+    @property
+    def _forms_gradients(self) -> bool:
+        return not self._plan.compiled  # compiled code has its own backward
+
     def tools(self) -> StageTools:
         """The tools to run a stage without batches."""
         assert self._loss is not None
         return StageTools(
             model=self._model,
-            partition=self._partitions[True],
+            partition=self._traced[True],
             call=self.call,
             loss=self._loss,
         )

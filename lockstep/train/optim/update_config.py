@@ -108,7 +108,7 @@ class UpdateConfig:
         """A Plan, with a compiled model if configured.
 
         Raises:
-            OptionError: the model of a pipeline would have to be compiled.
+            OptionError: a compiled model would have to be recomputed.
         """
         return _compiled(plan) if self._compile else plan
 
@@ -295,19 +295,12 @@ def _compiled(plan: Plan) -> Plan:
     """The Plan with a compiled model.
 
     Raises:
-        OptionError: the Plan is a pipeline, or recomputes modules.
+        OptionError: the Plan recomputes modules.
     """
     if plan.sharding is not None and plan.sharding.recompute:
         raise OptionError(
             "Modules of a compiled model cannot be recomputed one by one.",
             received="compile=True with recompute",
             fix="Leave one of them out.",
-        )
-    if plan.pipeline is not None:
-        raise OptionError(
-            "A pipeline's stages run the model's layers one by one, so the model cannot be "
-            "compiled as a whole.",
-            received="compile=True with a pipeline",
-            fix="Leave it out, or use a data parallel strategy.",
         )
     return msgspec.structs.replace(plan, compiled=True)
