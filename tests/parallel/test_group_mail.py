@@ -158,6 +158,28 @@ def test_a_sender_is_no_further_ahead_than_there_are_slots() -> None:
     run([send, receive])
 
 
+def test_a_message_comes_while_its_reader_has_another() -> None:
+    """Both are announced before the first is read: the second's transfer ends before it is read."""
+    announced, is_over = threading.Event(), threading.Event()
+    values = [torch.randn(1 << 16), torch.randn(1 << 16)]
+
+    def send(mail: GroupMail) -> None:
+        for message, value in enumerate(values):
+            mail.put(KEY, message, value, [1])
+        announced.set()
+        for work, _ in mail._out[1]._pending:
+            mail._groups.finish_begun(work)
+        is_over.set()
+
+    def receive(mail: GroupMail) -> None:
+        assert announced.wait(SECONDS)
+        assert torch.equal(mail.take(KEY, 0), values[0])
+        assert is_over.wait(SECONDS)
+        assert torch.equal(mail.take(KEY, 1), values[1])
+
+    run([send, receive])
+
+
 def test_a_message_to_a_rank_that_is_gone_names_it() -> None:
     """The backend says that the connection is closed, to whoever begins to send."""
 

@@ -107,6 +107,10 @@ class SharedMail(MailCarrier):
             tensor.requires_grad_(needs_gradient)
         return tree
 
+    def is_here(self, key: MailKey, message: int) -> bool:
+        """True if a message of this host can be taken without waiting; False for other hosts'."""
+        return key.sender in self._ranks_here and self._boxes[key].is_here(message)
+
     def give_back(self, key: MailKey, message: int, reader: int) -> None:
         if key.sender in self._ranks_here:
             self._boxes[key].give_back(message, reader)

@@ -6,10 +6,11 @@ is needed to receive them. So ranks wait for each other where they check for fai
 metadata need no read from a device.
 
 Messages of a channel are received in the order in which they were sent, which the sender's program
-gives, and kept until they are read. A sender never waits for a reader to want a message,
-as long as the mailbox has slots for all that may be on their way. So no order of programs that is
-right with mailboxes alone can deadlock here; and backends that know messages by their
-order only, and not by tags, are fine.
+gives, and kept until they are read. Whenever a rank sends or reads a message, it begins to receive
+all that are announced by then: so they come while it computes. A sender never waits for a reader to
+want a message, as long as the mailbox has slots for all that may be on their way. So no order of
+programs that is right with mailboxes alone can deadlock here; and backends that know messages by
+their order only, and not by tags, are fine.
 
 A message is one buffer, with any contents.
 """
@@ -88,6 +89,7 @@ class GroupMail(MailCarrier):
         self._here: dict[tuple[MailKey, int], _Arrived] = {}
 
     def put(self, key: MailKey, message: int, tree: Tree, readers: Sequence[int]) -> None:
+        self._receive_announced()
         packed = None
         for reader, count in Counter(readers).items():
             if reader == self._rank:
@@ -97,7 +99,9 @@ class GroupMail(MailCarrier):
                 self._out[reader].send((*vars(key).values(), message, count), packed)
 
     def take(self, key: MailKey, message: int) -> Tree:
-        return map_tensors(_as_leaf, self._arrived(key, message).tree)
+        tree = self._arrived(key, message).tree
+        self._receive_announced()
+        return map_tensors(_as_leaf, tree)
 
     def give_back(self, key: MailKey, message: int, reader: int) -> None:
         arrived = self._arrived(key, message)
@@ -110,6 +114,10 @@ class GroupMail(MailCarrier):
             (*parts, number, count), tree = self._in[key.sender].receive()
             self._here[MailKey(*parts), number] = _Arrived(tree, count)
         return self._here[key, message]
+
+    def _receive_announced(self) -> None:
+        for channel in self._in.values():
+            channel.begin_announced()
 
 
 class _Packed:
@@ -150,7 +158,7 @@ class _Channel:
         pair: the ranks at its ends.
         groups: this rank's.
         announcements: of the messages of all channels.
-        number: of the last message.
+        number: of the last message that was sent, or begun to be received.
     """
 
     pair: Pair
@@ -186,24 +194,57 @@ class _Outgoing(_Channel):
 
 
 @dataclass
+class _Coming:
+    """A message that this rank has begun to receive.
+
+    Attributes:
+        number: of the message.
+        address: of the message.
+        form: of the tree in the buffer.
+        buffer: to receive in.
+        work: the transfer; None for an empty buffer.
+    """
+
+    number: int
+    address: tuple[Any, ...]
+    form: Any
+    buffer: torch.Tensor
+    work: Any
+
+
+@dataclass
 class _Incoming(_Channel):
     """A channel's end where it is received."""
 
     device: torch.device
+    _coming: deque[_Coming] = field(default_factory=deque, init=False)
+
+    def begin_announced(self) -> None:
+        """Begin to receive all messages that are announced."""
+        while self.announcements.is_here(announcement_key(self.pair), self.number + 1):
+            self._begin()
 
     def receive(self) -> tuple[tuple[Any, ...], Tree]:
         """Wait for the next message: its address, and what it holds."""
+        if not self._coming:
+            self._begin()
+        coming = self._coming.popleft()
+        if coming.work is not None:
+            self.groups.finish_begun(coming.work)
+        self.announcements.give_back(announcement_key(self.pair), coming.number, 0)
+        return coming.address, _unpacked(coming.form, coming.buffer, self.device)
+
+    def _begin(self) -> None:
+        """Begin to receive the next message, once it is announced."""
         self.number += 1
-        key = announcement_key(self.pair)
-        address, form = decode(self.announcements.take(key, self.number))
-        buffer = self.groups.buffer(form[0], self.groups.device)
+        announcement = self.announcements.take(announcement_key(self.pair), self.number)
+        address, form = decode(announcement)
+        buffer, work = self.groups.buffer(form[0], self.groups.device), None
         if form[0]:
             group = self.groups[channel_name(self.pair)]
             with self.groups.naming_lost_rank():
                 work = group.recv([buffer], 0, self.number)
-            self.groups.finish_begun(work)
-        self.announcements.give_back(key, self.number, 0)
-        return address, _unpacked(form, buffer, self.device)
+        self._coming.append(_Coming(self.number, address, form, buffer, work))
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

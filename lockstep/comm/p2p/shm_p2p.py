@@ -119,6 +119,10 @@ class Mailbox:
         assert slot.ready.value == number, (self._spec.name, slot.ready.value, number)
         return slot.read()
 
+    def is_here(self, number: int) -> bool:
+        """True if message ``number`` can be taken without waiting."""
+        return self._slots[number % len(self._slots)].ready.value == number
+
     def give_back(self, number: int, reader: int) -> None:
         """Reader ``reader`` no longer needs message ``number``."""
         self._slots[number % len(self._slots)].done[reader].value = number
