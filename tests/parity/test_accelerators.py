@@ -26,7 +26,7 @@ DEAR = (
     " or bf16-parameters or unknown-parameters or 2-Recomputed or 2-perceptron"
     " or hybrid-2x2 or one-sgd or Muon-replicas or (what_is_away and False) or unet"
     " or gpt_tied-mirrored-1-shares or (go_on_from_a_file and start) or ASGD or NAdam"
-    " or cnn_batch_norm-mirrored-2 or fp16-mixed-pipeline or (its_part and slots)"
+    " or cnn_batch_norm-mirrored-2 or mixed-pipeline or (its_part and slots)"
     " or cnn_batch_norm-sharded-2 or gpt_tied-sharded-2-slots or gpt_tied-hybrid or two-adam"
     " or accumulation-1-parameters or Patchy or wherever_their_slots_are"
 )
