@@ -21,6 +21,7 @@ from lockstep.custom_loops.replica_update import ReplicaUpdate
 from lockstep.custom_loops.stepping import ReplicaSteps, check_steps
 from lockstep.errors import ModelError, OptionError, Problems
 from lockstep.parallel.data_parallel.gradient_rules import GradientRules
+from lockstep.parallel.storage.store import check_attributes
 from lockstep.tracebacks import public_methods
 from lockstep.train.optim.optimizer_state import option_values
 from lockstep.train.optim.updaters import TorchUpdater
@@ -54,6 +55,8 @@ class TorchReplicaOptimizer(ReplicaSteps, optim.Optimizer):
         self._places: GradientPlaces | None = None
         parameters = _named(optimizer, model)
         check_embeddings(model, current().num_replicas)
+        if model is not None:
+            check_attributes(model)
         update = ReplicaUpdate(
             current(),
             TorchUpdater(optimizer, parameters, changes_by_step=True),

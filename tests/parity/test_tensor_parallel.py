@@ -128,6 +128,23 @@ def test_options_of_training(
     assert {"up.weight", "down.weight"} <= {each.name for each in one.plan.tensor.parameters}
 
 
+@pytest.mark.thorough
+def test_a_weight_in_another_order_of_memory_over_gloo() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter((torch.randn(8, 12) / 3).t())
+            self.down = nn.Linear(8, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.down(torch.tanh(x @ self.up))
+            return output
+
+    job = lockstep.Job(Turned(), nn.CrossEntropyLoss(), torch.optim.SGD, (INPUTS, TARGETS), 12)
+    report = lockstep.verify(job, TENSOR(2, engine="gloo"), steps=2)
+    assert report.passed, str(report)
+
+
 def test_images_in_channels_last_whose_shards_have_one_and_two_channels() -> None:
     class Pixels(nn.Module):
         def __init__(self) -> None:

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 from lockstep.comm.shared_memory.shared_region import SharedRegion, is_dense
 from lockstep.errors import ModelError
-from lockstep.parallel.storage.store import NamedParameters, ParameterStore
+from lockstep.parallel.storage.store import (
+    NamedParameters,
+    ParameterStore,
+    check_attributes,
+    check_separate,
+)
 from tests.zoo import Case, case, cases
 
 
@@ -190,6 +195,23 @@ def test_parameters_in_the_same_memory_are_refused_by_name(name: str, turned: bo
     model = nn.ParameterList([nn.Parameter(part) for part in parts])
     with pytest.raises(ModelError, match=r"same memory.*'(0|1)' and '(0|1)'.*one Parameter"):
         ParameterStore.adopt(parameters_of(model))
+
+
+def test_a_parameter_between_two_buffers_that_share_memory_is_refused() -> None:
+    names = [("x", nn.Parameter(FLAT[3:5]))]
+    with pytest.raises(ModelError, match=r"'long' and 'x'"):
+        check_separate(names, [("long", FLAT[:9]), ("short", FLAT[1:2])])
+
+
+def test_an_attribute_in_the_memory_of_a_trained_parameter_is_refused() -> None:
+    first = nn.Linear(2, 2)
+    model = nn.Sequential(first, nn.LSTM(2, 2), nn.utils.spectral_norm(nn.Linear(2, 2)))
+    check_attributes(model)
+    vars(first)["rows"] = [first.weight.data[:1]]
+    with pytest.raises(ModelError, match=r"'0.rows' and '0.weight'.*or the Parameter itself"):
+        check_attributes(model)
+    first.requires_grad_(False)
+    check_attributes(model)
 
 
 def test_neighbours_in_one_piece_of_memory_are_fine() -> None:

@@ -6,9 +6,8 @@ of any rank changes the script's model, and ``model.state_dict()`` is always up 
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Self
 
 import torch
@@ -190,26 +189,53 @@ def _same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:
 
 def check_separate(
     parameters: Iterable[tuple[str, nn.Parameter]],
-    buffers: Iterable[tuple[str, torch.Tensor]] = (),
+    others: Iterable[tuple[str, torch.Tensor]] = (),
 ) -> None:
-    """Check that parameters to be moved share no memory with others, or with buffers.
+    """Check that parameters to be moved share no memory with each other, or with other tensors.
 
     Raises:
         ModelError: with the names of the two.
     """
     named = [
         *((name, tensor, True) for name, tensor in parameters),
-        *((name, tensor, False) for name, tensor in buffers),
+        *((name, tensor, False) for name, tensor in others),
     ]
     spans = sorted((*_span(tensor), name, moves) for name, tensor, moves in named if tensor.numel())
-    for (base, _, end, name, moves), (following, start, _, other, other_moves) in pairwise(spans):
-        if base == following and start < end and (moves or other_moves):
-            raise ModelError(
-                "A Parameter lies in the same memory as another Parameter or buffer.",
-                received=f"{name!r} and {other!r}",
-                fix="Tie parameters by making them one Parameter, `b.weight = a.weight`; "
-                "make a buffer a copy.",
-            )
+    furthest: dict[tuple[int, bool], tuple[int, str]] = {}
+    for base, start, end, name, moves in spans:
+        for other_moves in {True, not moves}:  # two that stay may share memory
+            until, other = furthest.get((base, other_moves), (start, ""))
+            if until > start:
+                raise ModelError(
+                    "A Parameter lies in the same memory as another Parameter, buffer or attribute "
+                    "of the model.",
+                    received=f"{other!r} and {name!r}",
+                    fix="Tie parameters by making them one Parameter, `b.weight = a.weight`; make "
+                    "a buffer or attribute a copy, or the Parameter itself.",
+                )
+        furthest[base, moves] = max(furthest.get((base, moves), (end, name)), (end, name))
+
+
+def check_attributes(model: nn.Module) -> None:
+    """Check that no tensor that a model keeps as an attribute lies in a trained parameter's memory.
+
+    Raises:
+        ModelError: one does, and would keep the values of before, since parameters are moved.
+    """
+    trained = [one for one in model.named_parameters() if one[1].requires_grad]
+    check_separate(trained, _attributes(model))
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that are attributes of modules, also in lists and dicts, but no Parameters."""
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if f"{key}_orig" in module._parameters:  # of spectral_norm; each call forms it anew
+                continue
+            held = list(value.values()) if isinstance(value, dict) else value
+            for one in held if isinstance(held, list | tuple) else (held,):
+                if type(one) is torch.Tensor and one.layout == torch.strided and not one.is_meta:
+                    yield (f"{path}.{key}" if path else key), one
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int, int]:

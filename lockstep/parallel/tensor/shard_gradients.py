@@ -153,7 +153,7 @@ class ShardGradients:
                 blocks += zip(of_shard(shard), parts, strict=True)
             for shard in self._layers.exchange.shards_elsewhere:
                 theirs = of_shard(shard)
-                parts = [one if one.is_contiguous() else torch.empty_like(one) for one in theirs]
+                parts = [_dense_like(one) for one in theirs]
                 coming.setdefault(shard, []).extend(parts)
                 blocks += [
                     pair for pair in zip(theirs, parts, strict=True) if pair[0] is not pair[1]
@@ -163,6 +163,13 @@ class ShardGradients:
             place.copy_(block)
         if self._leads and any(one is not None for one in formed):
             self._exchange.write(self._group, row, formed)
+
+
+def _dense_like(place: torch.Tensor) -> torch.Tensor:
+    """The place itself, or memory for it in the order of its elements, in which they are sent."""
+    if place.is_contiguous():
+        return place
+    return torch.empty_like(place, memory_format=torch.contiguous_format)
 
 
 def _by_shard(

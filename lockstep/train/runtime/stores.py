@@ -13,7 +13,13 @@ from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.storage.allocator import give_back_freed_memory
 from lockstep.parallel.storage.device_memory import noting_shortage
 from lockstep.parallel.storage.device_store import DeviceStore
-from lockstep.parallel.storage.store import ParameterStore, TensorStore, check_separate, slot_spec
+from lockstep.parallel.storage.store import (
+    ParameterStore,
+    TensorStore,
+    check_attributes,
+    check_separate,
+    slot_spec,
+)
 from lockstep.parallel.updater_interface import SlotKey
 from lockstep.plan.devices import is_cpu
 from lockstep.plan.makers.averaging import AveragedUpdate
@@ -78,6 +84,7 @@ class Stores:
             assignment: the assignment that uses them.
             leader: this process's rank.
         """
+        check_attributes(assignment.model)
         is_apart = isinstance(assignment.plan.update, AveragedUpdate)
         sharding = assignment.plan.sharding
         is_shared = sharding is not None and sharding.shares_parameters
