@@ -53,6 +53,8 @@ def shorten(error: BaseException) -> None:
         has_own_end = _has_own_end(one)
         if _adds_nothing(one):
             one.__suppress_context__ = True
+        if _says_all(one):
+            BaseException.__setattr__(one, "__cause__", None)
         BaseException.__setattr__(one, "__traceback__", _shortened(one, has_own_end))
         if one.args and isinstance(one.args[0], str) and _ORIGINAL in one.args[0]:
             one.args = (_TORCH_FRAME.sub("", one.args[0]).rstrip(), *one.args[1:])
@@ -82,6 +84,18 @@ def _adds_nothing(error: BaseException) -> bool:
         return False
     is_same = type(context) is type(error) and context.args == error.args
     return is_same or all(_is_own(frame) for frame in _frames(context))
+
+
+def _says_all(error: BaseException) -> bool:
+    """True if its message holds that of its cause, which no code of the user's has raised."""
+    cause = error.__cause__
+    if not isinstance(error, LockstepError) or cause is None or isinstance(cause, LockstepError):
+        return False
+    frames = [*_frames(cause)]
+    inside = any(map(_is_own, frames)) and all(
+        _is_own(one) or _is_of_library(one) for one in frames
+    )
+    return inside and bool(str(cause)) and str(cause) in str(error)
 
 
 def _shortened(error: BaseException, has_own_end: bool) -> TracebackType | None:

@@ -50,7 +50,7 @@ COMMANDS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Suggests the command, option or choice for a misspelled word."""
+    """Suggests the command, option or choice for a misspelled word; errors show no long usage."""
 
     def error(self, message: str) -> NoReturn:
         """See ``argparse.ArgumentParser``."""
@@ -58,7 +58,8 @@ class Parser(argparse.ArgumentParser):
         given = re.findall(r"invalid choice: '([^']*)'", message)
         given += re.findall(r"--\S+", message.partition("unrecognized arguments:")[2])
         near = [word for one in given for word in difflib.get_close_matches(one, known)]
-        super().error(f"{message}\nDid you mean {near[0]!r}?" if near else message)
+        advice = f"Did you mean {near[0]!r}?" if near else f"{self.prog} --help shows its use."
+        self.exit(2, f"{self.prog}: error: {message}\n{advice}\n")
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:

@@ -45,7 +45,7 @@ def take_script(options: argparse.Namespace, add_options: AddOptions) -> Script:
         raise OptionError(
             "There must be a SCRIPT to run.",
             received="nothing",
-            fix="For example: lockstep run --devices 2 train.py",
+            fix=f"For example: {_example(options)} train.py",
         )
     parser = argparse.ArgumentParser(
         f"lockstep {options.command}", add_help=False, allow_abbrev=False
@@ -61,6 +61,12 @@ def take_script(options: argparse.Namespace, add_options: AddOptions) -> Script:
     else:
         _check_arguments(arguments, actions)
     return Script(target=target, is_module=options.is_module, arguments=tuple(arguments))
+
+
+def _example(options: argparse.Namespace) -> str:
+    if options.command == "launch":
+        return f"lockstep launch {options.cluster}"
+    return f"lockstep {options.command} --devices 2"
 
 
 def _num_option_words(words: Sequence[str], actions: Mapping[str, argparse.Action]) -> int:

@@ -124,6 +124,17 @@ def test_what_lockstep_itself_does_wrong_keeps_its_last_frame() -> None:
     assert lines[-1] == "Lockstep: LOCKSTEP_TRACEBACK=full shows all frames."
 
 
+def test_a_cause_whose_words_an_error_repeats_is_not_shown_beside_it() -> None:
+    with pytest.raises(lockstep.errors.DataError, match="inhomogeneous") as caught:
+        trainer(nn.Linear(3, 1)).fit([[1, 2], [3]], [1, 2])
+    assert len([line for line in shown(caught.value) if "inhomogeneous" in line]) == 1
+
+
+def test_a_model_without_parameters_is_named() -> None:
+    with pytest.raises(lockstep.errors.ModelError, match=r"no parameters.*Received: ReLU"):
+        trainer(nn.ReLU())
+
+
 def test_causes_contexts_and_groups_are_shortened_too() -> None:
     def checked() -> None:
         lockstep.MirroredStrategy(devices=0)

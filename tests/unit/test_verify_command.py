@@ -205,7 +205,9 @@ def test_what_a_misspelled_word_may_mean(
     with pytest.raises(SystemExit) as caught:
         main(list(words))
     assert caught.value.code == 2
-    assert capsys.readouterr().err.endswith(f"\nDid you mean {meant}?\n")
+    shown = capsys.readouterr().err
+    assert shown.endswith(f"\nDid you mean {meant}?\n")
+    assert "usage" not in shown
 
 
 def test_the_strategies_are_choices(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

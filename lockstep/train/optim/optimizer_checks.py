@@ -19,10 +19,17 @@ def make_optimizer(optimizer: Any, model: nn.Module) -> optim.Optimizer:
 
     Raises:
         OptionError: it is neither, or steps on other parameters than the model's.
+        ModelError: the model has no parameters.
     """
     if not isinstance(optimizer, optim.Optimizer):
         if not callable(optimizer):
             raise _no_optimizer(optimizer)
+        if next(model.parameters(), None) is None:
+            raise ModelError(
+                "The model has no parameters to train.",
+                received=type(model).__name__,
+                fix="Make its layers attributes, or put a list of them into an nn.ModuleList.",
+            )
         with _without_compiler():
             made = optimizer(model.parameters())
         if not isinstance(made, optim.Optimizer):
