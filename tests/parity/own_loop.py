@@ -1,6 +1,7 @@
 """A loop of one's own, as every replica runs it: its arguments are the engine and the loops to run.
 
 The engine may be followed by a kind of accelerator ("gloo@cuda"), on which the replicas then train.
+A loop with ", compiled" behind its name calls what torch.compile makes of the model.
 
 Each loop trains with ``CrossReplicaOptimizer`` on this replica's parts, then the first replica does
 the same with a plain optimizer on whole batches. It tells by how much each tensor differs.
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 
 import lockstep
 from tests.zoo import TokenLoss, build_seeded, case
+
+COMPILED = ", compiled"
 
 # The last two leave replicas without samples.
 SIZES = (10, 7, 10, 2, 1)
@@ -156,8 +159,11 @@ def loaded(loop: str) -> Batches:
     return batches
 
 
-def replicated(model: nn.Module, loop: str, device: str) -> dict[str, Any]:
+def replicated(
+    model: nn.Module, loop: str, device: str, *, is_compiled: bool = False
+) -> dict[str, Any]:
     """Train on this replica's parts; the optimizer's state."""
+    called: Any = torch.compile(model) if is_compiled else model
     _, loss_of, make, own = LOOPS[loop]
     batches = [(inputs.to(device), targets.to(device)) for inputs, targets in loaded(loop)]
     ours = ("holds", "scales", "has_second")
@@ -174,7 +180,7 @@ def replicated(model: nn.Module, loop: str, device: str) -> dict[str, Any]:
         for number, batch in enumerate(update):
             inputs, targets = lockstep.share(batch)
             optimizer.zero_grad()
-            loss, weight = loss_of(model, inputs, targets)
+            loss, weight = loss_of(called, inputs, targets)
             scaling.backward(loss)
             if own.get("holds") and number < parts - 1:
                 with optimizer.no_sync():
@@ -188,7 +194,7 @@ def replicated(model: nn.Module, loop: str, device: str) -> dict[str, Any]:
     optimizer.load_state_dict(saved)  # and goes on from there
     inputs, targets = lockstep.share(batches[0])
     for _ in range(own.get("accumulate", 1)):
-        loss, weight = loss_of(model, inputs, targets)
+        loss, weight = loss_of(called, inputs, targets)
         scaling.backward(loss)
         scaling.step(optimizer, weight=weight)
     return optimizer.state_dict()
@@ -230,11 +236,13 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 def differences(loop: str, device: str) -> dict[str, float]:
     """By tensor: ‖a − b‖ / max(‖b‖, S), with S the norm of all tensors of its kind."""
+    is_compiled, loop = loop.endswith(COMPILED), loop.removesuffix(COMPILED)
     make_model = LOOPS[loop][0]()[0]
     # Not every accelerator has sparse gradients.
     model = make_model(device == "cpu").double().to(device)
     reference = make_model(False).double()
-    state, expected = replicated(model, loop, device), plain(reference, loop)
+    state = replicated(model, loop, device, is_compiled=is_compiled)
+    expected = plain(reference, loop)
     found = {}
     pairs: dict[str, Any] = {
         "parameters": (dict(model.named_parameters()), dict(reference.named_parameters()))

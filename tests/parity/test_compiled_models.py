@@ -16,6 +16,7 @@ from torch._inductor import config as inductor_config
 
 import lockstep
 from lockstep.errors import OptionError
+from tests.parity.loop_processes import SCRIPT, assert_exact, run_as_torchrun
 from tests.zoo import case
 
 
@@ -218,6 +219,15 @@ def test_compiled_code_draws_the_same_numbers(strategy: lockstep.Strategy) -> No
         in_stages(strategy, model, nn.CrossEntropyLoss(), compile=is_compiled)
     for key, value in models[0].state_dict().items():
         assert (models[1].state_dict()[key] - value).norm() <= 1e-12 * value.norm(), key
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("engine", ["shared", "gloo"])
+def test_a_loop_of_ones_own_may_compile_its_model(engine: str) -> None:
+    loops = ["mlp, compiled"]
+    assert_exact(run_as_torchrun([SCRIPT, engine, *loops], 2), loops)
 
 
 def test_compile_is_a_choice() -> None:
