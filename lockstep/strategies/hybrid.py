@@ -58,6 +58,7 @@ class HybridStrategy(StagedStrategy):
             numbers of both give the same bits with any ``data`` and ``tensor``; with stages, runs
             with the same number, ``data`` and ``microbatches`` with any ``tensor`` and ``pipe``.
         whole: with ``tensor``: as in ``TensorParallelStrategy``.
+        split: with ``tensor``, without stages: as in ``TensorParallelStrategy``.
         compression: as in ``MultiWorkerMirroredStrategy``, of gradients between the replicas of a
             stage on several hosts; messages between stages are not compressed.
         devices: as in ``PipelineStrategy``; with ``tensor`` those that divide layers together come
@@ -89,6 +90,7 @@ class HybridStrategy(StagedStrategy):
         num_shares: int | None = None,
         num_tensor_shards: int | None = None,
         whole: Sequence[str] = (),
+        split: str = "layers",
         compression: str | Compression | None = None,
         devices: Sequence[str] | None = None,
         engine: str | None = None,
@@ -110,9 +112,10 @@ class HybridStrategy(StagedStrategy):
         }
         of_tensor: dict[str, Any] = {"num_tensor_shards": num_tensor_shards, "whole": whole}
         of_shard: dict[str, object] = {"level": level, "units": units}
+        of_time = {"split": split != "layers"}
         has_stages = _has_stages(data, pipe, cuts)
         if shard is not None and not has_stages:
-            _check_alone(problems, "shard", of_stages | of_tensor | {"tensor": tensor})
+            _check_alone(problems, "shard", of_stages | of_tensor | of_time | {"tensor": tensor})
             check_counts(problems, shard=shard)
             self._consist_of(
                 sharded_replicas(
@@ -129,15 +132,15 @@ class HybridStrategy(StagedStrategy):
             _check_alone(problems, "tensor", of_stages | of_shard | {"recompute": recompute})
             check_counts(problems, num_shares=num_shares)
             replicas = _replicas_of_ranks(problems, "tensor", data)
-            self._consist_of(
-                tensor_replicas(replicas, tensor, num_shares=num_shares, **of_tensor, **common)
-            )
+            options = {**of_tensor, "num_shares": num_shares, "split": split}
+            self._consist_of(tensor_replicas(replicas, tensor, **options, **common))
         else:
             of_division = {} if tensor is not None else of_tensor
             if shard is not None:
                 data = self._divide_slots(problems, data, shard, level)
                 of_shard.pop("level")
-            _check_without_stages(problems, of_division | of_shard | {"num_shares": num_shares})
+            without_stages = {**of_time, "num_shares": num_shares}
+            _check_without_stages(problems, of_division | of_shard | without_stages)
             check_division(problems, tensor, num_tensor_shards, whole)
             self._compression = find_compression(problems, compression)
             check_carrier(problems, self._compression, engine)
@@ -261,7 +264,8 @@ def _check_without_stages(problems: Problems, options: Mapping[str, object]) -> 
     if given := _given(options):
         problems.add(
             "`level` needs `shard`, `units` needs it without stages, `num_tensor_shards` and "
-            "`whole` need `tensor`, and `num_shares` needs `shard` or `tensor` without stages.",
+            "`whole` need `tensor`, `split` needs it without stages, and `num_shares` needs "
+            "that or `shard`.",
             received=given,
             fix="Leave these out, or pass what they need.",
         )

@@ -26,7 +26,7 @@ def attending() -> Any:
     return keras.Model(inputs, layers.Dense(zoo.NUM_CLASSES)(hidden))
 
 
-@pytest.mark.parametrize("product", core_of(PRODUCTS, ["data 2"], []))
+@pytest.mark.parametrize("product", core_of(PRODUCTS, ["2"], []))
 def test_a_keras_model_with_attention(product: str) -> None:
     tokens = np.random.default_rng(2).integers(0, 11, size=(17, 6))
     with zoo.true_float64():

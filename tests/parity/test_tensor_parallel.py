@@ -216,28 +216,39 @@ class Sequences(nn.Module):
         return logits
 
 
+def trained_on_sequences(strategy: lockstep.Strategy) -> dict[str, Tensor]:
+    tokens = torch.randint(5, (20, 11), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    one = trainer(strategy, Sequences(), clip_norm=0.5)
+    one.fit((tokens, tokens.flip(1)), batch_size=8, verbose=0)
+    assert one.plan.tensor is None or "time" in str(one.plan)
+    return {name: value.clone() for name, value in one.model.state_dict().items()}
+
+
 @pytest.mark.parametrize(
     ("degree", "same_bits"),
     [
-        (4, [(1, None), (2, None)]),
-        pytest.param(3, [(4, "gloo")], marks=pytest.mark.exhaustive),
+        (2, [(1, None)]),
+        pytest.param(3, [(2, None), (4, None), (4, "gloo")], marks=pytest.mark.exhaustive),
     ],
 )
 def test_sequences_are_divided(degree: int, same_bits: list[tuple[int, str | None]]) -> None:
-    tokens = torch.randint(5, (20, 11), generator=torch.Generator().manual_seed(1))
-
-    def trained(strategy: lockstep.Strategy) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        one = trainer(strategy, Sequences(), clip_norm=0.5)
-        one.fit((tokens, tokens.flip(1)), batch_size=8, verbose=0)
-        assert one.plan.tensor is None or "time" in str(one.plan)
-        return {name: value.clone() for name, value in one.model.state_dict().items()}
-
-    found = trained(TENSOR(degree, num_tensor_shards=4, split="time"))
-    check_close(found, trained(lockstep.SingleDeviceStrategy()))
+    found = trained_on_sequences(TENSOR(degree, num_tensor_shards=4, split="time"))
+    check_close(found, trained_on_sequences(lockstep.SingleDeviceStrategy()))
     for other, engine in same_bits:
-        same = trained(TENSOR(other, num_tensor_shards=4, split="time", engine=engine))
+        strategy = TENSOR(other, num_tensor_shards=4, split="time", engine=engine)
+        same = trained_on_sequences(strategy)
         assert all(torch.equal(value, same[name]) for name, value in found.items())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", [None, pytest.param("gloo", marks=pytest.mark.exhaustive)])
+def test_replicas_divide_sequences(engine: str | None) -> None:
+    make = partial(HYBRID, num_shares=2, num_tensor_shards=4, split="time", engine=engine)
+    found = trained_on_sequences(make(2, tensor=2))
+    check_close(found, trained_on_sequences(lockstep.MirroredStrategy(1, num_shares=2)))
+    same = trained_on_sequences(make(1, tensor=3))
+    assert all(torch.equal(value, same[name]) for name, value in found.items())
 
 
 class WithoutBatchNorm(Residual):
@@ -355,6 +366,7 @@ def test_named_modules_stay_whole() -> None:
         (partial(TENSOR, 4096), DeviceError, "4096"),
         (partial(HYBRID, 2, tensor=2, microbatches=2), OptionError, "without stages"),
         (partial(HYBRID, 2, 2, tensor=2, num_shares=4), OptionError, "Received: num_shares"),
+        (partial(HYBRID, 2, 2, tensor=2, split="time"), OptionError, "Received: split"),
         (partial(HYBRID, 2, 2, tensor=2, num_tensor_shards=1), OptionError, "needs a part"),
         (partial(HYBRID, 2, 2, shard=2), OptionError, "divide the optimizer's slots only"),
         (partial(HYBRID, 2, 2, shard=2, level="slots", units=["up"]), OptionError, "units"),
