@@ -78,6 +78,7 @@ class Faults:
         self.losses: list[float] = []
         self.seconds: list[float] = []  # from a fault to the first new step
         self.hits: list[tuple[int, float]] = []  # ranks, and seconds since 1970
+        self.last_step_at = 0.0  # since 1970
         self._number, self._most, self._chance = number, most, chance
         self._phases = cycle(PHASES[1:])
         self._hit_at = 0.0
@@ -86,6 +87,7 @@ class Faults:
     def after_step(self, session: Any, loss: float) -> None:
         """A callback hears of it once for every step."""
         self.losses.append(loss)
+        self.last_step_at = time.time()
         ended = session.num_ended
         if ended > self._num_ended:
             self.seconds.append(time.monotonic() - self._hit_at)
@@ -135,7 +137,8 @@ def trained(strategy: str, faults: Faults, most: int) -> tuple[object, Phases, l
         fit = _fit_keras if strategy == "Keras" else partial(_fit, strategy)
         digest, history = fit([faults], restarts=most, record=record)
         events = [event for event in read_record(Path(record)) if event.fault is not None]
-        return [digest, history, faults.losses], _phases(events), _until_named(faults.hits, events)
+        named = until_named(faults.hits, events, faults.last_step_at)
+        return [digest, history, faults.losses], _phases(events), named
 
 
 def _phases(events: Iterable[Event]) -> Phases:
@@ -145,9 +148,15 @@ def _phases(events: Iterable[Event]) -> Phases:
     return Counter(rank.phase or "between steps" for rank in ranks)
 
 
-def _until_named(hits: Iterable[tuple[int, float]], events: Sequence[Event]) -> list[float]:
-    """Seconds from each hit to the line of the record that names its rank; infinite without."""
-    return [
+def until_named(
+    hits: Sequence[tuple[int, float]], events: Sequence[Event], last_step_at: float
+) -> list[float]:
+    """Seconds from each hit to the line of the record that names its rank; infinite without.
+
+    A process that is hit after the last step may have given all that it had: no line names it then,
+    and the hit is left out.
+    """
+    found = [
         next(
             (
                 event.time - at
@@ -158,6 +167,8 @@ def _until_named(hits: Iterable[tuple[int, float]], events: Sequence[Event]) -> 
         )
         for rank, at in hits
     ]
+    is_late = [at > last_step_at for _, at in hits]
+    return [one for one, late in zip(found, is_late, strict=True) if not late or one < math.inf]
 
 
 def _fit(strategy: str, faults: Iterable[Faults], **options: Any) -> tuple[str, object]:

@@ -146,8 +146,10 @@ def test_a_helper_dies_in_evaluation(method: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_idle_helper_is_killed_or_stopped(number: signal.Signals) -> None:
-    """Nothing was lost: the next fit simply has fresh helpers."""
+def test_an_idle_helper_is_killed_or_stopped(
+    number: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing was lost: the next fit has fresh helpers, and the log names the one that ended."""
     trainer = make_trainer(3)
     fit(trainer)
     before = helpers_of(trainer)
@@ -155,6 +157,10 @@ def test_an_idle_helper_is_killed_or_stopped(number: signal.Signals) -> None:
     fit(trainer)
     after = helpers_of(trainer)
     assert not set(before) & set(after)
+    named = [one.getMessage() for one in caplog.records if "between calls" in one.msg]
+    assert len(named) == (number == signal.SIGKILL)
+    for text in named:
+        assert text.startswith(f"rank 2 (process {before[1]}) ended between calls: killed by SIG")
     wait_until(lambda: not any(is_alive(pid) for pid in before), 15)
     expected = make_trainer(3)
     fit(expected)

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from soak import until_named
 from torch import Tensor, nn
 
 import lockstep
@@ -27,7 +29,7 @@ from lockstep.errors import (
 from lockstep.launch.workers import process_state
 from lockstep.launch.workers.process_state import start_of
 from lockstep.train.fault_tolerance.rank_states import RankState, kind_of, last_line
-from lockstep.train.fault_tolerance.run_record import NAME, Event, read_record
+from lockstep.train.fault_tolerance.run_record import NAME, Event, Fault, read_record
 from tests.faults.jobs import fit, make_trainer, warm_up
 from tests.faults.processes import JOB, running, wait_until
 
@@ -224,6 +226,13 @@ def test_a_script_that_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert status == 1
     assert "Verdict: dead. The script (process " in said
     assert "its last entry, " in said
+
+
+def test_a_soak_leaves_out_hits_after_the_last_step() -> None:
+    fault = Fault(kind="dead", message="Rank 1 ended.", rank=1)
+    events = [Event(what="fault", time=5.25, fault=fault), Event(what="end", time=9.75)]
+    hits = [(1, 5.0), (1, 9.0), (1, 9.5)]  # the second was in need of a line
+    assert until_named(hits, events, last_step_at=9.25) == [0.25, math.inf]
 
 
 def write(folder: Path, *events: Event) -> None:

@@ -27,6 +27,7 @@ from lockstep.checkpoint.trees import Tensors
 from lockstep.comm.exchange_spec import ExchangeSpec
 from lockstep.data.map_style.sources import ArraySource
 from lockstep.errors import WorkerError
+from lockstep.events import LOGGER
 from lockstep.launch.health.failure import as_raised, noting_on
 from lockstep.launch.workers.pool import expect_team, take_team
 from lockstep.launch.workers.team import Team
@@ -62,10 +63,7 @@ from lockstep.train.runtime.assignment_serialization import (
 )
 from lockstep.train.runtime.call_cache import CallCache, CallSignature, CallUpdate, is_cacheable
 from lockstep.train.runtime.helper_session import TaskRequest, serve, serve_again
-from lockstep.train.runtime.helper_watchdog import (
-    HelperWatchdog,
-    Position,
-)
+from lockstep.train.runtime.helper_watchdog import HelperWatchdog, Position
 from lockstep.train.runtime.running_call import RunningCall, check_not_lost
 from lockstep.train.runtime.stores import (
     Mapped,
@@ -369,6 +367,10 @@ class Session:
                 else self._threads == plan.threads_per_device and self._team.answers()
             )
         ):
+            pids = self._team.known_pids()
+            for rank, how in self._team.ended().items():
+                text = "rank %d (process %d) ended between calls: %s"
+                LOGGER.warning(text, rank, pids[rank], how)
             self.close()
         if self._team is not None:
             return self._team
