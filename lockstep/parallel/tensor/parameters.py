@@ -132,10 +132,12 @@ class DividedParameters(Owner):
 
     def check_pass(self, divided: DividedTensor) -> None:
         if not self._is_running:
+            layer = divided.origin.rpartition(".")[0] or "..."
             raise ModelError(
-                "The output of a divided layer was kept after the pass: each process has its part.",
+                "The output of a divided layer was kept after the pass, by the model or by a hook: "
+                "each process has its part.",
                 received=f"what comes from {divided.origin!r}",
-                fix='Name the layer in `whole`: TensorParallelStrategy(whole=["..."]).',
+                fix=f"Name the layer in `whole`: TensorParallelStrategy(whole=[{layer!r}]).",
             )
 
     def name_of(self, weight: Any) -> str:
