@@ -350,14 +350,14 @@ class Residency:
     # --- from unit to unit -----------------------------------------------------------------------
 
     def _start(self, direction: int) -> None:
-        """Begin before the first unit in a direction; a pass before may have left it there."""
+        """Begin before the first unit in a direction; a pass may have left it and the next."""
         self._direction = direction
         first = 0 if direction == _FORWARD else self._last
         self._at = first - direction
         for place, unit in enumerate(self._order):
-            if place != first:
+            if place not in (first, first + direction):
                 self.memory.free(unit)
-            elif unit in self.memory.present:
+            elif place == first and unit in self.memory.present:
                 self._at = first
                 self._begin_next()
 
@@ -370,7 +370,8 @@ class Residency:
             if is_inside and self._direction == _BACKWARD and self._rounds == self._num_rounds:
                 self.complete(self._order[before] + 1)
             self.memory.gather(self._order[self._at])
-            if is_inside:
+            is_turning = self._direction == _FORWARD and self._at == self._last
+            if is_inside and not (is_turning and self._num_rounds[1]):  # backward needs both first
                 self.memory.free(self._order[before])
             self._begin_next()
         self._is_moving = False
