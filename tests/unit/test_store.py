@@ -205,6 +205,7 @@ def test_a_parameter_between_two_buffers_that_share_memory_is_refused() -> None:
 
 def test_an_attribute_in_the_memory_of_a_trained_parameter_is_refused() -> None:
     first = nn.Linear(2, 2)
+    first.register_buffer("kept", first.weight.data[:1])  # another check's
     model = nn.Sequential(first, nn.LSTM(2, 2), nn.utils.spectral_norm(nn.Linear(2, 2)))
     check_attributes(model)
     vars(first)["rows"] = [first.weight.data[:1]]

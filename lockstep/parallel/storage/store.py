@@ -230,7 +230,8 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors that are attributes of modules, also in lists and dicts, but no Parameters."""
     for path, module in model.named_modules():
         for key, value in vars(module).items():
-            if f"{key}_orig" in module._parameters:  # of spectral_norm; each call forms it anew
+            is_formed = f"{key}_orig" in module._parameters  # by each call, as spectral_norm does
+            if key == "_buffers" or is_formed:
                 continue
             held = list(value.values()) if isinstance(value, dict) else value
             for one in held if isinstance(held, list | tuple) else (held,):
