@@ -45,7 +45,11 @@ def evaluate():
 def predict():
     return list(trainer.predict(data[0][:3], batch_size=8).shape)
 
-for call in (fit, evaluate, predict):
+def same():
+    return trainer.same_everywhere(me)
+
+# Before any training, too.
+for call in (same, fit, evaluate, predict):
     try:
         said = call()
     except Exception as error:
@@ -84,14 +88,14 @@ def test_a_call_that_fails_at_the_leader_ends_for_the_other(
     found = told(how, tmp_path)
     assert found["leader"].pop("fit").startswith(error)
     assert found["follower"].pop("fit").startswith(error)
-    after = {"evaluate": ["loss"], "predict": [3, 2]}
+    after = {"same": "leader", "evaluate": ["loss"], "predict": [3, 2]}
     assert found == {"leader": after, "follower": after}
 
 
 @pytest.mark.exhaustive
 def test_one_that_stalls_between_two_calls_is_waited_for(tmp_path: Path) -> None:
     found = told("slow", tmp_path)
-    each = {"fit": ["loss"], "evaluate": ["loss"], "predict": [3, 2]}
+    each = {"same": "leader", "fit": ["loss"], "evaluate": ["loss"], "predict": [3, 2]}
     assert found == {"leader": each, "follower": each}
 
 

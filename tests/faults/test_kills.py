@@ -131,6 +131,34 @@ def test_a_helper_that_dies_in_its_model(number: signal.Signals) -> None:
     assert (f'{__file__}", line' in str(caught.value)) == last.startswith("  File ") == is_told
 
 
+class _Slow(lockstep.Callback):
+    """Counts the steps of rank 0, each of which takes a moment."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+        self.steps += 1
+        time.sleep(0.05)
+
+
+@pytest.mark.thorough
+def test_a_replica_of_local_sgd_dies_long_before_replicas_meet() -> None:
+    inputs, targets = make_data()
+    inputs, targets = inputs.repeat(40, 1), targets.repeat(40)
+    slow = _Slow()
+    trainer = make_trainer(
+        2,
+        lambda: os.kill(os.getpid(), signal.SIGKILL),
+        step=2,
+        callbacks=(slow,),
+        strategy=lockstep.LocalSGDStrategy("epoch", devices=2),
+    )
+    with pytest.raises(WorkerError, match=r"Rank 1 .*SIGKILL"):
+        trainer.fit((inputs, targets), batch_size=2, verbose=0)
+    assert slow.steps < len(inputs) // 2 // 2  # rank 0 has not gone through its half of the epoch
+
+
 def test_a_helper_that_leaves_by_itself() -> None:
     trainer = make_trainer(2, lambda: os._exit(7), step=1)
     with pytest.raises(WorkerError, match=r"Rank 1 .*step 1\): it exited with status 7"):

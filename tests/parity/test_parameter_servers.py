@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -132,12 +133,39 @@ def stepped_sum(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return counted_sum(model(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize("given", [{"loss": counted_sum}, {"train_step": stepped_sum}])
+class Rows(Sums):
+    """Gives what is summed there, as logarithms of the probabilities of classes."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        rows: Tensor = inputs @ self.weight + self.bias
+        return rows
+
+
+def counted_mean(outputs: Tensor, weights: Tensor) -> Tensor:
+    """A mean over the samples that have a label: in each part of a batch of other numbers."""
+    return F.nll_loss(outputs, (3 * weights).long() - 1, ignore_index=-1)
+
+
+def stepped_mean(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    counts = 1.0 + (batch[1] > 0.5)
+    mean: Tensor = (model(batch[0]) * counts).sum() / counts.sum()
+    return mean
+
+
+@pytest.mark.parametrize(
+    ("made", "given"),
+    [
+        (Sums, {"loss": counted_sum}),
+        (Sums, {"train_step": stepped_sum}),
+        (Rows, {"loss": counted_mean}),
+        (Sums, {"train_step": stepped_mean}),
+    ],
+)
 @pytest.mark.parametrize("accumulate", core_of([1, 2], [1]))
-def test_a_sum_over_the_batch_is_one_whoever_computes_its_parts(
-    given: dict[str, Any], accumulate: int
+def test_a_loss_of_the_batch_is_one_whoever_computes_its_parts(
+    made: Callable[[], Sums], given: dict[str, Any], accumulate: int
 ) -> None:
-    found, expected = Sums(), Sums()
+    found, expected = made(), made()
     inputs, weights = sample_data()
     for model, strategy in (
         (found, lockstep.ParameterServerStrategy(2, 3, 4)),

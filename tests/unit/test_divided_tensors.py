@@ -697,6 +697,35 @@ def test_a_hook_after_a_use_is_refused(x: Tensor) -> None:
         divide(Model(body).double(), x, 2)
 
 
+def test_a_gradient_that_is_retained_is_that_of_the_whole(x: Tensor) -> None:
+    def body(model: Any, x: Tensor) -> Tensor:
+        model.hidden = model.up(x)
+        if model.hidden.requires_grad:
+            model.hidden.retain_grad()
+        found: Tensor = model.down(model.hidden.tanh())
+        return found
+
+    model = Model(body).double()
+    splits = divide(model, x, 2)
+    found = []
+    for context in (nullcontext(), on_shards(model, splits).running()):
+        with context:
+            run(model, x).square().sum().backward()
+            found.append(model.hidden.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+def test_a_gradient_retained_after_a_use_is_refused(x: Tensor) -> None:
+    def body(model: Any, x: Tensor) -> Tensor:
+        hidden = model.up(x)
+        found: Tensor = model.down(hidden)
+        hidden.retain_grad()
+        return found
+
+    with pytest.raises(ModelError, match="after it was used"):
+        divide(Model(body).double(), x, 2)
+
+
 class UsedWithin(nn.Module):
     """Its output is used before it is returned."""
 

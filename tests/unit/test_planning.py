@@ -1,8 +1,14 @@
-"""Planning again after a call has left the model elsewhere."""
+"""Planning: what layers are timed on, and again after a call has left the model elsewhere."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
+from lockstep.capture.graph import profile_graph
+from lockstep.data.map_style.sources import as_source
+from lockstep.train.runtime import planning
 from lockstep.train.runtime.planning import Planning, _place_of
 
 
@@ -30,3 +36,17 @@ def test_a_trace_holds_for_one_kind_of_device() -> None:
     planning, one = Planning(nn.Linear(2, 2)), torch.ones(2, 2)
     assert planning._digest(one) == planning._digest(torch.zeros(2, 2))
     assert planning._digest(one) != planning._digest(one.to("meta"))
+
+
+def test_layers_are_timed_in_memory_that_the_process_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ranks have it: else the kernel gives each layer new memory, which takes as long as it."""
+    order: list[str] = []
+
+    def profiled(*args: Any, **options: Any) -> Any:
+        order.append("timed")
+        return profile_graph(*args, **options)
+
+    monkeypatch.setattr(planning, "keep_freed_memory", lambda: order.append("kept"))
+    monkeypatch.setattr(planning, "profile_graph", profiled)
+    Planning(nn.Linear(2, 2)).graph(as_source((torch.ones(4, 2),)), 4, "fp32")
+    assert order == ["kept", "timed"]
