@@ -216,7 +216,8 @@ def profile_net(name: str) -> dict[str, Any]:
     graph = Planning(module).graph(samples, min(net.batch_size, 128), precision)
     with num_threads(1):
         graph = msgspec.structs.replace(graph, optimizer=profile_optimizer(optimizer))
-    return {"graph": graph, "cluster": cluster}
+    host = msgspec.structs.replace(cluster.hosts[0], speed_together=graph.speed_together)
+    return {"graph": graph, "cluster": msgspec.structs.replace(cluster, hosts=(host,))}
 
 
 def measure_pair(name: str, plan_name: str) -> dict[str, Any]:

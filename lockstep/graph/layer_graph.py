@@ -148,6 +148,8 @@ class LayerGraph(msgspec.Struct, JsonFile, frozen=True, kw_only=True):
         divisions: of parameters by tensor parallelism, if the model was observed.
         threads_speed: of a rank alone on its host with a thread for each core, relative to the
             single thread for which costs are.
+        speed_together: of a thread while all cores of its host work, relative to one that works
+            alone, for which costs are.
     """
 
     layers: tuple[Layer, ...]
@@ -159,6 +161,7 @@ class LayerGraph(msgspec.Struct, JsonFile, frozen=True, kw_only=True):
     optimizer: OptimizerCosts = OptimizerCosts()
     divisions: tuple[Division, ...] = ()
     threads_speed: float = 1.0
+    speed_together: float = 1.0
 
     @property
     def parameters(self) -> tuple[ParameterInfo, ...]:

@@ -1,5 +1,7 @@
 """Planning: what layers are timed on, and again after a call has left the model elsewhere."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from torch import nn
 
 from lockstep.capture.graph import profile_graph
 from lockstep.data.map_style.sources import as_source
+from lockstep.launch.health.machine_measuring import busy_cores
 from lockstep.train.runtime import planning
 from lockstep.train.runtime.planning import Planning, _place_of
 
@@ -50,3 +53,19 @@ def test_layers_are_timed_in_memory_that_the_process_keeps(monkeypatch: pytest.M
     monkeypatch.setattr(planning, "profile_graph", profiled)
     Planning(nn.Linear(2, 2)).graph(as_source((torch.ones(4, 2),)), 4, "fp32")
     assert order == ["kept", "timed"]
+
+
+def test_layers_are_timed_again_while_other_cores_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    working: list[int] = []
+
+    @contextmanager
+    def busy(count: int) -> Iterator[None]:
+        with busy_cores(count):
+            working.append(count)
+            yield
+
+    monkeypatch.setattr(planning, "usable_cores", lambda: 2)
+    monkeypatch.setattr(planning, "busy_cores", busy)
+    graph = Planning(nn.Linear(2, 2)).graph(as_source((torch.ones(4, 2),)), 4, "fp32")
+    assert working == [1]
+    assert 0 < graph.speed_together <= 1

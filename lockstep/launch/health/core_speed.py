@@ -1,10 +1,11 @@
-"""How fast this process computes and copies for a while, beside others that do the same.
+"""A process that works on one core, beside others that do the same.
 
-``python -m lockstep.launch.health.core_speed BEGIN SECONDS`` waits until the time BEGIN, works for
-so long, and prints rounds per second and bytes copied per second: those of the best part of the
-time, since other processes may have been running in the others.
+``python -m lockstep.launch.health.core_speed BEGIN SECONDS`` waits until the time BEGIN, copies for
+so long, and prints bytes per second: those of the best part of the time, since other processes may
+have been running in the others. Without arguments it computes and copies until it is ended.
 """
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -16,30 +17,17 @@ _PARTS = 5
 _ELEMENTS = 1 << 22  # of a copy, which does not
 
 
-def main(begin: float, seconds: float) -> None:
-    """Work, and print how much."""
-    matrix = np.ones((_SIZE, _SIZE), np.float32)
+def measure_copies(begin: float, seconds: float) -> None:
+    """Copy, and print how much."""
     values, copied = np.ones(_ELEMENTS, np.float32), np.empty(_ELEMENTS, np.float32)
-    product = np.empty_like(matrix)
-
-    def compute() -> None:
-        for _ in range(8):
-            np.matmul(matrix, matrix, out=product)
-        np.add(values, 1.0, out=copied)
 
     def copy() -> None:
         np.copyto(copied, values)
 
-    compute()
     copy()
     time.sleep(max(begin - time.time(), 0.0))
-    rounds = _per_second(compute, seconds / 2)
-    copies = _per_second(copy, seconds / 2)
-    sys.stdout.write(f"{rounds} {copies * values.nbytes}\n")
-
-
-def _per_second(work: Callable[[], None], seconds: float) -> float:
-    return max(_rate(work, seconds / _PARTS) for _ in range(_PARTS))
+    copies = max(_rate(copy, seconds / _PARTS) for _ in range(_PARTS))
+    sys.stdout.write(f"{copies * values.nbytes}\n")
 
 
 def _rate(work: Callable[[], None], seconds: float) -> float:
@@ -50,5 +38,21 @@ def _rate(work: Callable[[], None], seconds: float) -> float:
     return count / took
 
 
+def keep_busy() -> None:
+    """Work as a training does, with products and passes over memory, while the parent lives."""
+    matrix = np.ones((_SIZE, _SIZE), np.float32)
+    values, copied = np.ones(_ELEMENTS, np.float32), np.empty(_ELEMENTS, np.float32)
+    product, parent = np.empty_like(matrix), os.getppid()
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    while os.getppid() == parent:
+        for _ in range(8):
+            np.matmul(matrix, matrix, out=product)
+        np.add(values, 1.0, out=copied)
+
+
 if __name__ == "__main__":
-    main(float(sys.argv[1]), float(sys.argv[2]))
+    if len(sys.argv) > 1:
+        measure_copies(float(sys.argv[1]), float(sys.argv[2]))
+    else:
+        keep_busy()

@@ -1,4 +1,4 @@
-"""Measures this host for the planner, once: how fast its cores are together, and its memory.
+"""Measures this host for the planner: how fast processes copy, once; and keeps its cores busy.
 
 The result is kept in the user's cache folder, by processor and number of cores.
 """
@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -30,11 +32,9 @@ class MachineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured.
 
     Attributes:
-        speed_together: of a core while all work, relative to one that works alone.
         bytes_per_second: that a process copies while others do.
     """
 
-    speed_together: float
     bytes_per_second: float
 
 
@@ -66,33 +66,37 @@ def _known_device(device: Device, precision: str) -> Device:
 def _measured(host: Host) -> Host:
     speed = _known(host) or _remembered(host, measure(host.num_cores))
     link = Link(latency_seconds=_LATENCY_SECONDS, bytes_per_second=speed.bytes_per_second)
-    return msgspec.structs.replace(host, speed_together=speed.speed_together, link=link)
+    return msgspec.structs.replace(host, link=link)
 
 
 def measure(num_cores: int) -> MachineSpeed:
-    """Have one process work, and then one on each core."""
-    alone = _rates(1)
-    together = _rates(num_cores) if num_cores > 1 else alone
-    ratio = statistics.median(rounds for rounds, _ in together) / alone[0][0]
-    return MachineSpeed(
-        speed_together=min(ratio, 1.0),
-        bytes_per_second=statistics.median(copied for _, copied in together),
-    )
-
-
-def _rates(processes: int) -> list[tuple[float, float]]:
+    """Have a process on each core copy."""
     begin = time.time() + _START_SECONDS
-    command = [sys.executable, "-m", "lockstep.launch.health.core_speed", str(begin), str(_SECONDS)]
+    running = [_start(str(begin), str(_SECONDS)) for _ in range(num_cores)]
+    copied = [float(process.communicate()[0]) for process in running]
+    return MachineSpeed(bytes_per_second=statistics.median(copied))
+
+
+@contextmanager
+def busy_cores(count: int) -> Iterator[None]:
+    """Within the block so many processes work, one on each core."""
+    running = [_start() for _ in range(count)]
+    try:
+        for process in running:
+            assert process.stdout is not None
+            process.stdout.readline()  # it has begun
+        yield
+    finally:
+        for process in running:
+            process.kill()
+        for process in running:
+            process.communicate()
+
+
+def _start(*words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "lockstep.launch.health.core_speed", *words]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    running = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, env=environ, text=True)
-        for _ in range(processes)
-    ]
-    found = []
-    for process in running:
-        rounds, copied = process.communicate()[0].split()
-        found.append((float(rounds), float(copied)))
-    return found
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env=environ, text=True)
 
 
 # --- the cache ------------------------------------------------------------------------------------

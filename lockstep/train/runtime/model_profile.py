@@ -70,6 +70,7 @@ def this_machine(cluster: Cluster, precision: str, graph: LayerGraph) -> Cluster
     model = sum(one.num_bytes for one in graph.parameters)
     first = msgspec.structs.replace(
         first,
+        speed_together=graph.speed_together,
         script_bytes=max(resident_memory() - model, 0),
         corrections=learned(known_runs(first)),
     )

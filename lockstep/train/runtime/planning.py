@@ -28,7 +28,7 @@ from lockstep.capture.graph import (
 from lockstep.capture.layers import capture_layers, functions_of
 from lockstep.capture.measuring import measure_layers
 from lockstep.capture.tracing import Trace, trace_modes
-from lockstep.cluster.devices import discover
+from lockstep.cluster.devices import discover, usable_cores
 from lockstep.cluster.topology import Cluster
 from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.map_style.sources import Source
@@ -36,6 +36,7 @@ from lockstep.data.order import holds_streams, kept_streams
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 from lockstep.errors import OptionError
 from lockstep.graph.layer_graph import Division, LayerGraph
+from lockstep.launch.health.machine_measuring import busy_cores
 from lockstep.parallel.data_parallel.batch_norm import note_lone_sample
 from lockstep.parallel.data_parallel.forward import (
     DTYPES,
@@ -220,7 +221,7 @@ class Planning:
             source=source,
             precision=precision,
             maker=None,
-            options=("costs", size),
+            options=("costs", "together", size),
         )
         return cached_graph(key, measure)
 
@@ -268,21 +269,24 @@ class Planning:
                 sizes,
                 (many, few),
             )
-        return msgspec.structs.replace(
-            graph, threads_speed=self._threads_speed(graph, trace, given)
-        )
+        if (others := usable_cores() - 1) and _place_of(self._model).type == "cpu":
+            with num_threads(1), busy_cores(others):
+                speed = self._speed(graph, trace, given)
+            graph = msgspec.structs.replace(graph, speed_together=min(speed, 1.0))
+        if torch.get_num_threads() > 1:
+            speed = self._speed(graph, trace, given)
+            graph = msgspec.structs.replace(graph, threads_speed=max(speed, 1.0))
+        return graph
 
-    def _threads_speed(self, graph: LayerGraph, trace: Trace, inputs: Tree) -> float:
-        """How much faster the layers are with the threads that this process has."""
-        if torch.get_num_threads() == 1:
-            return 1.0
-        alone = [layer.costs for layer in graph.layers if layer.costs is not None]
-        together = measure_layers(self._model, trace, inputs)
-        seconds = [
+    def _speed(self, graph: LayerGraph, trace: Trace, inputs: Tree) -> float:
+        """How fast the layers are now, relative to their costs in the graph."""
+        known = [layer.costs for layer in graph.layers if layer.costs is not None]
+        now = measure_layers(self._model, trace, inputs)
+        before, after = (
             math.fsum(one.forward_seconds + one.backward_seconds for one in costs)
-            for costs in (alone, together)
-        ]
-        return max(seconds[0] / seconds[1], 1.0) if seconds[1] else 1.0
+            for costs in (known, now)
+        )
+        return before / after if after else 1.0
 
     @contextmanager
     def _inputs(
