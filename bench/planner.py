@@ -42,8 +42,8 @@ from lockstep.graph.layer_graph import (
     OptimizerCosts,
     ParameterInfo,
 )
+from lockstep.plan.cost.breakdown import PlanCost
 from lockstep.plan.cost.corrections import RunCost, family_of, learned, with_correction
-from lockstep.plan.cost.parts import PlanCost
 from lockstep.plan.cost.plan_cost import cost_of
 from lockstep.plan.search.candidates import Problem
 from lockstep.plan.search.ranking import best_plans

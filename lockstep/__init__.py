@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from lockstep.custom_loops.replicas import num_replicas as num_replicas
     from lockstep.custom_loops.replicas import rank as rank
     from lockstep.custom_loops.replicas import share as share
-    from lockstep.data.model_loss import OwnLoss as OwnLoss
+    from lockstep.data.own_loss import OwnLoss as OwnLoss
     from lockstep.errors import LockstepError as LockstepError
     from lockstep.frontends.cross_replica import CrossReplicaOptimizer as CrossReplicaOptimizer
-    from lockstep.plan.makers.averaging import Nesterov as Nesterov
+    from lockstep.plan.averaging import Nesterov as Nesterov
     from lockstep.plan.program.compression import PowerSGD as PowerSGD
     from lockstep.plan.program.compression import TopK as TopK
     from lockstep.plan.spec import Plan as Plan
@@ -92,8 +92,8 @@ _HOMES = {
         "lockstep.strategies.multi_worker",
         "MultiWorkerMirroredStrategy",
     ),
-    "Nesterov": ("lockstep.plan.makers.averaging", "Nesterov"),
-    "OwnLoss": ("lockstep.data.model_loss", "OwnLoss"),
+    "Nesterov": ("lockstep.plan.averaging", "Nesterov"),
+    "OwnLoss": ("lockstep.data.own_loss", "OwnLoss"),
     "ParameterServerStrategy": (
         "lockstep.strategies.parameter_server",
         "ParameterServerStrategy",

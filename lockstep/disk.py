@@ -16,7 +16,7 @@ from typing import BinaryIO, Self
 
 import msgspec
 
-from lockstep.units import format_bytes
+from lockstep.formatting import format_bytes
 
 # Error numbers for a full disk.
 SHORTAGES = (errno.ENOSPC, errno.EDQUOT)

@@ -12,7 +12,7 @@ from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 from lockstep.errors import OptionError, Problems
-from lockstep.units import listed
+from lockstep.formatting import listed
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from lockstep.cluster.topology import Cluster, Device, Host, Link, Network
 from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph, ParameterInfo
-from lockstep.plan.cost.parts import usable
+from lockstep.plan.cost.breakdown import usable
 from lockstep.plan.cost.placement import Placement
 from lockstep.plan.cost.profile import Profile
 from lockstep.plan.cost.staged import Layout, StageCost, stage_cost

@@ -8,9 +8,9 @@ from typing import Any, TextIO
 
 from lockstep.disk import writing
 from lockstep.errors import OptionError, Problems
+from lockstep.formatting import listed
 from lockstep.options import check_flag, check_path
 from lockstep.train.callbacks.callback import ClosingCallback, Logs
-from lockstep.units import listed
 
 _MISSING = "NA"
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.errors import OptionError, Problems
+from lockstep.formatting import listed
 from lockstep.train.callbacks.callback import Callback
-from lockstep.units import listed
 
 _METHODS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 

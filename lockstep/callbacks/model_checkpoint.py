@@ -7,9 +7,9 @@ from typing import Any
 
 from lockstep.callbacks.monitoring import Monitor, check_monitor
 from lockstep.errors import OptionError, Problems
+from lockstep.formatting import listed
 from lockstep.options import check_flag, check_frequency, check_path
 from lockstep.train.callbacks.callback import Callback, Logs
-from lockstep.units import listed
 
 _OTHER_FORMATS = (".pt", ".pth", ".ckpt", ".bin", ".h5", ".keras", ".npz", ".pkl")
 

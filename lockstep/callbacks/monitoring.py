@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from lockstep.errors import OptionError, Problems
+from lockstep.formatting import listed
 from lockstep.options import check_choice, check_name, check_number
 from lockstep.train.callbacks.callback import Callback, Logs
 from lockstep.train.callbacks.state_values import copied_values
 from lockstep.train.trainer_protocol import TrainerProtocol
-from lockstep.units import listed
 
 MODES = ("auto", "min", "max")
 

@@ -15,8 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from lockstep.errors import ModelError, Problems
+from lockstep.formatting import first_few
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
-from lockstep.units import first_few
 
 
 class FrontEndModel(nn.Module):

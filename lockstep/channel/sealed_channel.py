@@ -12,7 +12,7 @@ from lockstep.channel.frames import drop
 from lockstep.channel.keys import Keys
 from lockstep.channel.records import MOST_BYTES, Opener, Sealer, TamperedError
 from lockstep.errors import HostError, problem
-from lockstep.units import format_seconds
+from lockstep.formatting import format_seconds
 
 
 class Channel:

@@ -8,7 +8,7 @@ before it.
 One process writes everything: rank 0 maps the memory with the weights and slots of all ranks of its
 host, whatever the layout. Several of its threads write files in parallel: hashing takes longer than
 the disk, and both release the interpreter's lock. Where ranks divide a training, each writes its
-parts (``PartedGeneration``).
+parts (``PartitionedGeneration``).
 """
 
 import hashlib
@@ -32,9 +32,9 @@ from lockstep.checkpoint.manifest import (
     TensorEntry,
     encode_manifest,
 )
-from lockstep.checkpoint.parted_files import (
+from lockstep.checkpoint.partitioned_files import (
     SPAN_BYTES,
-    PartedFile,
+    PartitionedFile,
     WrittenSpan,
     entry_of,
     lay_out,
@@ -99,7 +99,7 @@ def _remove_old(folder: Folder, keep: int) -> None:
         storage_of(folder).remove(old.name)
 
 
-class PartedGeneration:
+class PartitionedGeneration:
     """The next generation in a folder of this machine, which several processes write.
 
     This one lays the files out; all write their parts of these; then it writes the rest. The
@@ -120,13 +120,13 @@ class PartedGeneration:
 
     def __init__(self, folder: Path, saved: Saved, names: Collection[str]) -> None:
         self.folder, self._name, self._saved = folder, _next_name(folder), saved
-        self._parted = {name: saved.tensors[name] for name in saved.tensors if name in names}
+        self._partitioned = {name: saved.tensors[name] for name in saved.tensors if name in names}
         self._new = storage_of(folder).new(self._name)
         self._create = self._new.__enter__()
         with self._given_up_on_error():
-            self.files = [*map(self._laid_out, _shard_names("parts", self._parted).items())]
+            self.files = [*map(self._laid_out, _shard_names("parts", self._partitioned).items())]
 
-    def _laid_out(self, shard: tuple[str, Tensors]) -> PartedFile:
+    def _laid_out(self, shard: tuple[str, Tensors]) -> PartitionedFile:
         name, tensors = shard
         with self._create(name, sum(tensor.nbytes for tensor in tensors.values())) as file:
             path = os.path.relpath(file.name, self.folder)
@@ -142,8 +142,8 @@ class PartedGeneration:
             OSError, CheckpointError: it cannot be written, or a part is missing; earlier ones stay.
         """
         with self._given_up_on_error():
-            parted = {os.path.basename(one.path): entry_of(one, spans) for one in self.files}
-            _write_all(self._create, self._saved, _MOST_THREADS, self._parted, parted)
+            partitioned = {os.path.basename(one.path): entry_of(one, spans) for one in self.files}
+            _write_all(self._create, self._saved, _MOST_THREADS, self._partitioned, partitioned)
         self._new.__exit__(None, None, None)
         _remove_old(self.folder, keep)
         return self.folder / self._name
@@ -172,14 +172,14 @@ def _write_all(
     create: Create,
     saved: Saved,
     most_threads: int,
-    parted: Tensors = _NONE,
-    parted_files: Mapping[str, FileEntry] = _NONE,
+    partitioned: Tensors = _NONE,
+    partitioned_files: Mapping[str, FileEntry] = _NONE,
 ) -> None:
-    """Write what is not parted, and the manifest."""
-    whole = {name: one for name, one in saved.tensors.items() if name not in parted}
+    """Write what is not partitioned, and the manifest."""
+    whole = {name: one for name, one in saved.tensors.items() if name not in partitioned}
     shards = _shard_names("tensors", whole)
-    files = {**parted_files, **_write_shards(create, shards, most_threads)}
-    shards |= _shard_names("parts", parted)
+    files = {**partitioned_files, **_write_shards(create, shards, most_threads)}
+    shards |= _shard_names("parts", partitioned)
     manifest = msgspec.structs.replace(
         saved.manifest,
         files=files,

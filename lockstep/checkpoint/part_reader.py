@@ -45,8 +45,8 @@ class PartReader:
                     file = stack.enter_context(storage.opened(name))
                     self._files[name] = _File(file, name, entry)
             self._opened = stack.pop_all()
-        parted = manifest.tensors.items()
-        self.tensors = {name: one for name, one in parted if one.file in self._files}
+        partitioned = manifest.tensors.items()
+        self.tensors = {name: one for name, one in partitioned if one.file in self._files}
 
     def close(self) -> None:
         """Close the files."""

@@ -1,7 +1,7 @@
 """Reads checkpoints: the newest complete one, with warnings about newer ones that are damaged.
 
 Each file is read once, so the bytes used are those hashed; except those that several processes have
-written (``parted_files``), which are larger than memory may be, and are read again when their
+written (``partitioned_files``), which are larger than memory may be, and are read again when their
 tensors are used. Nothing in a checkpoint is executed, and
 no name in it leads out of its folder: file names are checked (``manifest``), and links are not
 followed (``local_storage``).

@@ -15,7 +15,7 @@ from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.reading import found_generations, read_generation, read_manifest
 from lockstep.checkpoint.storage import Folder, folder_of
 from lockstep.errors import CheckpointError
-from lockstep.units import format_bytes, format_count
+from lockstep.formatting import format_bytes, format_count
 
 _PATH_HELP = "folder or URL that fit(checkpoint=...) has written to, or one checkpoint in it"
 _FORMATS = {"safetensors": export_safetensors, "dcp": export_dcp}

@@ -19,8 +19,8 @@ from lockstep.cli.examination import busy_cores
 from lockstep.cluster.devices import usable_cores
 from lockstep.data.mnist import load_mnist
 from lockstep.extras import import_extra
+from lockstep.formatting import format_count
 from lockstep.train.validation.checks import check_counts
-from lockstep.units import format_count
 
 Arrays = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 

@@ -2,8 +2,8 @@
 
 from lockstep.cluster.devices import described, discover
 from lockstep.cluster.topology import Device
+from lockstep.formatting import format_bytes
 from lockstep.plan.engines import NATIVE_BACKENDS
-from lockstep.units import format_bytes
 
 
 def accelerators() -> tuple[Device, ...]:

@@ -8,8 +8,8 @@ from rich.text import Text
 
 from lockstep.cli.examination import HostReport
 from lockstep.cli.verdict import Finding, format_rate
+from lockstep.formatting import format_bytes, format_count, format_time
 from lockstep.launch.health.network_measuring import LinkReport
-from lockstep.units import format_bytes, format_count, format_time
 
 # More do not fit side by side.
 _HOSTS_PER_TABLE = 4

@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.table import Table
 
 from lockstep.errors import OptionError, printable
+from lockstep.formatting import format_seconds
 from lockstep.launch.workers.process_state import start_of
 from lockstep.train.fault_tolerance.rank_states import (
     BAD_RECORD,
@@ -30,7 +31,6 @@ from lockstep.train.fault_tolerance.rank_states import (
     RankState,
 )
 from lockstep.train.fault_tolerance.run_record import Event, Fault, recorded_events
-from lockstep.units import format_seconds
 
 # Of the training time: the others have waited more than this for a straggler; it has waited less.
 _STRAGGLER_FRACTION = 0.25

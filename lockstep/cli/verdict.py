@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from lockstep.cli.examination import HostReport
 from lockstep.errors import problem
+from lockstep.formatting import format_bytes, format_time, listed
 from lockstep.launch.health.network_measuring import LinkReport
-from lockstep.units import format_bytes, format_time, listed
 
 # A process that has imported torch, and some memory for training.
 _BYTES_PER_DEVICE = 512 << 20

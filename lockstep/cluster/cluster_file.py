@@ -30,7 +30,7 @@ import msgspec
 from lockstep.cluster.hardware import ACCELERATORS, EFFICIENCY, INTERCONNECTS, Accelerator
 from lockstep.cluster.topology import Cluster, Device, Host, Link, Network
 from lockstep.errors import OptionError, Problems
-from lockstep.units import first_few, parse_bytes
+from lockstep.formatting import first_few, parse_bytes
 
 
 class _Hosts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

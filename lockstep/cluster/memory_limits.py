@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.units import format_bytes
+from lockstep.formatting import format_bytes
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from lockstep.comm.collectives.products import multiply
+from lockstep.comm.collectives.matrix_products import multiply
 from lockstep.parallel.data_parallel.linear import LinearLayers
 from lockstep.parallel.data_parallel.passes import LARGE_WEIGHT
 

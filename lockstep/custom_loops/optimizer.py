@@ -20,12 +20,12 @@ from lockstep.custom_loops.job import current
 from lockstep.custom_loops.replica_update import ReplicaUpdate
 from lockstep.custom_loops.stepping import ReplicaSteps, check_steps
 from lockstep.errors import ModelError, OptionError, Problems
+from lockstep.formatting import first_few
 from lockstep.parallel.data_parallel.gradient_rules import GradientRules
 from lockstep.parallel.storage.store import check_attributes
 from lockstep.tracebacks import public_methods
 from lockstep.train.optim.optimizer_state import option_values
 from lockstep.train.optim.updaters import TorchUpdater
-from lockstep.units import first_few
 
 
 @public_methods

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from lockstep.comm.shared_memory.status_board import StatusBoard
 from lockstep.errors import HostError, WorkerError
+from lockstep.formatting import format_seconds
 from lockstep.launch.workers.external_workers import Attachment
 from lockstep.launch.workers.team import Team
 from lockstep.train.multihost.hosts import Hosts
-from lockstep.units import format_seconds
 
 # The first replica of a host knows best which replicas are late, so it raises first.
 _HEAD_START_SECONDS = 2.0

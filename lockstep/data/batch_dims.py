@@ -19,7 +19,7 @@ import torch
 
 from lockstep.data.iterable.streams import Stream
 from lockstep.data.map_style.sources import Constant, Source
-from lockstep.data.model_loss import OwnLoss
+from lockstep.data.own_loss import OwnLoss
 from lockstep.data.trees import Tree, map_leaves, map_tensors, tensors_of
 from lockstep.errors import DataError, ModelError, OptionError
 

@@ -8,7 +8,7 @@ import torch
 from lockstep.data.map_style.sources import Batch, Source
 from lockstep.data.order import evaluation_seed, share_seed
 from lockstep.data.trees import Tree
-from lockstep.parallel.independence.split_test import is_tried
+from lockstep.parallel.independence.split_trial import is_tried
 from lockstep.parallel.loss.share_losses import Sums
 from lockstep.plan.shares import num_filled_shares, share_bounds
 

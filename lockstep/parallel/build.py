@@ -29,10 +29,10 @@ from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.pipeline.stage_mail import MailSpec, StageMail
 from lockstep.parallel.pipeline.stage_passes import StagePasses
 from lockstep.parallel.sharding.norm_places import NormPlaces
+from lockstep.parallel.sharding.offloaded_memory import OffloadedMemory
+from lockstep.parallel.sharding.parameter_offload import ParameterOffload
 from lockstep.parallel.sharding.residency import Residency
 from lockstep.parallel.sharding.sharded_passes import ShardedPasses
-from lockstep.parallel.sharding.streamed_memory import StreamedMemory
-from lockstep.parallel.sharding.streaming import Streaming
 from lockstep.parallel.sharding.unit_memory import UnitMemory
 from lockstep.parallel.sharding.units import (
     modules_of_units,
@@ -135,7 +135,7 @@ def residency_of(
     """The residency of a rank's parameters, if the Plan divides them."""
     sharding, units = work.plan.sharding, units_of(work)
     if sharding is not None and sharding.streams_parameters:
-        return streaming_of(work, owned[0], exchange, device)
+        return offload_of(work, owned[0], exchange, device)
     if sharding is None or units is None or not sharding.divides_parameters:
         return None
     (group,) = owned
@@ -168,9 +168,9 @@ def residency_of(
     )
 
 
-def streaming_of(
+def offload_of(
     work: Workload, group: OwnedGroup, exchange: Exchange, device: torch.device
-) -> Streaming:
+) -> ParameterOffload:
     """The residency of parameters that lie in host memory."""
     sharding, model = work.plan.sharding, work.model
     assert sharding is not None
@@ -179,14 +179,14 @@ def streaming_of(
     names = [*group.names, *(name for name in units if name not in {*group.names})]
     rest = len(sharding.units)
     of_names = [units[name] for name in names]
-    memory = StreamedMemory(
+    memory = OffloadedMemory(
         [parameters[name] for name in names],
         [rest if unit is None else unit for unit in of_names],
         rest + 1,
         updated=group.pieces,
         device=device,
     )
-    return Streaming(
+    return ParameterOffload(
         model,
         modules=modules_of_units(sharding, model),
         names=[own[0] for own in sharding.units],

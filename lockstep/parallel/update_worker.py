@@ -13,14 +13,14 @@ import torch
 from lockstep.comm.collectives.gradients import Gradients, cut_piece
 from lockstep.comm.exchange import Exchange, ShareTotals
 from lockstep.errors import ModelError
+from lockstep.formatting import first_few
 from lockstep.parallel.data_parallel.gradient_rules import GradientJudge, GradientRules
 from lockstep.parallel.data_parallel.late_check import LateCheck
 from lockstep.parallel.owned_group import OwnedGroup
+from lockstep.parallel.sharding.parameter_offload import ParameterOffload
 from lockstep.parallel.sharding.residency import Residency
-from lockstep.parallel.sharding.streaming import Streaming
 from lockstep.parallel.updater_interface import BoundPiece, Updater
 from lockstep.plan.spec import Plan
-from lockstep.units import first_few
 
 
 class UpdateWorker:
@@ -297,7 +297,7 @@ class UpdateWorker:
 
     def hold_own(self) -> None:
         """Have the parameters in host memory, whole, if they lie there between passes."""
-        if isinstance(self._residency, Streaming):
+        if isinstance(self._residency, ParameterOffload):
             self._residency.show()
 
     def setting(self, names: Collection[str]) -> AbstractContextManager[None]:

@@ -24,7 +24,7 @@ from lockstep.errors import NonFiniteError
 from lockstep.parallel.batch_run import Observe, Run, StepBatch, Take
 from lockstep.parallel.data_parallel.late_check import LateCheck, LateStep
 from lockstep.parallel.data_parallel.passes import Passes
-from lockstep.parallel.independence.split_test import is_tried
+from lockstep.parallel.independence.split_trial import is_tried
 from lockstep.parallel.local_steps import LocalSteps
 from lockstep.parallel.loss.loss_checks import check_used, refuses, unequal_scale
 from lockstep.parallel.loss.share_losses import Sums

@@ -1,15 +1,15 @@
 """The decision of a Plan: the placement of layers and work, as pure data.
 
-It is keyed by layer names and logical ranks, and holds the decision only, never the options of the
-search that led to it.
+It is keyed by layer names and logical ranks. It never holds the options of a search.
 """
 
 import math
 
 from lockstep.errors import PlanError, Problems
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.engine_kinds import Engine, SharedMemory
-from lockstep.plan.makers.averaging import AveragedUpdate, Record
 from lockstep.plan.mesh import Axis, coordinates
+from lockstep.plan.plan_part import PlanPart
 from lockstep.plan.program.compression import Compression
 from lockstep.plan.sharding import Sharding
 from lockstep.plan.shares import replica_of_share, shares_of_replica
@@ -18,7 +18,7 @@ from lockstep.plan.splits import TensorSplits
 PLAN_VERSION = 1
 
 
-class LayerPlacement(Record, frozen=True, kw_only=True):
+class LayerPlacement(PlanPart, frozen=True, kw_only=True):
     """The stage of a layer, and what its replicas exchange.
 
     Attributes:
@@ -38,7 +38,7 @@ class LayerPlacement(Record, frozen=True, kw_only=True):
     row_limit: int = 0
 
 
-class Tie(Record, frozen=True, kw_only=True):
+class Tie(PlanPart, frozen=True, kw_only=True):
     """Parameters that two layers have in common.
 
     Attributes:
@@ -52,22 +52,22 @@ class Tie(Record, frozen=True, kw_only=True):
     num_parameters: int
 
 
-class LocalUpdate(Record, frozen=True, kw_only=True, tag="local"):
+class LocalUpdate(PlanPart, frozen=True, kw_only=True, tag="local"):
     """The only replica adds up and steps on its own gradients."""
 
 
-class SlicedUpdate(Record, frozen=True, kw_only=True, tag="sliced"):
+class SlicedUpdate(PlanPart, frozen=True, kw_only=True, tag="sliced"):
     """Replicas of one host share the parameters' memory; each sums and steps its own slice."""
 
 
-class StagedUpdate(Record, frozen=True, kw_only=True, tag="staged"):
+class StagedUpdate(PlanPart, frozen=True, kw_only=True, tag="staged"):
     """Each stage's parameters are updated by the ranks that hold it.
 
     Where several hold it, or use a parameter that stages have in common, each steps its slice.
     """
 
 
-class ServedUpdate(Record, frozen=True, kw_only=True, tag="served"):
+class ServedUpdate(PlanPart, frozen=True, kw_only=True, tag="served"):
     """The last ranks are servers: each updates its part of the parameters, and computes nothing.
 
     Attributes:
@@ -99,7 +99,7 @@ class ServedUpdate(Record, frozen=True, kw_only=True, tag="served"):
 Update = LocalUpdate | SlicedUpdate | StagedUpdate | AveragedUpdate | ServedUpdate
 
 
-class StagePrediction(Record, frozen=True, kw_only=True):
+class StagePrediction(PlanPart, frozen=True, kw_only=True):
     """The expected costs of a stage for one microbatch when the Plan was made.
 
     Attributes:
@@ -117,7 +117,7 @@ class StagePrediction(Record, frozen=True, kw_only=True):
     sent_bytes: int
 
 
-class Stage(Record, frozen=True, kw_only=True):
+class Stage(PlanPart, frozen=True, kw_only=True):
     """A run of layers that live together.
 
     Attributes:
@@ -133,7 +133,7 @@ class Stage(Record, frozen=True, kw_only=True):
     predicted: StagePrediction | None = None
 
 
-class Pipeline(Record, frozen=True, kw_only=True):
+class Pipeline(PlanPart, frozen=True, kw_only=True):
     """A model in stages.
 
     Attributes:
@@ -145,7 +145,7 @@ class Pipeline(Record, frozen=True, kw_only=True):
     stages: tuple[Stage, ...]
 
 
-class Decision(Record, frozen=True, kw_only=True):
+class Decision(PlanPart, frozen=True, kw_only=True):
     """How to train one model on given devices; ``Plan`` explains the attributes.
 
     Raises:

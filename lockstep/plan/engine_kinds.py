@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from lockstep.plan.makers.averaging import Record
+from lockstep.plan.plan_part import PlanPart
 
 
-class SharedMemory(Record, frozen=True, kw_only=True, tag="shared memory"):
+class SharedMemory(PlanPart, frozen=True, kw_only=True, tag="shared memory"):
     """Ranks of a host share the parameters' memory; Lockstep's own channels join hosts.
 
     Attributes:
@@ -22,7 +22,7 @@ class SharedMemory(Record, frozen=True, kw_only=True, tag="shared memory"):
         return list(hosts)
 
 
-class ProcessGroup(Record, frozen=True, kw_only=True, tag="process group"):
+class ProcessGroup(PlanPart, frozen=True, kw_only=True, tag="process group"):
     """Every rank has parameters of its own, and the optimizer's state of what it updates.
 
     Tensors go from rank to rank through torch.distributed.

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from lockstep.plan.makers.averaging import Record
+from lockstep.plan.plan_part import PlanPart
 
 
-class Axis(Record, frozen=True, kw_only=True):
+class Axis(PlanPart, frozen=True, kw_only=True):
     """One axis of the device mesh, such as ``data`` of size 2."""
 
     name: str

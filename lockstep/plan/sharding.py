@@ -1,6 +1,6 @@
 """Sharding: the parts of a training that a data parallel Plan divides over its ranks."""
 
-from lockstep.plan.makers.averaging import Record
+from lockstep.plan.plan_part import PlanPart
 
 # What may lie in the memory of an accelerator's host. Where cores compute, it does so anyway.
 IN_HOST_MEMORY = ("slots", "parameters")
@@ -11,7 +11,7 @@ def is_in(layer: str, module: str) -> bool:
     return layer == module or layer.startswith(f"{module}.")
 
 
-class Sharding(Record, frozen=True, kw_only=True):
+class Sharding(PlanPart, frozen=True, kw_only=True):
     """What is divided over ranks: each keeps its part.
 
     Attributes:

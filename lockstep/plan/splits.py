@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from lockstep.graph.layer_graph import Division
-from lockstep.plan.makers.averaging import Record
+from lockstep.plan.plan_part import PlanPart
 from lockstep.plan.shares import share_bounds
 
 
@@ -30,7 +30,7 @@ class DivisionOptions:
     dims: Callable[[Any], Mapping[str, int]] | None = None
 
 
-class Split(Record, frozen=True, kw_only=True):
+class Split(PlanPart, frozen=True, kw_only=True):
     """One dim of a tensor, in shards.
 
     Attributes:
@@ -74,7 +74,7 @@ class Split(Record, frozen=True, kw_only=True):
         return Split(dim=dim, sizes=self.sizes, num_shards=self.num_shards, unit=self.unit)
 
 
-class ParameterSplit(Record, frozen=True, kw_only=True):
+class ParameterSplit(PlanPart, frozen=True, kw_only=True):
     """A divided parameter.
 
     Attributes:
@@ -109,7 +109,7 @@ class ParameterSplit(Record, frozen=True, kw_only=True):
         )
 
 
-class TensorSplits(Record, frozen=True, kw_only=True):
+class TensorSplits(PlanPart, frozen=True, kw_only=True):
     """How layers are divided inside.
 
     Attributes:

@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.formatting import format_bytes, format_count, format_time
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import (
     Decision,
     LayerPlacement,
@@ -16,10 +18,8 @@ from lockstep.plan.decision import (
     ServedUpdate,
     Stage,
 )
-from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.plan.mesh import division_axis
 from lockstep.plan.sharding import Sharding
-from lockstep.units import format_bytes, format_count, format_time
 
 _MOST_LAYERS = 40
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.data.map_style.sources import Batch
-from lockstep.data.model_loss import OwnLoss
+from lockstep.data.own_loss import OwnLoss
 from lockstep.errors import LossError
 
 _CLASS_LOSSES = (F.cross_entropy, F.nll_loss)

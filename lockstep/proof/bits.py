@@ -26,7 +26,7 @@ from lockstep.parallel.debug.module_watch import (
     Spot,
     WatchedSteps,
 )
-from lockstep.plan.makers.averaging import AveragedUpdate
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.makers.data_parallel import Maker, Mirrored, SingleDevice
 from lockstep.plan.spec import Plan
 from lockstep.proof.compare_run import ProofSetup, fit_steps, make_trainer

@@ -15,7 +15,7 @@ from torch import nn, optim
 from lockstep.accelerators import rank_device
 from lockstep.errors import NonFiniteGradientError, NonFiniteLossError
 from lockstep.parallel.debug.module_watch import ModuleWatch, Noted, WatchedSteps
-from lockstep.plan.makers.averaging import AveragedUpdate
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.makers.compressed import COMPRESSED
 from lockstep.plan.makers.data_parallel import INEXACT
 from lockstep.plan.spec import Plan

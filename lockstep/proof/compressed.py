@@ -14,7 +14,7 @@ from typing import Any, assert_never
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.data.model_loss import OwnLoss
+from lockstep.data.own_loss import OwnLoss
 from lockstep.data.trees import concatenate, map_tensors
 from lockstep.errors import OptionError
 from lockstep.plan.program.compression import (

@@ -18,8 +18,8 @@ from torch import nn, optim
 
 from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.map_style.sources import Batch, Source
-from lockstep.data.model_loss import OwnLoss
 from lockstep.data.order import seed_streams, share_seed, torch_streams
+from lockstep.data.own_loss import OwnLoss
 from lockstep.data.trees import concatenate, map_tensors
 from lockstep.plan.shares import num_filled_shares, share_bounds
 from lockstep.proof.batch_loss import batch_loss, own_loss, returned_loss, weighted_losses

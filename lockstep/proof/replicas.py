@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.plan.makers.averaging import AveragedUpdate, Nesterov
+from lockstep.plan.averaging import AveragedUpdate, Nesterov
 from lockstep.proof.compressed import SimulatedHosts
 from lockstep.proof.reference import Record, Reference
 

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from lockstep.formatting import format_bytes, format_time
 from lockstep.plan.decision import Pipeline
 from lockstep.plan.pipeline.simulation import Event, Timeline
 from lockstep.plan.program.rank_program import Forward
 from lockstep.report.run_report import RunReport
-from lockstep.units import format_bytes, format_time
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --back: #fff; --line: #d5d9de; --one: #2463ae;

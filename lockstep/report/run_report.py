@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from lockstep.errors import OptionError
+from lockstep.formatting import format_bytes, format_time
 from lockstep.plan.pipeline.simulation import Timeline
 from lockstep.plan.program.lowering import predict
 from lockstep.plan.spec import Plan
 from lockstep.train.fault_tolerance.run_record import Event, recorded_events
-from lockstep.units import format_bytes, format_time
 
 
 @dataclass(frozen=True, kw_only=True)

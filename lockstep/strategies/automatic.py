@@ -1,6 +1,7 @@
 """The strategy that chooses a strategy."""
 
 from lockstep.errors import OptionError, Problems
+from lockstep.formatting import parse_bytes
 from lockstep.options import check_choice, check_timeout
 from lockstep.plan.makers.data_parallel import Maker
 from lockstep.plan.search.automatic import Automatic
@@ -8,7 +9,6 @@ from lockstep.plan.search.ranking import OBJECTIVES
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.pipeline import check_counts
 from lockstep.tracebacks import public_methods
-from lockstep.units import parse_bytes
 
 
 @public_methods

@@ -10,9 +10,9 @@ from lockstep.cluster.environment import find_devices, find_place
 from lockstep.cluster.place import Reach
 from lockstep.errors import DeviceError, OptionError, Problems
 from lockstep.options import check_choice, check_flag, check_timeout
+from lockstep.plan.averaging import AveragedUpdate, Every, Nesterov, is_every
 from lockstep.plan.devices import Devices, check_devices, device_names
 from lockstep.plan.engines import backend_for, check_engine, check_leave, over
-from lockstep.plan.makers.averaging import AveragedUpdate, Every, Nesterov, is_every
 from lockstep.plan.makers.compressed import compressed
 from lockstep.plan.makers.data_parallel import LocalSteps, Maker, Mirrored
 from lockstep.plan.makers.many_hosts import MirroredHosts

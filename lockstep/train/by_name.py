@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 from lockstep.errors import OptionError
+from lockstep.formatting import listed
 from lockstep.parallel.loss.torch_losses import ClassLoss
-from lockstep.units import listed
 
 _LOSSES: dict[str, Callable[[], nn.Module]] = {
     "cross_entropy": nn.CrossEntropyLoss,

@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.errors import OptionError
 from lockstep.extras import import_extra
-from lockstep.units import format_value, listed
+from lockstep.formatting import format_value, listed
 
 
 @dataclass

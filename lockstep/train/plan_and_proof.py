@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from lockstep.errors import OptionError
+from lockstep.formatting import listed
 from lockstep.launch.health.failure import ending_with
 from lockstep.plan.spec import Plan
 from lockstep.train.input.data_adapter import DataOptions, adapt_data
 from lockstep.train.runtime.runner import Runner
 from lockstep.train.torch_front_end import TorchFrontEnd
 from lockstep.train.validation.checks import check_counts
-from lockstep.units import listed
 
 
 def plan_for(runner: Runner, data: Any, batch_size: int | None) -> Plan:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import NonFiniteLossError, OptionError
-from lockstep.parallel.sharding.streamed_memory import Copier, StreamedMemory
-from lockstep.parallel.sharding.streaming import Streaming
+from lockstep.parallel.sharding.offloaded_memory import Copier, OffloadedMemory
+from lockstep.parallel.sharding.parameter_offload import ParameterOffload
 from lockstep.train.optim import slot_windows
 from tests.devices.found import ACCELERATORS, ranks_on_devices
 from tests.parity import test_sharded as models
@@ -147,7 +147,11 @@ class Trace:
         self._passed = [threading.Event() for _ in range(LAYERS)]
         self._unit = {one: number for number, one in enumerate(model.children())}
         self._awaited: int | None = None
-        begin, begin_next, expect = Copier.begin, Streaming._begin_next, StreamedMemory.expect
+        begin, begin_next, expect = (
+            Copier.begin,
+            ParameterOffload._begin_next,
+            OffloadedMemory.expect,
+        )
 
         def noted(copier: Copier, pairs: Any) -> Callable[[], None]:
             before, self._awaited = self._awaited, None
@@ -165,8 +169,8 @@ class Trace:
             expect(memory, unit)
 
         monkeypatch.setattr(Copier, "begin", noted)
-        monkeypatch.setattr(Streaming, "_begin_next", ahead)
-        monkeypatch.setattr(StreamedMemory, "expect", guess)
+        monkeypatch.setattr(ParameterOffload, "_begin_next", ahead)
+        monkeypatch.setattr(OffloadedMemory, "expect", guess)
         for module in self._unit:
             module.register_forward_hook(self._leave)
 

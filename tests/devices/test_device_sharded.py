@@ -21,7 +21,7 @@ from lockstep.errors import ModelError, NonFiniteLossError, WorkerError
 from lockstep.parallel.sharding.units import unit_of_parameters
 from tests.devices.found import ACCELERATORS, ranks_on_devices
 from tests.faults.jobs import helpers_of
-from tests.parity import test_parted_copies
+from tests.parity import test_partitioned_copies
 from tests.parity.test_sharded import (
     ADAM,
     INPUTS,
@@ -129,8 +129,8 @@ def test_a_training_moves_from_devices_to_cores_and_back(level: str, tmp_path: P
     check_close(found, expected)
 
 
-def make_parted(count: int, level: str = "parameters") -> lockstep.Trainer:
-    return test_parted_copies.make_trainer(ranks_on_devices(count), level, engine="gloo")
+def make_partitioned(count: int, level: str = "parameters") -> lockstep.Trainer:
+    return test_partitioned_copies.make_trainer(ranks_on_devices(count), level, engine="gloo")
 
 
 @pytest.mark.thorough
@@ -138,14 +138,14 @@ def test_a_device_reads_its_part_of_a_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint, data = lockstep.Checkpoint(tmp_path, every="1 steps"), (INPUTS, TARGETS)
-    trainer = make_parted(3)
+    trainer = make_partitioned(3)
     trainer.fit(data, batch_size=24, verbose=0, checkpoint=checkpoint)
     shutil.rmtree(max(tmp_path.glob("generation-*")))  # that of the end
-    resumed = make_parted(3)
+    resumed = make_partitioned(3)
     caplog.set_level("INFO", "lockstep")
     resumed.fit(data, batch_size=24, verbose=0, checkpoint=checkpoint)
-    assert test_parted_copies.digest(resumed) == test_parted_copies.digest(trainer)
-    read = test_parted_copies.bytes_read(caplog)
+    assert test_partitioned_copies.digest(resumed) == test_partitioned_copies.digest(trainer)
+    read = test_partitioned_copies.bytes_read(caplog)
     assert trainer.plan is not None
     assert trainer.plan.sharding is not None
     units = unit_of_parameters(trainer.plan.sharding, trainer.model)
@@ -153,15 +153,15 @@ def test_a_device_reads_its_part_of_a_checkpoint(
     everywhere = sum(size for name, size in sizes.items() if units[name] is None)
     parameters = sum(sizes.values())
     assert sum(read) >= 3 * parameters  # with Adam's two slots
-    assert max(read) <= parameters + everywhere + test_parted_copies.HEADERS
+    assert max(read) <= parameters + everywhere + test_partitioned_copies.HEADERS
     trainer.save(tmp_path / "weights")
-    again = make_parted(3)
+    again = make_partitioned(3)
     again.load(tmp_path / "weights")
     for name, value in again.model.state_dict().items():
         assert torch.equal(value, trainer.model.state_dict()[name]), name
-    _, read = test_parted_copies.all_bytes_read(caplog)
+    _, read = test_partitioned_copies.all_bytes_read(caplog)
     assert sum(read) >= parameters
-    assert max(read) <= parameters / 3 + everywhere + test_parted_copies.HEADERS
+    assert max(read) <= parameters / 3 + everywhere + test_partitioned_copies.HEADERS
 
 
 @pytest.mark.exhaustive
@@ -187,17 +187,17 @@ def test_stages_on_devices_write_and_read_their_parts(
     shutil.rmtree(max(tmp_path.glob("generation-*")))  # that of the end
     caplog.set_level("INFO", "lockstep")
     resumed.fit(data, batch_size=24, verbose=0, checkpoint=checkpoint)
-    assert test_parted_copies.digest(resumed) == test_parted_copies.digest(trainer)
-    read = test_parted_copies.bytes_read(caplog)
+    assert test_partitioned_copies.digest(resumed) == test_partitioned_copies.digest(trainer)
+    read = test_partitioned_copies.bytes_read(caplog)
     sizes = [sum(one.nbytes for one in part.parameters()) for part in trainer.model.children()]
     largest = max(sum(sizes[:2]), sum(sizes[2:]))
     assert sum(read) >= 3 * sum(sizes)
-    assert max(read) <= 2 * largest + test_parted_copies.HEADERS  # half of two slots
+    assert max(read) <= 2 * largest + test_partitioned_copies.HEADERS  # half of two slots
 
 
 @pytest.mark.exhaustive
 def test_a_damaged_part_is_seen_and_an_older_checkpoint_used(tmp_path: Path) -> None:
-    test_parted_copies.check_an_older_one_is_used(tmp_path, make_parted)
+    test_partitioned_copies.check_an_older_one_is_used(tmp_path, make_partitioned)
 
 
 def test_callbacks_see_and_change_whole_weights() -> None:

@@ -21,9 +21,9 @@ from lockstep.capture.tracing import trace_modes
 from lockstep.cluster.topology import Cluster, Device, Host
 from lockstep.data.trees import map_tensors
 from lockstep.graph.layer_graph import LayerCosts, LayerGraph
+from lockstep.plan.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.decision import ServedUpdate
 from lockstep.plan.engines import over
-from lockstep.plan.makers.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.makers.data_parallel import LocalSteps, Maker, Mirrored, SingleDevice
 from lockstep.plan.makers.many_hosts import MirroredHosts
 from lockstep.plan.makers.parameter_servers import Served

@@ -125,7 +125,7 @@ class _Count(torch.autograd.Function):
 
 
 def shared_bytes() -> int:
-    """Resident bytes of this process in nameless shared memory."""
+    """Resident bytes of this process in anonymous shared memory."""
     total, is_ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split(" ")[0] and ":" not in line.split(" ")[0]:

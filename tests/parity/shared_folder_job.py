@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.checkpoint import part_reader, parted_files
+from lockstep.checkpoint import part_reader, partitioned_files
 from lockstep.checkpoint.weights import WeightsReader
 from lockstep.train.checkpointing.training_state import TrainingState
 from tests.launching import be_strict
@@ -82,7 +82,7 @@ def count_traffic() -> tuple[list[int], list[int], list[int]]:
         loaded.append(reader.num_bytes)
         close(reader)
 
-    write_at, span_of = parted_files._write_at, part_reader._File._span
+    write_at, span_of = partitioned_files._write_at, part_reader._File._span
 
     def writing(descriptor: int, data: Any, start: int) -> None:
         written.append(len(data))
@@ -93,7 +93,7 @@ def count_traffic() -> tuple[list[int], list[int], list[int]]:
         read.append(len(found))
         return found
 
-    parted_files._write_at = writing
+    partitioned_files._write_at = writing
     part_reader._File._span = reading  # type: ignore[method-assign,assignment]
     WeightsReader.close = closing  # type: ignore[method-assign,assignment]
     return written, read, loaded

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.parity.test_partitioned_copies import all_bytes_read
 from torch import nn
 
 import lockstep
-from lockstep.checkpoint import generations, parted_files
+from lockstep.checkpoint import generations, partitioned_files
 from lockstep.train.checkpointing.training_state import TrainingState
-from tests.parity.test_parted_copies import all_bytes_read
 from tests.parity.test_resume import X, Y
 from tests.thorough import core_of
 
@@ -120,7 +120,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 @pytest.fixture(autouse=True)
 def with_small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever reads a part of a tensor reads whole spans."""
-    for module in (generations, parted_files):
+    for module in (generations, partitioned_files):
         monkeypatch.setattr(module, "SPAN_BYTES", 64)
 
 

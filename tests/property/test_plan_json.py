@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from lockstep.plan.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.decision import (
     LayerPlacement,
     LocalUpdate,
@@ -16,7 +17,6 @@ from lockstep.plan.decision import (
     StagePrediction,
     Update,
 )
-from lockstep.plan.makers.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.mesh import Axis
 from lockstep.plan.spec import Plan
 

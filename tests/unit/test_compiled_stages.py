@@ -67,19 +67,19 @@ class Seeded:
         torch.autograd.backward(self._outputs, seeds)
 
 
-def run(parted: Partition, model: nn.Module, inputs: Tree) -> tuple[list[Tensor], Letters]:
+def run(partitioned: Partition, model: nn.Module, inputs: Tree) -> tuple[list[Tensor], Letters]:
     """Outputs, gradients and buffers of all stages, one after the other; and their mail."""
-    mail = Letters(parted)
+    mail = Letters(partitioned)
     runs = [
         MicrobatchRun(
             stage=stage,
             share=0,
             part=part,
-            instructions=parted.instructions,
+            instructions=partitioned.instructions,
             model=model,
             mail=mail,  # type: ignore[arg-type]  # in its place
         )
-        for stage, part in enumerate(parted.parts)
+        for stage, part in enumerate(partitioned.parts)
     ]
     model.zero_grad()
     torch.manual_seed(3)
@@ -112,14 +112,14 @@ def as_it_is(graph: fx.GraphModule) -> Callable[..., Any]:
 
 
 def compiled(
-    parted: Partition,
+    partitioned: Partition,
     model: nn.Module,
     *,
     training: bool,
     compiler: Callable[[fx.GraphModule], Callable[..., Any]] = as_it_is,
 ) -> Partition:
-    stages = range(len(parted.parts))
-    return compiled_stages(parted, model, stages, training=training, compiler=compiler)
+    stages = range(len(partitioned.parts))
+    return compiled_stages(partitioned, model, stages, training=training, compiler=compiler)
 
 
 def first_rows(tree: Tree) -> Tree:
@@ -130,13 +130,13 @@ def first_rows(tree: Tree) -> Tree:
 def test_functions_of_runs_have_the_bits_of_instructions(name: str) -> None:
     one = case(name)
     model, inputs = one.make_model().float(), first_rows(one.inputs)
-    for training, parted in partitions(model, inputs, lockstep.PipelineStrategy(3)).items():
+    for training, partitioned in partitions(model, inputs, lockstep.PipelineStrategy(3)).items():
         with modes_of(model, training=training):
             before = [buffer.clone() for buffer in model.buffers()]
-            expected, plain = run(parted, model, inputs)
+            expected, plain = run(partitioned, model, inputs)
             for buffer, value in zip(model.buffers(), before, strict=True):
                 buffer.copy_(value)
-            found, mail = run(compiled(parted, model, training=training), model, inputs)
+            found, mail = run(compiled(partitioned, model, training=training), model, inputs)
         assert mail.events == plain.events
         assert all(map(torch.equal, found, expected))
         assert len(found) == len(expected)
@@ -156,10 +156,10 @@ def test_a_stage_is_one_function() -> None:
         graphs.append(graph)
         return graph
 
-    parted = partitions(model, inputs, lockstep.PipelineStrategy(cuts=["2"]))[True]
-    found = compiled_stages(parted, model, [0], training=True, compiler=noted)
+    partitioned = partitions(model, inputs, lockstep.PipelineStrategy(cuts=["2"]))[True]
+    found = compiled_stages(partitioned, model, [0], training=True, compiler=noted)
     assert [len([*graph.children()]) for graph in graphs] == [2]
-    assert found.parts[1] == parted.parts[1]  # another rank's
+    assert found.parts[1] == partitioned.parts[1]  # another rank's
     calls = [found.instructions[number] for number in found.parts[0].instructions]
     assert not any(isinstance(call, CallModule) for call in calls)
     assert next(iter(graphs[0].children())) is model[0]
@@ -182,14 +182,14 @@ def test_torch_compiles_functions_once_for_all_sizes_but_the_first() -> None:
 
     one = case("unet")
     model, inputs = one.make_model(), one.inputs
-    parted = partitions(model, first_rows(inputs), lockstep.PipelineStrategy(3))[True]
+    partitioned = partitions(model, first_rows(inputs), lockstep.PipelineStrategy(3))[True]
     model.double()
-    functions = compiled(parted, model, training=True, compiler=compiler)
+    functions = compiled(partitioned, model, training=True, compiler=compiler)
     callback_handler.register_start_callback(note)
     try:
         for size in (6, 5, 4, 6):
             rows = map_tensors(itemgetter(slice(size)), inputs)
-            expected, _ = run(parted, model, rows)
+            expected, _ = run(partitioned, model, rows)
             found, _ = run(functions, model, rows)
             for value, wanted in zip(found, expected, strict=True):
                 assert (value - wanted).norm() <= 1e-12 * wanted.norm()
@@ -224,11 +224,11 @@ class Sized(nn.Module):
 
 def test_decisions_changes_in_place_and_parts_without_gradients() -> None:
     model, inputs = Sized(), torch.randn(4, 2, 6)
-    for training, parted in partitions(model, inputs, lockstep.PipelineStrategy(2)).items():
+    for training, partitioned in partitions(model, inputs, lockstep.PipelineStrategy(2)).items():
         with modes_of(model, training=training):
             for size in (4, 3):
-                expected, _ = run(parted, model, inputs[:size])
-                functions = compiled(parted, model, training=training)
+                expected, _ = run(partitioned, model, inputs[:size])
+                functions = compiled(partitioned, model, training=training)
                 found, _ = run(functions, model, inputs[:size])
                 assert all(map(torch.equal, found, expected))
             with pytest.raises(ModelError, match=r"gt\(1, 1\), first True"):

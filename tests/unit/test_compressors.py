@@ -14,7 +14,7 @@ from lockstep.cluster.topology import Cluster
 from lockstep.comm.compression.compressors import Understood, conversation, first_basis, orthonormal
 from lockstep.errors import DeviceError, OptionError, PlanError
 from lockstep.parallel.storage.store import tensor_spec
-from lockstep.plan.makers.averaging import AveragedUpdate
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.makers.compressed import Compressing
 from lockstep.plan.makers.data_parallel import LocalSteps
 from lockstep.plan.makers.many_hosts import MirroredHosts

@@ -9,8 +9,8 @@ from torch import nn
 import lockstep
 from lockstep.cli.main import main
 from lockstep.cluster.topology import Cluster, Device, Host
+from lockstep.plan.cost.breakdown import Memory, PlanCost, StepTime
 from lockstep.plan.cost.corrections import RunCost, corrected, learned
-from lockstep.plan.cost.parts import Memory, PlanCost, StepTime
 from lockstep.train.runtime.model_profile import known_runs, remember_run, runs_path
 
 pytestmark = pytest.mark.thorough

@@ -19,7 +19,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import lockstep
-from lockstep.data.divided import check_whole
+from lockstep.data.distributed_samplers import check_whole
 from lockstep.errors import DataError
 
 ROWS = TensorDataset(torch.rand(12, 4), torch.rand(12, 2))

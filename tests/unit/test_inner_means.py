@@ -11,8 +11,8 @@ from torch import Tensor
 from lockstep.data.map_style.sources import Batch
 from lockstep.errors import LossError
 from lockstep.parallel.data_parallel.step_functions import StepFunction
-from lockstep.parallel.independence.reduction_test import check_mean
-from lockstep.parallel.independence.split_test import is_tried
+from lockstep.parallel.independence.reduction_trial import check_mean
+from lockstep.parallel.independence.split_trial import is_tried
 from lockstep.parallel.loss.share_losses import ShareLoss
 
 X = torch.linspace(-2, 2, 18, dtype=torch.float64).reshape(6, 3).cos()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.units import format_bytes, format_count, format_seconds
+from lockstep.formatting import format_bytes, format_count, format_seconds
 
 
 @pytest.mark.parametrize(

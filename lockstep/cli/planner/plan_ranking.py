@@ -16,6 +16,7 @@ from lockstep.cluster.cluster_file import read_cluster
 from lockstep.cluster.devices import discover
 from lockstep.cluster.topology import Cluster, Device, Host, Link
 from lockstep.errors import OptionError
+from lockstep.formatting import format_bytes, format_count, format_time, parse_bytes
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.cost.corrections import RunCost, family_of, learned
 from lockstep.plan.cost.plan_cost import cost_of
@@ -23,7 +24,6 @@ from lockstep.plan.search.candidates import Candidate, Given, Problem
 from lockstep.plan.search.ranking import OBJECTIVES, Ranked, best_plans
 from lockstep.plan.spec import Plan
 from lockstep.report.run_report import report_of
-from lockstep.units import format_bytes, format_count, format_time, parse_bytes
 
 # Of the table in a file.
 _WIDTH = 120

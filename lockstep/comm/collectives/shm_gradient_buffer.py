@@ -36,8 +36,8 @@ from lockstep.comm.collectives.gradients import (
     levels_of,
     norms_on_host,
 )
+from lockstep.comm.collectives.matrix_products import multiply
 from lockstep.comm.collectives.prepared_sums import PreparedSums
-from lockstep.comm.collectives.products import multiply
 from lockstep.comm.collectives.shm_gradient_memory import GradientMemory, row_apart
 from lockstep.comm.collectives.shm_touched_rows import TouchedRows, sum_of_rows
 from lockstep.comm.shared_memory.shared_region import SharedRegion

@@ -24,9 +24,9 @@ import torch
 from lockstep.comm.shared_memory.shared_region import SharedRegion, dense_stride
 from lockstep.comm.shared_memory.status_board import StatusBoard
 from lockstep.errors import ModelError
+from lockstep.formatting import format_bytes
 from lockstep.pickling import Pickler
 from lockstep.plan.layout import align
-from lockstep.units import format_bytes
 
 # Room for the skeleton of a message.
 SKELETON_BYTES = 4096

@@ -22,7 +22,7 @@ from lockstep.channel.frames import FrameReader
 from lockstep.channel.polling import LOOK_AROUND_SECONDS, Stopwatch
 from lockstep.channel.sealed_channel import Channel, late, lost
 from lockstep.errors import HostError
-from lockstep.units import format_bytes
+from lockstep.formatting import format_bytes
 
 _MESSAGE, _DONE, _GOODBYE = range(3)
 # Kind, mailbox, number of the message, its readers at the other end, payload bytes.

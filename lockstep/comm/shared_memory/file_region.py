@@ -20,7 +20,7 @@ import torch
 
 from lockstep.comm.shared_memory.shared_region import MappedMemory, SharedRegion, advise
 from lockstep.errors import DeviceError
-from lockstep.units import format_bytes
+from lockstep.formatting import format_bytes
 
 # Windows that are read ahead, and that may be on their way to the disk.
 _MOST_AHEAD, _MOST_BEHIND = 3, 4

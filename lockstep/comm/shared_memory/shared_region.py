@@ -23,17 +23,17 @@ from typing import Any, Self
 
 import torch
 
+from lockstep.cluster.anonymous_files import anonymous_file
 from lockstep.cluster.memory_limits import free_memory
-from lockstep.cluster.nameless_files import nameless_file
 from lockstep.errors import DeviceError
-from lockstep.units import format_bytes
+from lockstep.formatting import format_bytes
 
 # Not worth a look at what is free.
 _ALWAYS_FREE_BYTES = 1 << 20
 
 
 class SharedRegion:
-    """A mapped piece of nameless shared memory, zero when new.
+    """A mapped piece of anonymous shared memory, zero when new.
 
     Args:
         descriptor: of the region.
@@ -72,7 +72,7 @@ class SharedRegion:
         _check_free(sum(stops) - sum(starts))
         descriptor = -1
         try:
-            descriptor = nameless_file("lockstep")
+            descriptor = anonymous_file("lockstep")
             os.ftruncate(descriptor, size)
             for start, stop in zip(starts, stops, strict=True):
                 _reserve(descriptor, start, stop - start)

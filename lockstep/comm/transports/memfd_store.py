@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 from torch import distributed
 
-from lockstep.cluster.nameless_files import nameless_file
+from lockstep.cluster.anonymous_files import anonymous_file
 
 _Store: Any = vars(distributed)["Store"]  # torch's types do not name it
 
@@ -56,7 +56,7 @@ class MeetingPoint:
 
     def __init__(self, **options: Any) -> None:
         self._options = options
-        self._descriptor = nameless_file("lockstep-process-group")
+        self._descriptor = anonymous_file("lockstep-process-group")
         weakref.finalize(self, os.close, self._descriptor)
 
     @property

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.errors import BadRecordError, LockstepError, Problems
-from lockstep.units import first_few
+from lockstep.formatting import first_few
 
 _NOT_MAP_STYLE = (
     *(DataLoader, IterableDataset, torch.Tensor, np.ndarray),

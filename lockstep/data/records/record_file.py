@@ -29,12 +29,12 @@ from uuid import uuid4
 
 import msgspec
 
+from lockstep.cluster.anonymous_files import anonymous_file
 from lockstep.cluster.memory_limits import free_memory
-from lockstep.cluster.nameless_files import nameless_file
 from lockstep.data.records.sample_records import Layout, num_bytes
 from lockstep.disk import writing
 from lockstep.errors import DataError
-from lockstep.units import format_bytes
+from lockstep.formatting import format_bytes
 
 VERSION = 2
 
@@ -90,7 +90,7 @@ class RecordFile:
         header = _new_header(num_records, layout)
         _check_memory(num_records * num_bytes(layout))
         if hasattr(os, "memfd_create"):
-            descriptor = nameless_file("lockstep-cache")
+            descriptor = anonymous_file("lockstep-cache")
             name = f"{_DESCRIPTORS}{os.getpid()}/fd/{descriptor}"
             file = cls(descriptor, name, header)
         else:

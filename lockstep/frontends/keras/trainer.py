@@ -13,6 +13,7 @@ from lockstep.data.map_style.sources import ArraySource, Source
 from lockstep.data.order import stream_seed
 from lockstep.data.trees import Tree, concatenate
 from lockstep.errors import ModelError, OptionError
+from lockstep.formatting import first_few
 from lockstep.frontends.keras.custom_steps.custom_step import (
     CustomSteps,
     check_call,
@@ -76,7 +77,6 @@ from lockstep.train.runtime.job_context import JobContext, StrategyLike
 from lockstep.train.runtime.runner import Runner
 from lockstep.train.trainer_protocol import TrainerProtocol
 from lockstep.train.validation.checks import device_of
-from lockstep.units import first_few
 
 _T = TypeVar("_T")
 

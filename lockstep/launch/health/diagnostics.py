@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from lockstep.cluster.nameless_files import nameless_file
+from lockstep.cluster.anonymous_files import anonymous_file
 
 # faulthandler's list of modules after the stacks: long, and without information.
 _MODULE_LIST = re.compile(r"^\n?Extension modules: .*\n?", re.MULTILINE)
@@ -28,7 +28,7 @@ class DiagnosticsFile:
     """A file without a name: a process's errors while it starts, its stacks, and its crash."""
 
     def __init__(self) -> None:
-        self.descriptor = nameless_file("lockstep-diagnostics file")
+        self.descriptor = anonymous_file("lockstep-diagnostics file")
         self._read = 0
 
     def read_new(self) -> str:

@@ -21,9 +21,9 @@ from lockstep.channel.polling import LookAround, Stopwatch, give_up_after, wait_
 from lockstep.channel.records import TamperedError
 from lockstep.channel.sealed_channel import Channel, tampered
 from lockstep.errors import HostError
+from lockstep.formatting import format_bytes
 from lockstep.launch.health.failure import decode_report, encode_report
 from lockstep.launch.sockets import VANISHED_SECONDS, is_unanswered
-from lockstep.units import format_bytes
 
 ERROR = b"!"
 GOODBYE = b"."

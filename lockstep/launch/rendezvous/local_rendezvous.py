@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from lockstep.channel.polling import LOOK_AROUND_SECONDS, Stopwatch, has_hung_up, wait_on
 from lockstep.cluster.place import Place
 from lockstep.errors import WorkerError
+from lockstep.formatting import first_few
 from lockstep.launch.notices import Notice
 from lockstep.launch.security.handshake import (
     NO_SECRET,
@@ -37,7 +38,6 @@ from lockstep.launch.security.handshake import (
 from lockstep.launch.security.secret import Secret
 from lockstep.launch.sockets import listen
 from lockstep.launch.workers.process_state import PeerProcess
-from lockstep.units import first_few
 
 _HANDSHAKE_SECONDS = 5.0
 

@@ -15,12 +15,12 @@ import msgspec
 from lockstep.channel.polling import LOOK_AROUND_SECONDS, LookAround, Stopwatch, wait_on
 from lockstep.channel.sealed_channel import Channel
 from lockstep.errors import HostError
+from lockstep.formatting import format_seconds
 from lockstep.launch.rendezvous.control_group import ControlGroup
 from lockstep.launch.security.handshake import Gate, HandshakeError, call, purpose_of
 from lockstep.launch.security.secret import Secret
 from lockstep.launch.sockets import listen
 from lockstep.launch.untrusted import decode_untrusted
-from lockstep.units import format_seconds
 
 _TOKEN_BYTES = 16
 

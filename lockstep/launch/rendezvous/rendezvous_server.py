@@ -18,6 +18,7 @@ from lockstep.channel.polling import LOOK_AROUND_SECONDS, LookAround, Stopwatch
 from lockstep.channel.sealed_channel import Channel
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError, Problems
+from lockstep.formatting import first_few, format_seconds
 from lockstep.launch.health.diagnostics import show
 from lockstep.launch.notices import Notice
 from lockstep.launch.rendezvous.control_group import ControlGroup, HostInfo, name_of
@@ -26,7 +27,6 @@ from lockstep.launch.security.handshake import HANDSHAKE_SECONDS, Gate, purpose_
 from lockstep.launch.security.secret import Secret
 from lockstep.launch.sockets import listen, resolve
 from lockstep.launch.untrusted import decode_untrusted
-from lockstep.units import first_few, format_seconds
 
 _PAUSE_SECONDS = 0.2
 

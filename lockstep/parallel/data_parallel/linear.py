@@ -8,7 +8,7 @@ into shared memory, or publishes the factors (``comm.collectives.shm_gradient_bu
 ``torch.matmul(input, weight)``, which Keras's Dense layers call, with a weight (ins, outs).
 
 The faster library on this processor computes outputs and input gradients
-(``comm.collectives.products``).
+(``comm.collectives.matrix_products``).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
-from lockstep.comm.collectives.products import has_faster_onednn, product
+from lockstep.comm.collectives.matrix_products import has_faster_onednn, product
 from lockstep.parallel.data_parallel.functional_patch import Redirection
 
 # Gets the number of a weight of shape (a, b), and the factors of its gradient, of shapes (n, b) and

@@ -28,9 +28,9 @@ from lockstep.parallel.data_parallel.passes import Passes
 from lockstep.parallel.data_parallel.post_accumulate_hooks import on_grad_ready
 from lockstep.parallel.data_parallel.staging import moved
 from lockstep.parallel.debug.diagnosis import Diagnosis
-from lockstep.parallel.independence.reduction_test import LossOf, check_added, check_mean
+from lockstep.parallel.independence.reduction_trial import LossOf, check_added, check_mean
 from lockstep.parallel.independence.sample_independence import check_sample_independence
-from lockstep.parallel.independence.split_test import NUM_INFERRED, rows_of
+from lockstep.parallel.independence.split_trial import NUM_INFERRED, rows_of
 from lockstep.parallel.loss.share_losses import JointLoss, LossAdapter, ShareLoss, nothing
 from lockstep.parallel.loss.whole_batch import SharePart
 from lockstep.parallel.sharding.recomputation import Recomputation

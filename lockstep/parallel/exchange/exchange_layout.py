@@ -23,10 +23,10 @@ from lockstep.parallel.sharding.units import unit_of_parameters
 from lockstep.parallel.storage.store import slot_spec, tensor_spec
 from lockstep.parallel.tensor.shard_exchange import SLOT_BYTES
 from lockstep.parallel.workload import Workload
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import LocalUpdate, ServedUpdate
 from lockstep.plan.devices import is_cpu
 from lockstep.plan.layout import num_buckets
-from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.plan.makers.replicas import plan_of_replica
 from lockstep.plan.mesh import division_axis
 from lockstep.plan.program.lowering import lower_stages, stage_graph

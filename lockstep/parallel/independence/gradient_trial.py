@@ -27,8 +27,13 @@ from lockstep.capture.state import ModelState, left_alone
 from lockstep.data.map_style.sources import Batch
 from lockstep.data.order import seed_streams
 from lockstep.errors import ModelError
-from lockstep.parallel.independence.split_test import begin_again, on_halves, repeated, with_another
-from lockstep.units import first_few
+from lockstep.formatting import first_few
+from lockstep.parallel.independence.split_trial import (
+    begin_again,
+    on_halves,
+    repeated,
+    with_another,
+)
 
 # Relative to a parameter's gradient, and to the largest one: above rounding errors, also where a
 # sample crosses a kink, and below the effect of mixing samples. Then the same for low precision.

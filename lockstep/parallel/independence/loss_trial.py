@@ -16,8 +16,8 @@ from torch import nn
 from lockstep.capture.calls import host_streams, streams_differ
 from lockstep.capture.state import left_alone
 from lockstep.data.trees import Tree, map_tensors, tensors_of
-from lockstep.parallel.independence.reduction_test import difference, tolerance_of
-from lockstep.parallel.independence.split_test import Draws
+from lockstep.parallel.independence.reduction_trial import difference, tolerance_of
+from lockstep.parallel.independence.split_trial import Draws
 from lockstep.parallel.loss.share_losses import ShareLoss
 
 # The most elements of a tensor in the test, unless one sample has more: the share itself needs the

@@ -18,7 +18,7 @@ from lockstep.data.order import seed_streams
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import ModelError
 from lockstep.parallel.independence.gradient_trial import check_gradients
-from lockstep.parallel.independence.split_test import (
+from lockstep.parallel.independence.split_trial import (
     begin_again,
     halves,
     on_halves,

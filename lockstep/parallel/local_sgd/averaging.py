@@ -20,8 +20,8 @@ from lockstep.parallel.exchange.compressed_tensors import compressions
 from lockstep.parallel.storage.store import tensor_spec
 from lockstep.parallel.updater_interface import Updater
 from lockstep.parallel.workload import Workload
+from lockstep.plan.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.layout import elementwise_slices
-from lockstep.plan.makers.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.program.compression import Compression
 from lockstep.plan.spec import Plan
 

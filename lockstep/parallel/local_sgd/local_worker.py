@@ -25,7 +25,7 @@ from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.updater_interface import PieceSlots, Updater
 from lockstep.parallel.worker import Worker
 from lockstep.parallel.workload import Workload
-from lockstep.plan.makers.averaging import AveragedUpdate
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.makers.replicas import part_of_replica
 
 

@@ -4,14 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.data.model_loss import OwnLoss
+from lockstep.data.own_loss import OwnLoss
 from lockstep.errors import Problems
+from lockstep.formatting import listed
 from lockstep.options import is_number
 from lockstep.parallel.loss.function_losses import FunctionAdapter
 from lockstep.parallel.loss.joint_losses import JointAdapter, keyed_losses
 from lockstep.parallel.loss.model_losses import OwnLossAdapter
 from lockstep.parallel.loss.share_losses import LossAdapter
-from lockstep.units import listed
 
 
 def adapt_loss(loss: Any, loss_weights: Any = None) -> LossAdapter:

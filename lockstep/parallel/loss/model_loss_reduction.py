@@ -4,7 +4,7 @@ Most such losses end in one of torch's own losses, in ``mean()`` or ``sum()``, o
 by a sum of weights. Their denominators are recorded while they run, padding and class weights
 included, and give the weight of a share. Any other loss counts as a mean over the samples.
 
-Dependence between samples is not detected here, but by ``parallel.independence.reduction_test``.
+Dependence between samples is not detected here, but by ``parallel.independence.reduction_trial``.
 """
 
 from collections.abc import Mapping, Sequence

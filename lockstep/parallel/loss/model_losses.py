@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lockstep.data.map_style.sources import Batch
-from lockstep.data.model_loss import OwnLoss
+from lockstep.data.own_loss import OwnLoss
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import LossError
 from lockstep.parallel.loss.function_losses import mean_over, read_returned, read_weight, sum_over

@@ -22,8 +22,8 @@ from lockstep.comm.shared_memory.gathering import gather_bytes
 from lockstep.data.map_style.sources import Batch
 from lockstep.data.trees import Tree, map_leaves, map_tensors, tensors_of
 from lockstep.errors import LossError
+from lockstep.formatting import format_bytes, listed
 from lockstep.parallel.loss.share_losses import JointLoss, LossAdapter, ShareLoss
-from lockstep.units import format_bytes, listed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.comm.collectives.products import multiply
+from lockstep.comm.collectives.matrix_products import multiply
 from lockstep.comm.p2p.tcp_p2p import MailChannels
 from lockstep.comm.shared_memory.gathering import gather_bytes
 from lockstep.data.map_style.sources import Batch

@@ -31,12 +31,12 @@ import torch
 from torch import nn
 
 from lockstep.comm.collectives.sharded_reduce import ShardedReduce
+from lockstep.formatting import first_few
 from lockstep.parallel.sharding.norm_places import NormPlaces
 from lockstep.parallel.sharding.read_hook import entering, is_in_backward, reading
 from lockstep.parallel.sharding.unit_errors import disorder, refusing_transforms, unit_error
 from lockstep.parallel.sharding.unit_memory import UnitMemory
 from lockstep.parallel.sharding.units import completed_order
-from lockstep.units import first_few
 
 _log = logging.getLogger("lockstep")
 

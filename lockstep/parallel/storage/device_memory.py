@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from lockstep import accelerators
+from lockstep.formatting import format_bytes
 from lockstep.launch.health.failure import add_note
 from lockstep.parallel.worker import Worker
-from lockstep.units import format_bytes
 
 
 @contextmanager

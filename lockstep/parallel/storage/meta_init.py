@@ -27,9 +27,9 @@ from lockstep.data.order import (
     stream_states,
 )
 from lockstep.errors import ModelError, OptionError
+from lockstep.formatting import first_few
 from lockstep.parallel.storage.store import TensorStore, tensor_spec
 from lockstep.plan.layout import flat_offsets
-from lockstep.units import first_few
 
 _MARK = "_lockstep_blank"
 

@@ -19,12 +19,12 @@ from lockstep.capture.layers import ties_of
 from lockstep.capture.state import left_alone, set_mode
 from lockstep.data.trees import map_tensors
 from lockstep.errors import OptionError
+from lockstep.formatting import first_few
 from lockstep.parallel.tensor.divided_tensor import DividedTensor, Use
 from lockstep.parallel.tensor.parameters import DividedParameters
 from lockstep.parallel.tensor.shard_exchange import ShardExchange, Tensors, cut
 from lockstep.plan.sharding import is_in
 from lockstep.plan.splits import ParameterSplit, Split, TensorSplits
-from lockstep.units import first_few
 
 # Cuts that are tried for one weight, one after the other.
 _MOST_TRIES = 6

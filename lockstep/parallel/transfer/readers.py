@@ -44,11 +44,11 @@ from lockstep.data.order import (
 )
 from lockstep.data.trees import tensors_of
 from lockstep.errors import DataError, WorkerError
+from lockstep.formatting import format_bytes
 from lockstep.launch.health.failure import add_note, pack_failure, unpack_failure
 from lockstep.launch.workers.helper import die_with, leave_signals_to_script
 from lockstep.parallel.data_parallel.staging import Staged, Staging
 from lockstep.parallel.settings import TorchSettings
-from lockstep.units import format_bytes
 
 # The longest wait at the end for a read in progress; its thread ends after it in any case.
 _END_TIMEOUT_SECONDS = 5.0

@@ -13,7 +13,7 @@ from dataclasses import replace
 import msgspec
 
 from lockstep.cluster.topology import Cluster, Correction
-from lockstep.plan.cost.parts import PlanCost
+from lockstep.plan.cost.breakdown import PlanCost
 from lockstep.plan.spec import Plan
 
 # The prior weighs as much as so many runs whose prediction was right.

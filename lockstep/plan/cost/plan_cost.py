@@ -3,15 +3,15 @@
 from lockstep.cluster.topology import Cluster, Device, Host
 from lockstep.errors import PlanError
 from lockstep.graph.layer_graph import LayerGraph
+from lockstep.plan.averaging import AveragedUpdate
+from lockstep.plan.cost.breakdown import PlanCost
 from lockstep.plan.cost.corrections import corrected, family_of
-from lockstep.plan.cost.divided import served_cost, sharded_cost
-from lockstep.plan.cost.parts import PlanCost
 from lockstep.plan.cost.placement import Placement, placement_at
 from lockstep.plan.cost.profile import Profile, profile_of
+from lockstep.plan.cost.sharded import served_cost, sharded_cost
 from lockstep.plan.cost.staged import Layout, simulated, staged_cost
 from lockstep.plan.cost.tensor import grouped_cost, tensor_cost
 from lockstep.plan.decision import Pipeline
-from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.plan.sharding import is_in
 from lockstep.plan.spec import Plan
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.plan.cost.parts import Memory, PlanCost, StepTime
+from lockstep.plan.cost.breakdown import Memory, PlanCost, StepTime
 from lockstep.plan.cost.placement import Group, PlacedDevice, Placement
 from lockstep.plan.cost.profile import Costs, Profile
 from lockstep.plan.cost.rates import (

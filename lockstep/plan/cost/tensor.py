@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
-from lockstep.plan.cost.parts import PlanCost, StepTime
+from lockstep.plan.cost.breakdown import PlanCost, StepTime
 from lockstep.plan.cost.placement import Group, Placement
 from lockstep.plan.cost.profile import Costs, Profile, costs_of_layers, profile_of
 from lockstep.plan.cost.rates import backward_seconds, forward_seconds, update_seconds

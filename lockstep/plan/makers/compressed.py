@@ -7,13 +7,13 @@ import msgspec
 
 from lockstep.cluster.topology import Cluster
 from lockstep.errors import DeviceError, OptionError
+from lockstep.formatting import format_bytes
 from lockstep.graph.layer_graph import LayerGraph, ParameterInfo
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.devices import is_cpu
-from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.plan.makers.data_parallel import Maker, Wrapping
 from lockstep.plan.program.compression import Compression, num_bytes
 from lockstep.plan.spec import Plan
-from lockstep.units import format_bytes
 
 COMPRESSED = "What hosts send is compressed: the result is no longer that of one device."
 

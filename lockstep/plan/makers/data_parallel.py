@@ -17,14 +17,14 @@ import msgspec
 
 from lockstep.cluster.topology import Cluster
 from lockstep.errors import OptionError
+from lockstep.formatting import first_few
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
+from lockstep.plan.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.decision import LayerPlacement, LocalUpdate, SlicedUpdate, Tie
 from lockstep.plan.devices import Devices, check_there, device_names, is_cpu, threads_for
-from lockstep.plan.makers.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.mesh import Axis
 from lockstep.plan.spec import Plan
 from lockstep.plan.splits import DivisionOptions, TensorSplits
-from lockstep.units import first_few
 
 # Of so many samples: the model's graph with costs, and the devices with what is known of them.
 Measure = Callable[[int], tuple[LayerGraph, Cluster]]

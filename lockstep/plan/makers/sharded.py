@@ -12,6 +12,7 @@ import msgspec
 
 from lockstep.cluster.topology import Cluster
 from lockstep.errors import OptionError
+from lockstep.formatting import first_few
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.decision import SlicedUpdate
 from lockstep.plan.devices import is_cpu
@@ -19,7 +20,6 @@ from lockstep.plan.makers.data_parallel import Wrapping
 from lockstep.plan.mesh import Axis
 from lockstep.plan.sharding import IN_HOST_MEMORY, Sharding, is_in
 from lockstep.plan.spec import Plan
-from lockstep.units import first_few
 
 # Of the mean size of units: smaller ones stay on every rank.
 _SMALL = 1 / 8

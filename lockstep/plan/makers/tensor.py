@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.cluster.topology import Cluster
 from lockstep.errors import DeviceError, OptionError
+from lockstep.formatting import first_few
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.decision import LocalUpdate, SlicedUpdate
 from lockstep.plan.devices import device_names, threads_for
@@ -19,7 +20,6 @@ from lockstep.plan.mesh import Axis
 from lockstep.plan.sharding import is_in
 from lockstep.plan.spec import Plan
 from lockstep.plan.splits import DivisionOptions, ParameterSplit, Split, TensorSplits
-from lockstep.units import first_few
 
 # Samples on which uses are observed.
 TENSOR_SAMPLES = 2

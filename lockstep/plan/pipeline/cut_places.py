@@ -11,7 +11,7 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from lockstep.errors import OptionError, Problems
-from lockstep.units import first_few, listed
+from lockstep.formatting import first_few, listed
 
 
 def stages_from_names(

@@ -19,10 +19,10 @@ _TENSORS_PER_PARAMETER = 4
 
 def units_of(graph: LayerGraph) -> list[tuple[int, int]]:
     """Runs ``[first, stop)`` of layers that no cut may divide."""
-    parted = set(range(1, len(graph.layers)))
+    partitioned = set(range(1, len(graph.layers)))
     for first, last in graph.inseparable:
-        parted -= set(range(first + 1, last + 1))
-    return list(pairwise([0, *sorted(parted), len(graph.layers)]))
+        partitioned -= set(range(first + 1, last + 1))
+    return list(pairwise([0, *sorted(partitioned), len(graph.layers)]))
 
 
 def in_units(

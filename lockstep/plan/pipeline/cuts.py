@@ -22,8 +22,8 @@ from itertools import accumulate, pairwise
 from operator import add
 
 from lockstep.errors import PlanError, Problems
+from lockstep.formatting import first_few, format_bytes
 from lockstep.graph.layer_graph import Flow
-from lockstep.units import first_few, format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

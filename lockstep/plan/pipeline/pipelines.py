@@ -14,6 +14,7 @@ import msgspec
 
 from lockstep.cluster.topology import Cluster, num_devices
 from lockstep.errors import DeviceError, OptionError
+from lockstep.formatting import format_time
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.decision import Pipeline, Stage, StagedUpdate, StagePrediction
 from lockstep.plan.devices import device_names, is_cpu, threads_for
@@ -36,7 +37,6 @@ from lockstep.plan.pipeline.stage_counts import choose_num_stages
 from lockstep.plan.program.lowering import predict
 from lockstep.plan.spec import Plan
 from lockstep.plan.splits import DivisionOptions, TensorSplits
-from lockstep.units import format_time
 
 # With m microbatches, p stages idle (p - 1) / (m + p - 1) of the time: a fifth for m = 4 p.
 _MICROBATCHES_PER_STAGE = 4

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from lockstep.errors import OptionError, Problems
+from lockstep.formatting import format_time
 from lockstep.plan.pipeline.cuts import (
     Cut,
     CutProblem,
@@ -11,7 +12,6 @@ from lockstep.plan.pipeline.cuts import (
     counted,
     fewest_stages,
 )
-from lockstep.units import format_time
 
 # Fewer stages are taken when more would not shorten the step by more than this.
 _WORTH_A_STAGE = 0.01

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from lockstep.errors import OptionError, Problems
 from lockstep.options import is_count, is_number
-from lockstep.plan.makers.averaging import Record
+from lockstep.plan.plan_part import PlanPart
 
 # Elements of a tensor that have a scale in common.
 INT8_BLOCK = 1024
@@ -19,7 +19,7 @@ _FLOAT_BYTES = 4
 _INDEX_BYTES = 4
 
 
-class BFloat16(Record, frozen=True, tag="bf16"):
+class BFloat16(PlanPart, frozen=True, tag="bf16"):
     """The nearest numbers of bfloat16: 2 bytes for each element."""
 
     def num_bytes(self, shape: Sequence[int]) -> int:
@@ -30,7 +30,7 @@ class BFloat16(Record, frozen=True, tag="bf16"):
         return "bfloat16"
 
 
-class Int8(Record, frozen=True, tag="int8"):
+class Int8(PlanPart, frozen=True, tag="int8"):
     """Integers from -127 to 127 times a scale for each 1,024 elements: 1 byte for each element."""
 
     def num_bytes(self, shape: Sequence[int]) -> int:
@@ -42,7 +42,7 @@ class Int8(Record, frozen=True, tag="int8"):
         return "int8"
 
 
-class PowerSGD(Record, frozen=True, tag="power"):
+class PowerSGD(PlanPart, frozen=True, tag="power"):
     """Two thin factors of each matrix, from one step of a power iteration that goes on.
 
     Tensors of more than two dims count as matrices with a row for each of the first; those of
@@ -86,7 +86,7 @@ class PowerSGD(Record, frozen=True, tag="power"):
         return f"PowerSGD of rank {self.rank}{warm_up}"
 
 
-class TopK(Record, frozen=True, tag="top-k"):
+class TopK(PlanPart, frozen=True, tag="top-k"):
     """The elements of each tensor that are largest in size, with their places.
 
     Aji and Heafield, Sparse Communication for Distributed Gradient Descent (2017).

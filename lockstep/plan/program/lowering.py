@@ -6,8 +6,8 @@ The same programs, run in simulated time, predict the time of a step of a pipeli
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import LocalUpdate, Pipeline, Stage
-from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.plan.makers.replicas import part_of_replica, plan_of_replica
 from lockstep.plan.pipeline.schedules import forward_schedule, make_schedule
 from lockstep.plan.pipeline.simulation import StageCosts, Timeline, run_programs

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import msgspec
 
 from lockstep.cluster.topology import Cluster
+from lockstep.formatting import first_few, format_bytes, format_time
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.makers.data_parallel import Maker, Measure, Try, Wrapping, try_none
 from lockstep.plan.search.candidates import Problem
 from lockstep.plan.search.ranking import Ranked, best_plans
 from lockstep.plan.spec import Plan
-from lockstep.units import first_few, format_bytes, format_time
 
 # Costs are measured on at most so many samples, and on a line from there on.
 _MOST_SAMPLES = 128

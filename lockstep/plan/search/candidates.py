@@ -7,12 +7,12 @@ import msgspec
 
 from lockstep.cluster.topology import Cluster, Host
 from lockstep.graph.layer_graph import LayerGraph
+from lockstep.plan.cost.breakdown import PlanCost
 from lockstep.plan.cost.corrections import corrected
-from lockstep.plan.cost.divided import sharded_cost
-from lockstep.plan.cost.parts import PlanCost
 from lockstep.plan.cost.placement import Placement, placement_of
 from lockstep.plan.cost.plan_cost import unit_bytes
 from lockstep.plan.cost.profile import Profile, profile_of
+from lockstep.plan.cost.sharded import sharded_cost
 from lockstep.plan.cost.staged import Layout, simulated
 from lockstep.plan.cost.tensor import tensor_cost
 from lockstep.plan.engines import over

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.plan.cost.parts import usable
+from lockstep.plan.cost.breakdown import usable
 from lockstep.plan.cost.placement import Place, PlacedDevice, Placement
 from lockstep.plan.cost.profile import Costs, Profile
 from lockstep.plan.cost.rates import (

@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from lockstep.errors import LockstepError, OptionError, PlanError
-from lockstep.plan.cost.parts import USABLE, StepTime
+from lockstep.formatting import format_bytes, format_time
+from lockstep.plan.cost.breakdown import USABLE, StepTime
 from lockstep.plan.makers.data_parallel import Try, try_none
 from lockstep.plan.search.candidates import Candidate, Problem, candidates
-from lockstep.units import format_bytes, format_time
 
 OBJECTIVES = ("time", "memory")
 

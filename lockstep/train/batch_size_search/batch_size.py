@@ -19,6 +19,7 @@ from lockstep.cluster.memory_limits import free_memory
 from lockstep.data.map_style.samples import array_bytes
 from lockstep.data.map_style.sources import Source
 from lockstep.errors import DeviceError, OptionError, Problems
+from lockstep.formatting import format_bytes, format_count, format_time
 from lockstep.launch.workers.pool import own_server
 from lockstep.options import check_choice, check_count, is_count
 from lockstep.train.batch_size_search.batch_size_cache import (
@@ -39,7 +40,6 @@ from lockstep.train.batch_size_search.search_algorithm import (
 )
 from lockstep.train.batch_size_search.trial_process import Trials
 from lockstep.train.trainer_protocol import TrainerProtocol
-from lockstep.units import format_bytes, format_count, format_time
 
 if TYPE_CHECKING:
     from lockstep.plan.makers.data_parallel import Maker

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lockstep.units import format_bytes
+from lockstep.formatting import format_bytes
 
 Objective = Literal["speed", "memory"]
 

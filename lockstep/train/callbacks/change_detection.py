@@ -13,11 +13,11 @@ import torch
 from torch import nn, optim
 
 from lockstep.errors import OptionError
+from lockstep.formatting import first_few
 from lockstep.parallel.transfer.serialization import describe
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks.state_values import changed_values, copied_values
 from lockstep.train.optim.optimizers import Optimizers, each_optimizer
-from lockstep.units import first_few
 
 
 class ModelFingerprint(NamedTuple):

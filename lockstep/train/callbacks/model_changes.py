@@ -14,7 +14,7 @@ from torch import nn, optim
 
 from lockstep.comm.codec.message_codec import encode
 from lockstep.errors import OptionError, ShippingError
-from lockstep.units import first_few
+from lockstep.formatting import first_few
 
 # Attributes of a module whose contents are compared by themselves.
 _MEMBERS = ("_parameters", "_buffers", "_modules")

@@ -17,7 +17,7 @@ from lockstep.parallel.worker import Worker
 from lockstep.train.callbacks.driver import TaskDriver
 from lockstep.train.callbacks.state_values import set_values
 from lockstep.train.checkpointing.fit_position import FitPosition
-from lockstep.train.checkpointing.parted_state import divides_copies, write_requested
+from lockstep.train.checkpointing.partitioned_state import divides_copies, write_requested
 from lockstep.train.fit.step_profiler import StepProfiler
 from lockstep.train.input.stream_broadcast import Halt
 

@@ -7,9 +7,9 @@ import msgspec
 import torch
 from torch import nn
 
-from lockstep.checkpoint.generations import PartedGeneration, write_generation
+from lockstep.checkpoint.generations import PartitionedGeneration, write_generation
 from lockstep.checkpoint.manifest import Manifest, Summary
-from lockstep.checkpoint.parted_files import WrittenSpan
+from lockstep.checkpoint.partitioned_files import WrittenSpan
 from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.storage import Folder
 from lockstep.checkpoint.trees import Tensors, flattened, pointer
@@ -19,15 +19,15 @@ from lockstep.train.resume.fit_record import FitState
 from lockstep.version import __version__
 
 
-class PartedCheckpoint:
-    """A checkpoint that ranks write together; see ``parted_state.Target``.
+class PartitionedCheckpoint:
+    """A checkpoint that ranks write together; see ``partitioned_state.Target``.
 
     Args:
         generation: the files.
         keep: how many are kept.
     """
 
-    def __init__(self, generation: PartedGeneration, keep: int) -> None:
+    def __init__(self, generation: PartitionedGeneration, keep: int) -> None:
         self._generation, self._keep = generation, keep
         self.files, self.folder = generation.files, str(generation.folder)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from lockstep.channel.background import Background
-from lockstep.checkpoint.generations import PartedGeneration, writing_alone
+from lockstep.checkpoint.generations import PartitionedGeneration, writing_alone
 from lockstep.checkpoint.reading import (
     DamagedCheckpointWarning,
     DamagedPartError,
@@ -37,10 +37,10 @@ from lockstep.train.callbacks.interrupt import (
     Interrupt,
     Termination,
 )
-from lockstep.train.checkpointing.checkpoint_files import PartedCheckpoint, saved_of, write_one
-from lockstep.train.checkpointing.parted_state import (
+from lockstep.train.checkpointing.checkpoint_files import PartitionedCheckpoint, saved_of, write_one
+from lockstep.train.checkpointing.partitioned_state import (
     FailedWrite,
-    PartedCopy,
+    PartitionedCopy,
     Write,
     divides_copies,
     whole_tensors,
@@ -306,7 +306,7 @@ class CheckpointWriter:
         if self._is_last:
             raise SystemExit(STATUS_OF_SIGTERM)
 
-    def parted(self, copy: FitState, tensors: Tensors) -> PartedCheckpoint:
+    def partitioned(self, copy: FitState, tensors: Tensors) -> PartitionedCheckpoint:
         """Files for a copy that ranks write together.
 
         Args:
@@ -315,8 +315,8 @@ class CheckpointWriter:
         """
         assert isinstance(self.checkpoint.directory, Path)
         saved = saved_of(copy, self._state.runner.model)
-        generation = PartedGeneration(self.checkpoint.directory, saved, tensors)
-        return PartedCheckpoint(generation, self.checkpoint.keep)
+        generation = PartitionedGeneration(self.checkpoint.directory, saved, tensors)
+        return PartitionedCheckpoint(generation, self.checkpoint.keep)
 
     def finish(self, state: TrainingState, history: History) -> None:
         """Write the last checkpoint, after training: its state, and the whole ``fit``'s history.
@@ -336,11 +336,13 @@ class CheckpointWriter:
         runner = self._state.runner
         copy = FitState(state=state, record=record, plan=runner.last_plan)
         if self.writes_together:
-            parted = PartedCopy(state, partial(self.parted, copy), lambda written: None)
+            partitioned = PartitionedCopy(
+                state, partial(self.partitioned, copy), lambda written: None
+            )
             write: Write = runner.session.write_stored
             if self.shared is not None:
                 write = partial(self.shared.write, runner.session)
-            parted.write_all(write)
+            partitioned.write_all(write)
         else:
             self._write(copy)
 

@@ -8,11 +8,11 @@ from torch import nn
 
 from lockstep.checkpoint.trees import Tree
 from lockstep.errors import CheckpointError, Problems
+from lockstep.formatting import first_few
 from lockstep.parallel.updater_interface import Updater
 from lockstep.train.callbacks.callback import Callback
 from lockstep.train.callbacks.state_values import set_values
 from lockstep.train.checkpointing.training_state import TrainingState, copied
-from lockstep.units import first_few
 
 _SAME_SCRIPT = "Load it into a Trainer that the same script has made."
 

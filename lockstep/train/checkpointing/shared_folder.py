@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.checkpoint.generations import generations
-from lockstep.checkpoint.parted_files import PartedFile
+from lockstep.checkpoint.partitioned_files import PartitionedFile
 from lockstep.checkpoint.reading import first_whole, read_generation
 from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.storage import Folder
 from lockstep.checkpoint.trees import Tensors
 from lockstep.errors import CheckpointError
-from lockstep.train.checkpointing.parted_state import Found, check_paths
+from lockstep.train.checkpointing.partitioned_state import Found, check_paths
 from lockstep.train.checkpointing.stored_parts import joined
 from lockstep.train.multihost.hosts import Hosts
 from lockstep.train.runtime.session import Session
@@ -78,7 +78,7 @@ class SharedFolder:
         return saved
 
     def write(
-        self, session: Session, files: Sequence[PartedFile], folder: str, tensors: Tensors
+        self, session: Session, files: Sequence[PartitionedFile], folder: str, tensors: Tensors
     ) -> Found:
         """Write whole tensors of a training, which all hosts have, with all processes.
 

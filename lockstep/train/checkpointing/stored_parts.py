@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from lockstep.checkpoint.parted_files import PartedFile, TensorPart, write_parts
+from lockstep.checkpoint.partitioned_files import PartitionedFile, TensorPart, write_parts
 from lockstep.checkpoint.trees import Tensors
 from lockstep.comm.collectives.gradients import TensorSpec
 from lockstep.launch.workers.helper import HelperContext
@@ -16,7 +16,7 @@ from lockstep.launch.workers.team import Team
 from lockstep.parallel.exchange.control import open_region, unpacked
 from lockstep.parallel.storage.store import TensorStore
 from lockstep.parallel.transfer.serialization import pack
-from lockstep.train.checkpointing.parted_state import FailedWrite, Found
+from lockstep.train.checkpointing.partitioned_state import FailedWrite, Found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class _Request:
         num_parts: processes of all hosts.
     """
 
-    files: Sequence[PartedFile]
+    files: Sequence[PartitionedFile]
     folder: str
     stores: Sequence[tuple[Sequence[TensorSpec], dict[int, str]]]
     first_part: int
@@ -39,7 +39,7 @@ class _Request:
 
 
 def write_stored(
-    files: Sequence[PartedFile],
+    files: Sequence[PartitionedFile],
     folder: str,
     tensors: Tensors,
     stores: Sequence[TensorStore],

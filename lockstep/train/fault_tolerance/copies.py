@@ -11,7 +11,8 @@
 The first process of a host maps the whole training, or gathers it, and copies it alone: between two
 steps nothing changes until this process reaches the next update. So a copy needs no protocol: while
 it is taken the training itself is consistent. Where ranks divide a training, all write the copy,
-each its parts (``train.checkpointing.parted_state``), and the one before stays until that is done.
+each its parts (``train.checkpointing.partitioned_state``), and the one before stays until that is
+done.
 """
 
 import time
@@ -24,14 +25,15 @@ from lockstep.checkpoint.trees import Tensors
 from lockstep.cluster.memory_limits import free_memory
 from lockstep.data.trees import tensors_of
 from lockstep.errors import CheckpointError, DeviceError
+from lockstep.formatting import format_bytes
 from lockstep.parallel.worker import Worker
 from lockstep.train.checkpointing.checkpoints import CheckpointWriter
 from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.checkpointing.memory_checkpoints import Destination, MemoryCheckpoints
-from lockstep.train.checkpointing.parted_state import (
+from lockstep.train.checkpointing.partitioned_state import (
     Found,
     MemoryTarget,
-    PartedCopy,
+    PartitionedCopy,
     Target,
     WriteRequest,
     divides_copies,
@@ -41,7 +43,6 @@ from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.fault_tolerance.overhead_budget import OverheadBudget
 from lockstep.train.input.stream_broadcast import SharedStream
 from lockstep.train.resume.fit_record import FitState
-from lockstep.units import format_bytes
 
 _T = TypeVar("_T")
 
@@ -113,7 +114,7 @@ class Copies:
     first: dict[str, Any] | None = None
     _is_local_due = False
     _began = 0.0
-    _parted: PartedCopy | None = None
+    _partitioned: PartitionedCopy | None = None
     """Begun, and not written yet."""
 
     def __init__(
@@ -182,7 +183,9 @@ class Copies:
         """Before the first step: begin the checkpoint that is due there, if any."""
         first, self.first = self.first, None
         if first is not None and self._writer is not None:
-            self._begin_parted(self._state.whole(first), resume, [self._writer], time.monotonic())
+            self._begin_partitioned(
+                self._state.whole(first), resume, [self._writer], time.monotonic()
+            )
 
     def take(self, resume: FitPosition, began: float | None = None) -> None:
         """Copy the training as it is now, for this process and all that are due.
@@ -218,7 +221,7 @@ class Copies:
             return
         is_remote = bool(due) and self._writer is not None and not self._writer.writes_together
         if is_divided and not is_remote:
-            self._begin_parted(now, resume, due, taken)
+            self._begin_partitioned(now, resume, due, taken)
             return
         self._memory.forget()
         copy = FitState(state=self._state.copied(now, before), plan=plan, resume=resume)
@@ -236,7 +239,7 @@ class Copies:
 
     # --- that ranks write together ---------------------------------------------------------------
 
-    def _begin_parted(
+    def _begin_partitioned(
         self, state: TrainingState, resume: FitPosition, due: Sequence[Destination], taken: float
     ) -> None:
         """Begin a copy: all ranks write it before the next step; until then the newest stays."""
@@ -245,18 +248,20 @@ class Copies:
         directory = None if plan.sharding is None else plan.sharding.directory
         make_target: Callable[[Tensors], Target] = partial(MemoryTarget, directory=directory)
         if writer is not None:
-            make_target = partial(writer.parted, replace(copy, record=writer.record_under(plan)))
+            make_target = partial(
+                writer.partitioned, replace(copy, record=writer.record_under(plan))
+            )
 
-        def take(parted: TrainingState) -> None:
-            self._keep(replace(copy, state=parted), [], taken, taken)
+        def take(partitioned: TrainingState) -> None:
+            self._keep(replace(copy, state=partitioned), [], taken, taken)
             if writer is not None:
                 writer.note_written(copy)
 
-        self._parted = PartedCopy(state, make_target, take)
+        self._partitioned = PartitionedCopy(state, make_target, take)
 
     def begin_parts(self, worker: Worker) -> WriteRequest | None:
         """What all ranks are to write of the copy that has begun; None without."""
-        return None if self._parted is None else self._parted.begin(worker)
+        return None if self._partitioned is None else self._partitioned.begin(worker)
 
     def end_parts(self, found: Sequence[Found]) -> None:
         """All ranks have written: that copy is the newest now.
@@ -265,9 +270,9 @@ class Copies:
             OSError, CheckpointError: it could not be written.
             SystemExit: after SIGTERM, when the last one is written.
         """
-        parted, self._parted = self._parted, None
-        assert parted is not None
-        parted.end(found)
+        partitioned, self._partitioned = self._partitioned, None
+        assert partitioned is not None
+        partitioned.end(found)
 
     def _has_memory_for(self, state: TrainingState, before: TrainingState | None) -> bool:
         needed = _num_bytes(state) - (0 if before is None else _num_bytes(before))
@@ -306,7 +311,7 @@ class Copies:
 
     def _give_up_begun(self) -> None:
         """Leave out a copy that not all ranks have written: one of them was lost."""
-        begun, self._parted = self._parted, None
+        begun, self._partitioned = self._partitioned, None
         if begun is not None:
             begun.give_up(OSError("a process was lost while it wrote"))
 

@@ -17,9 +17,9 @@ import torch
 from lockstep.comm.shared_memory.status_board import StatusBoard
 from lockstep.disk import SHORTAGES
 from lockstep.errors import BadRecordError, DataError, HostError, NonFiniteError, WorkerError
+from lockstep.formatting import first_few
 from lockstep.launch.health.failure import causes_of, message_of
 from lockstep.launch.workers.team import Team
-from lockstep.units import first_few
 
 # Kinds of faults. Errors of lost ranks and hosts have their kind as an attribute.
 DEAD, HUNG, OUT_OF_MEMORY, NETWORK_CUT = "dead", "hung", "out of memory", "network cut"

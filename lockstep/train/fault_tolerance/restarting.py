@@ -13,12 +13,12 @@ from lockstep.parallel.parameter_server.async_worker import ServerProgress
 from lockstep.parallel.transfer.readers import reader_death
 from lockstep.parallel.updater_interface import PieceSlots
 from lockstep.parallel.worker import Worker
-from lockstep.plan.makers.averaging import AveragedUpdate
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.train.callbacks.driver import Logs, TaskDriver
 from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.callbacks.rank_sync import CallbackOutcome
 from lockstep.train.checkpointing.fit_position import FitPosition
-from lockstep.train.checkpointing.parted_state import Found, WriteRequest
+from lockstep.train.checkpointing.partitioned_state import Found, WriteRequest
 from lockstep.train.checkpointing.training_state import copied
 from lockstep.train.fault_tolerance.rank_states import RankState
 from lockstep.train.history import History

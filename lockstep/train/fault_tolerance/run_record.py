@@ -25,6 +25,7 @@ import msgspec
 from lockstep.comm.shared_memory.memory_usage import peak_memory
 from lockstep.errors import OptionError
 from lockstep.events import LOGGER
+from lockstep.formatting import format_value
 from lockstep.launch.health.failure import add_note, noting_on, summary_of
 from lockstep.launch.workers.process_state import start_of
 from lockstep.launch.workers.team import Team
@@ -37,7 +38,6 @@ from lockstep.train.fault_tolerance.rank_states import (
     states_of,
 )
 from lockstep.train.runtime.model_profile import remember_run
-from lockstep.units import format_value
 from lockstep.version import __version__
 
 NAME = "record.jsonl"

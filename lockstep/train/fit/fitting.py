@@ -28,7 +28,7 @@ from lockstep.train.callbacks.fit_driver import FitDriver
 from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.checkpointing.checkpoints import CheckpointWriter, check_places
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
-from lockstep.train.checkpointing.parted_state import may_divide_copies
+from lockstep.train.checkpointing.partitioned_state import may_divide_copies
 from lockstep.train.fault_tolerance.lost_hosts import fit_with_restarts
 from lockstep.train.fit.fit_hooks import FitHooks
 from lockstep.train.fit.fit_request import FitData, FitRequest

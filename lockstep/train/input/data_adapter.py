@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
-from lockstep.data.divided import check_whole
+from lockstep.data.distributed_samplers import check_whole
 from lockstep.data.iterable.stream_reader import Reading
 from lockstep.data.iterable.streams import Stream, as_stream
 from lockstep.data.map_style.sources import ArraySource, Source, as_input_source, as_source

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.data.map_style.sources import Batch, Source
 from lockstep.errors import level_of_user
-from lockstep.units import format_seconds
+from lockstep.formatting import format_seconds
 
 _SHORTEST_SECONDS = 1.0
 _LARGEST_SHARE = 0.25

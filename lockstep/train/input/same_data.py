@@ -18,10 +18,10 @@ import torch
 from lockstep.data.map_style.samples import array_bytes
 from lockstep.data.map_style.sources import ArraySource, Batch, Source, named_parts
 from lockstep.data.order import kept_streams, seed_streams
+from lockstep.formatting import first_few
 from lockstep.train.input.stream_broadcast import SharedStream
 from lockstep.train.multihost.hosts import Hosts
 from lockstep.train.resume.stable_descriptions import Facts, digest
-from lockstep.units import first_few
 
 # Arrays up to this size are compared whole, which takes some hundredths of a second.
 WHOLE_BYTES = 32 << 20

@@ -26,7 +26,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.units import format_count, format_seconds, format_value
+from lockstep.formatting import format_count, format_seconds, format_value
 
 
 class OutputConsole(Console):

@@ -21,6 +21,7 @@ from lockstep.cluster.topology import Cluster, Host
 from lockstep.comm.codec.message_codec import decode, encode
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.errors import HostError, OptionError, WorkerError
+from lockstep.formatting import format_seconds
 from lockstep.launch.health.failure import as_raised, causes_of, noting_on, summary_of
 from lockstep.launch.rendezvous.control_group import ControlGroup
 from lockstep.launch.rendezvous.pair_channels import open_channels
@@ -35,7 +36,6 @@ from lockstep.train.checkpointing.run_state import set_state, state_of
 from lockstep.train.fit.fit_hooks import FitHooks
 from lockstep.train.fit.fit_task import FitTask
 from lockstep.train.multihost.followers import host_key
-from lockstep.units import format_seconds
 
 LookAround = Callable[[float], None]
 

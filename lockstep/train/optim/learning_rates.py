@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
 from lockstep.errors import OptionError, Problems
-from lockstep.units import listed
+from lockstep.formatting import listed
 
 EVERY = ("step", "epoch")
 _BY_STEP = (OneCycleLR, CyclicLR)

@@ -15,11 +15,11 @@ from lockstep.checkpoint.reading import DamagedPartError, check_parts
 from lockstep.checkpoint.storage import Folder, folder_of
 from lockstep.errors import OptionError
 from lockstep.events import LOGGER
-from lockstep.plan.makers.averaging import AveragedUpdate
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.train.callbacks.interrupt import held_termination
 from lockstep.train.checkpointing.checkpoints import Checkpoint, CheckpointWriter
 from lockstep.train.checkpointing.memory_checkpoints import MemoryCheckpoints
-from lockstep.train.checkpointing.parted_state import may_divide_copies
+from lockstep.train.checkpointing.partitioned_state import may_divide_copies
 from lockstep.train.checkpointing.run_state import check_tensors
 from lockstep.train.checkpointing.trainer_state import TrainerState
 from lockstep.train.checkpointing.training_state import TrainingState, copied

@@ -24,7 +24,7 @@ from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.loss.share_losses import LossAdapter
 from lockstep.parallel.worker import Worker
 from lockstep.train.callbacks.driver import TaskDriver
-from lockstep.train.checkpointing.parted_state import divided_names, divides_copies, leaves
+from lockstep.train.checkpointing.partitioned_state import divided_names, divides_copies, leaves
 from lockstep.train.checkpointing.run_state import state_of
 from lockstep.train.checkpointing.training_state import TrainingState, copied
 from lockstep.train.fit.tasks import Task

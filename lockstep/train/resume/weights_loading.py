@@ -14,7 +14,7 @@ from lockstep.cluster.devices import discover
 from lockstep.errors import CheckpointError, OptionError
 from lockstep.parallel.storage.meta_init import blank_names
 from lockstep.train.callbacks.driver import TaskDriver
-from lockstep.train.checkpointing.parted_state import keeps_parts
+from lockstep.train.checkpointing.partitioned_state import keeps_parts
 from lockstep.train.checkpointing.shared_folder import SharedFolder
 from lockstep.train.input.data_adapter import DEFAULT_BATCH_SIZE
 from lockstep.train.resume.part_loading import LoadTask

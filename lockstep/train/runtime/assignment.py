@@ -28,8 +28,8 @@ from lockstep.parallel.storage.device_memory import noting_shortage, shortage_no
 from lockstep.parallel.storage.meta_init import initialize
 from lockstep.parallel.worker import Worker
 from lockstep.parallel.workload import Workload
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.devices import is_cpu
-from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks.driver import TaskDriver
 from lockstep.train.fit.failing_layer import naming_layer

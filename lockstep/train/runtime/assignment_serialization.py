@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.errors import OptionError
+from lockstep.formatting import first_few
 from lockstep.launch.workers.link import MOST_DESCRIPTORS
 from lockstep.parallel.storage.store import TensorStore
 from lockstep.parallel.transfer.pickle_errors import pack_named
 from lockstep.parallel.transfer.serialization import SerializedObject, parameters_in
 from lockstep.train.runtime.assignment import Assignment
-from lockstep.units import first_few
 
 
 def pack_assignment(assignment: Assignment, stores: Sequence[TensorStore]) -> SerializedObject:

@@ -9,6 +9,7 @@ from torch import nn
 from lockstep.comm.exchange_spec import ExchangeSpec
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.errors import ModelError, WorkerError
+from lockstep.formatting import first_few
 from lockstep.launch.health.failure import add_note
 from lockstep.launch.workers.team import Team
 from lockstep.parallel.data_parallel.batch_norm import note_lone_sample
@@ -16,8 +17,8 @@ from lockstep.parallel.exchange.control import LeaderControl
 from lockstep.parallel.exchange.host_control import HostControl
 from lockstep.parallel.parameter_server.async_worker import AsyncWorker
 from lockstep.parallel.worker import Worker
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.devices import is_cpu
-from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.train.callbacks.driver import TaskDriver
 from lockstep.train.fault_tolerance.rank_states import RankState, fault_summary, states_of
 from lockstep.train.multihost.host_channels import HostChannels, bring_groups
@@ -32,7 +33,6 @@ from lockstep.train.runtime.helper_watchdog import (
     what_is_lost,
 )
 from lockstep.train.runtime.stores import Mapped
-from lockstep.units import first_few
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 from torch import nn
 
 from lockstep.checkpoint import weights
-from lockstep.checkpoint.parted_files import (
-    PartedFile,
-    can_be_parted,
+from lockstep.checkpoint.partitioned_files import (
+    PartitionedFile,
+    can_be_partitioned,
     check_written,
     lay_out,
 )
@@ -40,7 +40,7 @@ from lockstep.pickling import dumps
 from lockstep.plan.decision import LocalUpdate
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks.driver import TaskDriver
-from lockstep.train.checkpointing.parted_state import FailedWrite, Found
+from lockstep.train.checkpointing.partitioned_state import FailedWrite, Found
 from lockstep.train.checkpointing.stored_parts import write_stored
 from lockstep.train.fault_tolerance.rank_states import states_of
 from lockstep.train.fit.fit_task import FitTask
@@ -70,6 +70,8 @@ from lockstep.train.runtime.stores import (
     Stores,
     has_options,
 )
+
+_Files = Sequence[PartitionedFile]
 
 # What every helper needs; the template imports it before it forks any helper.
 PRELOAD: tuple[str, ...] = ("lockstep.train.runtime.helper_session",)
@@ -155,7 +157,7 @@ class Session:
         return None if team is None or not (team.is_alive and team.answers()) else team
 
     def write_stored(
-        self, files: Sequence[PartedFile], folder: str, tensors: Tensors, hosts: Hosts | None = None
+        self, files: _Files, folder: str, tensors: Tensors, hosts: Hosts | None = None
     ) -> Found:
         """Between calls: write tensors to files with all processes; see ``stored_parts``.
 
@@ -176,7 +178,7 @@ class Session:
     def write_together(self, tensors: Tensors, metadata: dict[str, str], file: BinaryIO) -> None:
         """Write a file of tensors: between calls with all processes. See ``WriteTensors``."""
         path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-        can_all = all(map(can_be_parted, tensors.values())) and os.path.exists(path)
+        can_all = all(map(can_be_partitioned, tensors.values())) and os.path.exists(path)
         if self._team is None or self._is_called or not can_all:
             weights.write_tensors(tensors, metadata, file, self.stores.release_pages)
             return

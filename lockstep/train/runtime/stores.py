@@ -21,8 +21,8 @@ from lockstep.parallel.storage.store import (
     slot_spec,
 )
 from lockstep.parallel.updater_interface import SlotKey
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.devices import is_cpu
-from lockstep.plan.makers.averaging import AveragedUpdate
 from lockstep.train.runtime.assignment import Assignment, divides_parameters
 
 # How ranks other than the store's first, which has the store itself, access it: they map it, too;

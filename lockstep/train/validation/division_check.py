@@ -16,9 +16,9 @@ from lockstep.errors import LockstepError
 from lockstep.parallel.data_parallel.forward import DTYPES, ModelCall, modes_of
 from lockstep.parallel.data_parallel.staging import moved
 from lockstep.parallel.data_parallel.step_functions import StepFunction
-from lockstep.parallel.independence.reduction_test import check_added, check_mean
+from lockstep.parallel.independence.reduction_trial import check_added, check_mean
 from lockstep.parallel.independence.sample_independence import check_sample_independence
-from lockstep.parallel.independence.split_test import NUM_INFERRED
+from lockstep.parallel.independence.split_trial import NUM_INFERRED
 from lockstep.parallel.loss.share_losses import JointLoss, LossAdapter, ShareLoss
 from lockstep.parallel.storage.meta_init import blank_names
 from lockstep.plan.spec import Plan

@@ -3,13 +3,13 @@
 from torch import nn, optim
 
 from lockstep.errors import OptionError, Problems
+from lockstep.formatting import first_few
 from lockstep.parallel.exchange.exchange_layout import sparse_weights
 from lockstep.parallel.updater_interface import Updater
-from lockstep.plan.makers.averaging import AveragedUpdate
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.spec import Plan
 from lockstep.train.optim.updater_sets import UpdaterSet
 from lockstep.train.optim.wrapped_updaters import Averages, WrappedUpdater
-from lockstep.units import first_few
 
 _MIRRORED = "Use MirroredStrategy"
 _KNOWN = "Use one of torch.optim without hooks, or of keras.optimizers without global_clipnorm."

@@ -15,12 +15,12 @@ from keras.src.trainers.data_adapters import data_adapter_utils
 
 from lockstep.data.map_style.sources import Batch
 from lockstep.errors import ModelError, OptionError
+from lockstep.formatting import first_few
 from lockstep.frontends.keras.layers.checks import custom_steps
 from lockstep.frontends.keras.layers.dry_run import values_restored
 from lockstep.frontends.keras.model import KerasModel
-from lockstep.plan.makers.averaging import AveragedUpdate
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.spec import Plan
-from lockstep.units import first_few
 
 # Attributes that ``compile`` sets and steps use; helpers get them with ``CustomSteps``.
 _COMPILED = ("_compile_loss", "_compile_metrics", "_loss_tracker", "optimizer")

@@ -21,7 +21,7 @@ from lockstep.frontends.keras.model import KerasModel
 from lockstep.parallel.batch_run import Run
 from lockstep.parallel.data_parallel.model_passes import ModelPasses
 from lockstep.parallel.exchange.control import Control
-from lockstep.parallel.independence.split_test import is_tried
+from lockstep.parallel.independence.split_trial import is_tried
 from lockstep.parallel.worker import Worker
 
 # Kinds of calls that ranks agree on.

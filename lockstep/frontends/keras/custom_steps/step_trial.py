@@ -23,13 +23,13 @@ from keras import tree
 from lockstep.capture.state import left_alone
 from lockstep.data.map_style.sources import Batch
 from lockstep.errors import LossError, ModelError
+from lockstep.formatting import first_few
 from lockstep.frontends.keras.custom_steps.custom_step import CustomSteps, data_of
 from lockstep.frontends.keras.custom_steps.step_calls import StepCalls
 from lockstep.frontends.keras.layers.layer_state import check_gradients
 from lockstep.frontends.keras.model import KerasModel
-from lockstep.parallel.independence.reduction_test import tolerance_of
-from lockstep.parallel.independence.split_test import on_halves
-from lockstep.units import first_few
+from lockstep.parallel.independence.reduction_trial import tolerance_of
+from lockstep.parallel.independence.split_trial import on_halves
 
 
 @dataclass(frozen=True, kw_only=True)

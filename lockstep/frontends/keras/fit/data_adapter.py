@@ -15,7 +15,7 @@ from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from lockstep.data.divided import check_whole
+from lockstep.data.distributed_samplers import check_whole
 from lockstep.data.iterable.stream_reader import Reading
 from lockstep.data.iterable.streams import Stream
 from lockstep.data.map_style.sources import ArraySource, Source, array_source, check_lengths

@@ -1,6 +1,6 @@
 """Dry runs of a model on a few samples, before it is used on several devices.
 
-The model runs on the samples and on either half (``parallel.independence.split_test``): from the
+The model runs on the samples and on either half (``parallel.independence.split_trial``): from the
 same state, with the same random numbers for the same samples. Afterwards it is restored. If random
 numbers do not belong to samples, or layers use statistics of the batch, each run draws its own.
 """
@@ -19,7 +19,7 @@ from lockstep.data.map_style.sources import ArraySource, Batch
 from lockstep.data.trees import Tree
 from lockstep.frontends.keras.model import KerasModel, giving_losses
 from lockstep.parallel.data_parallel.staging import moved
-from lockstep.parallel.independence.split_test import halves, on_halves, rows_of
+from lockstep.parallel.independence.split_trial import halves, on_halves, rows_of
 
 _FEW = 8
 

@@ -14,9 +14,9 @@ import keras
 import torch
 
 from lockstep.errors import ModelError
+from lockstep.formatting import first_few
 from lockstep.frontends.keras.layers.dry_run import DryRunResult, metrics_of_layers, state_variables
 from lockstep.frontends.keras.model import KerasModel
-from lockstep.units import first_few
 
 _TOLERANCE = 1e-5
 

@@ -18,12 +18,12 @@ from keras.src.metrics.reduction_metrics import MeanMetricWrapper
 
 from lockstep.data.trees import Tree
 from lockstep.errors import ModelError
+from lockstep.formatting import first_few
 from lockstep.frontends.keras.loss.reductions import is_of_each_sample, masked
 from lockstep.parallel.batch_run import ShareOutput
 from lockstep.parallel.exchange.control import Control
 from lockstep.plan.program.sum_tree import tree_sum
 from lockstep.train.logging.metrics import Metrics, MetricUpdate
-from lockstep.units import first_few
 
 # A share's outputs, masks, targets and sample weights.
 _BatchValues = tuple[Tree, Tree, Tree, Tree]

@@ -4,7 +4,7 @@
 as in activity regularizers. The loss of the whole batch is the mean, or the sum, of those of its
 shares. A dry run before training decides which (``layers.dry_run``); during training it is tried
 again on shares and their halves, as for any loss that a model computes
-(``parallel.independence.reduction_test``). A loss that is 0 at first may be either: it is tried as
+(``parallel.independence.reduction_trial``). A loss that is 0 at first may be either: it is tried as
 soon as it is not 0. Other losses (a deviation over the batch, a product of means) are refused.
 """
 

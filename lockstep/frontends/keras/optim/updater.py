@@ -20,6 +20,7 @@ import torch
 from keras import device, optimizers
 
 from lockstep.errors import CheckpointError
+from lockstep.formatting import first_few
 from lockstep.frontends.keras.optim.fused_adam import step_bare_adam, use_fused_adam
 from lockstep.frontends.keras.optim.optimizer_copy import (
     Slot,
@@ -42,7 +43,6 @@ from lockstep.parallel.updater_interface import (
 from lockstep.plan.layout import Extent, Piece
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.optim.stored_pieces import StoredPieces
-from lockstep.units import first_few
 
 # Names of classes in keras.src: a user's subclass may do anything. Keras itself makes subclasses
 # for torch.

@@ -6,7 +6,7 @@ Sharded levels (ZeRO 1 to 3), and synchronous parameter servers.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lockstep.plan.cost.parts import Memory, PlanCost, StepTime
+from lockstep.plan.cost.breakdown import Memory, PlanCost, StepTime
 from lockstep.plan.cost.placement import Placement
 from lockstep.plan.cost.profile import Profile
 from lockstep.plan.cost.rates import (

@@ -23,7 +23,7 @@ from lockstep.data.map_style.sources import Batch
 from lockstep.data.trees import Tree
 from lockstep.errors import LossError
 from lockstep.parallel.independence.gradient_trial import check_gradients
-from lockstep.parallel.independence.split_test import on_halves, repeated
+from lockstep.parallel.independence.split_trial import on_halves, repeated
 from lockstep.parallel.loss.share_losses import JointLoss, LossAdapter, ShareLoss
 
 # Relative, by dtype of the loss or the model; models often compute their losses in float32.

@@ -6,7 +6,7 @@ import tempfile
 _STANDARD = range(3)  # input, output, error
 
 
-def nameless_file(name: str) -> int:
+def anonymous_file(name: str) -> int:
     """The descriptor of a new, empty file that is gone with the last descriptor of it.
 
     Args:

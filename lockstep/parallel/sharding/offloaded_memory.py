@@ -22,7 +22,7 @@ from lockstep.parallel.storage.store import set_data
 from lockstep.plan.layout import Piece
 
 
-class StreamedMemory(UnitMemory):
+class OffloadedMemory(UnitMemory):
     """One rank's memory.
 
     Args:

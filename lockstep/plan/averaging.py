@@ -3,20 +3,15 @@
 import math
 from typing import Literal
 
-import msgspec
-
 from lockstep.errors import OptionError, Problems
 from lockstep.options import is_count, is_number
+from lockstep.plan.plan_part import PlanPart
 
 # Steps between two averages, or from one end of an epoch to the next.
 Every = int | Literal["epoch"]
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of a Plan: plain values, which JSON can say."""
-
-
-class Nesterov(Record, frozen=True, kw_only=True):
+class Nesterov(PlanPart, frozen=True, kw_only=True):
     """An outer optimizer: what is done with the average of the replicas (DiLoCo, arXiv 2311.08105).
 
     Its gradient is the parameters that the replicas began with minus the average that they have
@@ -52,7 +47,7 @@ class Nesterov(Record, frozen=True, kw_only=True):
         problems.raise_if_any(OptionError)
 
 
-class AveragedUpdate(Record, frozen=True, kw_only=True, tag="averaged"):
+class AveragedUpdate(PlanPart, frozen=True, kw_only=True, tag="averaged"):
     """Each replica steps on its own parameters; now and then they average them.
 
     Attributes:

@@ -15,11 +15,11 @@ from torch import nn
 
 import lockstep
 from lockstep.checkpoint.manifest import NAME
-from lockstep.checkpoint.parted_files import WrittenSpan, write_parts
+from lockstep.checkpoint.partitioned_files import WrittenSpan, write_parts
 from lockstep.checkpoint.reading import DamagedCheckpointWarning
 from lockstep.errors import CheckpointError, WorkerError
 from lockstep.train.checkpointing import stored_parts
-from lockstep.train.checkpointing.parted_state import PartedCopy, write_requested
+from lockstep.train.checkpointing.partitioned_state import PartitionedCopy, write_requested
 from lockstep.train.checkpointing.training_state import TrainingState
 from tests.faults.jobs import helpers_of
 from tests.parity.test_sharded import INPUTS, TARGETS, Norms
@@ -66,13 +66,13 @@ class Written:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bytes: list[list[int]] = []
-        end = PartedCopy.end
+        end = PartitionedCopy.end
 
-        def counted(copy: PartedCopy, found: Sequence[Any]) -> None:
+        def counted(copy: PartitionedCopy, found: Sequence[Any]) -> None:
             self.bytes.append([num_bytes(own) for own in found])
             end(copy, found)
 
-        monkeypatch.setattr(PartedCopy, "end", counted)
+        monkeypatch.setattr(PartitionedCopy, "end", counted)
 
 
 def num_bytes(spans: Sequence[WrittenSpan]) -> int:
@@ -284,9 +284,9 @@ def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(
     expected, killed = make(), make()
     data = INPUTS, TARGETS
     expected.fit(data, batch_size=12, verbose=0)
-    begin, num_begun = PartedCopy.begin, []
+    begin, num_begun = PartitionedCopy.begin, []
 
-    def beginning(copy: PartedCopy, worker: Any) -> Any:
+    def beginning(copy: PartitionedCopy, worker: Any) -> Any:
         num_begun.append(worker)
         if len(num_begun) == 3:
             os.kill(helpers_of(killed)[0], signal.SIGSTOP)
@@ -299,7 +299,7 @@ def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(
 
     checkpoint = lockstep.Checkpoint(tmp_path, every="1 steps")
     with monkeypatch.context() as patch:
-        patch.setattr(PartedCopy, "begin", beginning)
+        patch.setattr(PartitionedCopy, "begin", beginning)
         patch.setattr("lockstep.train.callbacks.rank_sync.write_requested", writing)
         with pytest.raises(WorkerError):
             killed.fit(data, batch_size=12, verbose=0, checkpoint=checkpoint)

@@ -9,15 +9,15 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lockstep.parallel.sharding.offloaded_memory import OffloadedMemory
 from lockstep.parallel.sharding.read_hook import is_in_backward
 from lockstep.parallel.sharding.residency import Residency
-from lockstep.parallel.sharding.streamed_memory import StreamedMemory
 from lockstep.parallel.storage.store import set_data
 
 _NO_UNIT = -1
 
 
-class Streaming(Residency):
+class ParameterOffload(Residency):
     """One rank's end; its memory has one unit more, of the parameters in no unit.
 
     Args:
@@ -25,9 +25,9 @@ class Streaming(Residency):
         options: see ``Residency``.
     """
 
-    memory: StreamedMemory
+    memory: OffloadedMemory
 
-    def __init__(self, *args: Any, memory: StreamedMemory, **options: Any) -> None:
+    def __init__(self, *args: Any, memory: OffloadedMemory, **options: Any) -> None:
         super().__init__(*args, memory=memory, meet=None, **options)
         self._following: dict[int, int] = {}  # by unit, the one that was used after it
         self._before = _NO_UNIT  # the unit that was used last

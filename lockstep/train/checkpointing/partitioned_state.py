@@ -15,11 +15,11 @@ from typing import Protocol
 
 import torch
 
-from lockstep.checkpoint.parted_files import (
-    PartedFile,
+from lockstep.checkpoint.partitioned_files import (
+    PartitionedFile,
     TensorPart,
     WrittenSpan,
-    can_be_parted,
+    can_be_partitioned,
     check_written,
     lay_out,
     write_parts,
@@ -27,11 +27,11 @@ from lockstep.checkpoint.parted_files import (
 from lockstep.checkpoint.storage import PARTED_PATH
 from lockstep.checkpoint.trees import Path, Tensors, Tree, pointer
 from lockstep.checkpoint.weights import mapped_tensors
-from lockstep.cluster.nameless_files import nameless_file
+from lockstep.cluster.anonymous_files import anonymous_file
 from lockstep.comm.shared_memory.file_region import unnamed_file
 from lockstep.errors import HostError
 from lockstep.parallel.worker import Worker
-from lockstep.plan.makers.averaging import AveragedUpdate
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.makers.data_parallel import Maker
 from lockstep.plan.spec import Plan
 from lockstep.train.checkpointing.training_state import TrainingState, copied
@@ -48,7 +48,7 @@ class WriteRequest:
         stored: the same for tensors in the updater's store, by their number there.
     """
 
-    files: Sequence[PartedFile]
+    files: Sequence[PartitionedFile]
     folder: str
     parameters: Mapping[str, str]
     stored: Mapping[int, str]
@@ -74,7 +74,7 @@ class FailedWrite:
 Found = list[WrittenSpan] | FailedWrite
 """What a rank has written."""
 
-Write = Callable[[Sequence[PartedFile], str, Tensors], Found]
+Write = Callable[[Sequence[PartitionedFile], str, Tensors], Found]
 """Writes tensors, given by name, to files that are laid out for them in a folder."""
 
 
@@ -84,7 +84,7 @@ class Target(Protocol):
     folder: str
 
     @property
-    def files(self) -> Sequence[PartedFile]:
+    def files(self) -> Sequence[PartitionedFile]:
         """Laid out; their paths may be relative to ``folder``."""
 
     def finish(self, spans: Sequence[WrittenSpan]) -> Tensors:
@@ -95,7 +95,7 @@ class Target(Protocol):
 
 
 class MemoryTarget:
-    """Memory that outlives every rank but this process: a nameless file.
+    """Memory that outlives every rank but this process: an anonymous file.
 
     Args:
         tensors: of these forms.
@@ -106,7 +106,7 @@ class MemoryTarget:
 
     def __init__(self, tensors: Tensors, directory: str | None = None) -> None:
         if directory is None:
-            self._descriptor = nameless_file("lockstep: copy")
+            self._descriptor = anonymous_file("lockstep: copy")
         else:
             self._descriptor = unnamed_file(directory)
         path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
@@ -125,7 +125,7 @@ class MemoryTarget:
         os.close(self._descriptor)
 
 
-class PartedCopy:
+class PartitionedCopy:
     """A copy of a training, as rank 0 makes it.
 
     Args:
@@ -228,7 +228,7 @@ def divided_names(state: TrainingState, worker: Worker) -> tuple[dict[str, str],
     return parameters, numbers
 
 
-def check_paths(files: Sequence[PartedFile]) -> None:
+def check_paths(files: Sequence[PartitionedFile]) -> None:
     """Check that files that host 0 has named lie in the folder of checkpoints.
 
     Raises:
@@ -283,7 +283,7 @@ def _parts(worker: Worker, request: WriteRequest) -> Iterator[TensorPart]:
 
 def leaves(state: TrainingState) -> Iterator[tuple[Path, torch.Tensor]]:
     """The tensors of a state that processes can write together, and the keys that lead to them."""
-    return ((path, one) for path, one in _tensors_in(state.parts()) if can_be_parted(one))
+    return ((path, one) for path, one in _tensors_in(state.parts()) if can_be_partitioned(one))
 
 
 def _tensors_in(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:

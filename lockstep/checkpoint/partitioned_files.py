@@ -40,7 +40,7 @@ class TensorPart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartedFile:
+class PartitionedFile:
     """A file that is laid out.
 
     Attributes:
@@ -79,11 +79,11 @@ class WrittenSpan:
 
 def lay_out(
     path: str, tensors: Tensors, metadata: dict[str, str], *, is_hashed: bool = True
-) -> PartedFile:
+) -> PartitionedFile:
     """The layout of a file with tensors, of which forms are used only."""
     header, starts = header_of(tensors, metadata)
     last = len(header) + sum(tensor.nbytes for tensor in tensors.values())
-    return PartedFile(
+    return PartitionedFile(
         path=path,
         header=header,
         starts={name: len(header) + start for name, start in starts.items()},
@@ -93,13 +93,13 @@ def lay_out(
     )
 
 
-def can_be_parted(tensor: torch.Tensor) -> bool:
+def can_be_partitioned(tensor: torch.Tensor) -> bool:
     """True if parts of a tensor's memory are parts of its elements in a file."""
     return tensor.layout == torch.strided and tensor.is_contiguous() and tensor.numel() > 0
 
 
 def write_parts(
-    files: Sequence[PartedFile], parts: Iterable[TensorPart], folder: str = ""
+    files: Sequence[PartitionedFile], parts: Iterable[TensorPart], folder: str = ""
 ) -> list[WrittenSpan]:
     """Write a process's parts; they are on the disk afterwards.
 
@@ -131,7 +131,7 @@ def write_parts(
     return spans
 
 
-def _write_part(descriptor: int, file: PartedFile, part: TensorPart) -> Iterator[WrittenSpan]:
+def _write_part(descriptor: int, file: PartitionedFile, part: TensorPart) -> Iterator[WrittenSpan]:
     flat = part.elements.detach().reshape(-1)
     first = file.starts[part.name] + part.start * flat.element_size()
     size = max(file.span_bytes // flat.element_size(), 1)
@@ -150,7 +150,7 @@ def _write_at(descriptor: int, data: Any, start: int) -> None:
         data, start = data[written:], start + written
 
 
-def check_written(file: PartedFile, written: Iterable[WrittenSpan]) -> list[Span]:
+def check_written(file: PartitionedFile, written: Iterable[WrittenSpan]) -> list[Span]:
     """The spans of a file that all processes have written, after its header.
 
     Raises:
@@ -171,7 +171,7 @@ def check_written(file: PartedFile, written: Iterable[WrittenSpan]) -> list[Span
     return [Span(one.stop, one.sha256) for one in own]
 
 
-def entry_of(file: PartedFile, written: Iterable[WrittenSpan]) -> FileEntry:
+def entry_of(file: PartitionedFile, written: Iterable[WrittenSpan]) -> FileEntry:
     """The manifest's entry of a file that all processes have written; see ``check_written``."""
     head = Span(len(file.header), hashlib.sha256(file.header).hexdigest())
     return FileEntry.of_spans(file.size, [head, *check_written(file, written)])
