@@ -64,10 +64,11 @@ def make_trainer(
     engine: str | None = None,
     in_stages: bool = False,
     strategy: Any = None,
+    kind: type[Net] = Net,
 ) -> lockstep.Trainer:
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(0)
-        model = make_stages() if in_stages else Net(act, step=step, on=on)
+        model = make_stages() if in_stages else kind(act, step=step, on=on)
     make = lockstep.PipelineStrategy if in_stages else lockstep.MirroredStrategy
     return lockstep.Trainer(
         model,

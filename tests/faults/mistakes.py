@@ -140,7 +140,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "no data": (lambda: fit((x[:0], y[:0])), "Received"),
     "other lengths": (lambda: fit((x, y[:10])), "10"),
     "no targets": (lambda: fit(x), "(inputs, targets)"),
-    "nothing to train": (lambda: fit(model=nn.Sequential(nn.Tanh())), "optimizer"),
+    "nothing to train": (lambda: fit(model=nn.Sequential(nn.Tanh())), "no parameters to train"),
     "prediction of a wrong width": (lambda: trainer().predict(x[:, :5]), "Lockstep: in layer '0'"),
     "evaluation of a wrong width": (
         lambda: trainer().evaluate((x[:, :5], y)),

@@ -23,8 +23,8 @@ from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.fault_tolerance import overhead_budget
 from lockstep.train.fault_tolerance.run_record import read_record
 from lockstep.train.optim.updaters import TorchUpdater
+from tests.faults.jobs import Net, warm_up
 from tests.faults.jobs import make_trainer as make_acting
-from tests.faults.jobs import warm_up
 from tests.faults.processes import is_alive
 from tests.thorough import core_of
 
@@ -280,6 +280,14 @@ def act_while_gathering(phase: str, number: int, once: str) -> None:
         StatusBoard.gathering = interrupted  # type: ignore[assignment,method-assign]
 
 
+class Deep(Net):
+    """Has a unit that is away between forward and backward, which begins with the last two."""
+
+    def __init__(self, act: Callable[[], None] | None = None, **options: Any) -> None:
+        super().__init__(act, **options)
+        self.second = nn.Sequential(nn.Linear(64, 64), self.second)  # type: ignore[assignment]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("phase", "number"),
@@ -296,9 +304,10 @@ def test_a_helper_is_lost_while_it_gathers_a_unit(
     monkeypatch.setattr(process_state, "STOPPED_SECONDS", 0.5)
     results = []
     for act in (partial(act_while_gathering, phase, number, str(tmp_path / "once")), None):
-        strategy = lockstep.FullyShardedStrategy(2, units=["first", "second"], engine="gloo")
+        units = ["first", "second.0", "second.1"]
+        strategy = lockstep.FullyShardedStrategy(2, units=units, engine="gloo")
         seen = Seen()
-        trainer = make_acting(2, act, step=3, callbacks=(seen,), strategy=strategy)
+        trainer = make_acting(2, act, step=3, callbacks=(seen,), strategy=strategy, kind=Deep)
         options: dict[str, Any] = {"restarts": 1, "record": tmp_path} if act else {}
         history = trainer.fit((X, Y), epochs=2, batch_size=BATCH, verbose=0, **options)
         results.append((seen.told, digest_of(trainer)))

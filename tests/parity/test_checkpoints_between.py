@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.parity.test_partitioned_copies import all_bytes_read
 from torch import nn
 
 import lockstep
 from lockstep.checkpoint import generations, partitioned_files
 from lockstep.train.checkpointing.training_state import TrainingState
+from tests.parity.test_partitioned_copies import all_bytes_read
 from tests.parity.test_resume import X, Y
 from tests.thorough import core_of
 

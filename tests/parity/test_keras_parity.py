@@ -62,7 +62,8 @@ def test_weights_that_a_policy_casts_are_divided() -> None:
         model, batch_size=BATCH, sample=(zoo.vectors(SAMPLES), zoo.classes(SAMPLES))
     )
     assert plan.tensor is not None
-    assert [one.by for one in plan.tensor.parameters] == ["columns", "rows"]
+    # The weight and the bias of the first layer, and the weight of the second.
+    assert [one.by for one in plan.tensor.parameters] == ["columns", "columns", "rows"]
 
 
 def compare(make: Callable[[], Any], strategy: str, **compiled: Any) -> None:
