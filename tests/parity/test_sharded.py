@@ -632,12 +632,22 @@ class Sloped(Blocks):
         return super().forward(x) + slope.square().sum(1, keepdim=True)
 
 
+class Pushed(Blocks):
+    """Adds how its outputs change with its inputs, by a forward derivative."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, change = torch.func.jvp(super().forward, (x,), (torch.ones_like(x),))  # type: ignore[misc]
+        return output + change  # type: ignore[no-any-return]
+
+
 @pytest.mark.thorough
-def test_transforms_of_torch_func() -> None:
-    expected = trained(Sloped, lockstep.SingleDeviceStrategy())
-    check_equal(trained(Sloped, SHARDED(level="gradients")), expected)
-    with pytest.raises(ModelError, match="hooks on saved tensors"):
-        trained(Sloped, SHARDED())
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own use, in jvp
+@pytest.mark.parametrize("kind", [Sloped, Pushed])
+def test_transforms_of_torch_func(kind: type[Blocks]) -> None:
+    expected = trained(kind, lockstep.SingleDeviceStrategy())
+    check_equal(trained(kind, SHARDED(level="gradients")), expected)
+    with pytest.raises(ModelError, match=r"torch\.func"):
+        trained(kind, SHARDED())
 
 
 def test_units_of_the_user() -> None:

@@ -32,9 +32,9 @@ from torch import nn
 
 from lockstep.comm.collectives.sharded_reduce import ShardedReduce
 from lockstep.formatting import first_few
+from lockstep.parallel.sharding import unit_errors
 from lockstep.parallel.sharding.norm_places import NormPlaces
 from lockstep.parallel.sharding.read_hook import entering, is_in_backward, reading
-from lockstep.parallel.sharding.unit_errors import disorder, refusing_transforms, unit_error
 from lockstep.parallel.sharding.unit_memory import UnitMemory
 from lockstep.parallel.sharding.units import completed_order
 
@@ -250,7 +250,7 @@ class Residency:
     def _watching(self) -> Iterator[None]:
         saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         reads = reading(self._before_read, self._device)
-        with refusing_transforms(), reads, saved, entering(self._enter):
+        with unit_errors.refusing_transforms(), reads, saved, entering(self._enter):
             yield
 
     @contextmanager
@@ -302,6 +302,7 @@ class Residency:
     def _need(self, units: Collection[int]) -> None:
         """Have units there."""
         if not self.memory.present.issuperset(units):
+            unit_errors.check_no_transform()
             self._is_moving = True
             self._free_others(units)
             while not self.memory.present.issuperset(units):
@@ -396,7 +397,7 @@ class Residency:
     def _stay(self, unit: int, why: str) -> None:
         """Keep a unit on every rank; after the first step raise an error instead."""
         if self._is_ordered and unit not in self._staying:
-            raise unit_error(f"A unit of sharded parameters {why}.", repr(self._names[unit]))
+            raise unit_errors.misused(why, self._names[unit])
         self._staying.add(unit)
 
     def _use(self, unit: int, *, is_entered: bool = False) -> None:
@@ -406,7 +407,7 @@ class Residency:
         place = self._order.index(unit)
         if (place - self._at) * self._direction < 0:
             names = [self._names[self._order[self._at]], self._names[unit]]
-            raise disorder(names, is_again=is_entered and self._direction == _BACKWARD)
+            raise unit_errors.disorder(names, is_again=is_entered and self._direction == _BACKWARD)
         self._move_to(place)
 
     def _before_read(self, tensors: Sequence[torch.Tensor]) -> None:

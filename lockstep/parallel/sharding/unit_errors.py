@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+
 from lockstep.errors import ModelError
 
 
@@ -22,14 +24,18 @@ def disorder(names: Sequence[str], *, is_again: bool) -> ModelError:
             fix=f"Make them one unit, units=[{[*names]}]; or have Lockstep compute each again, "
             "without torch.utils.checkpoint: FullyShardedStrategy(recompute=True).",
         )
-    return unit_error(
+    return _unit_error(
         "The model uses units of sharded parameters in another order than in its first step.",
         received,
     )
 
 
-def unit_error(what: str, received: str) -> ModelError:
+def misused(why: str, name: str) -> ModelError:
     """Any other use that units do not allow."""
+    return _unit_error(f"A unit of sharded parameters {why}.", repr(name))
+
+
+def _unit_error(what: str, received: str) -> ModelError:
     return ModelError(
         what,
         received=received,
@@ -56,3 +62,18 @@ def refusing_transforms() -> Iterator[None]:
             received="one of them in a step",
             fix='Use level="gradients".',
         ) from error
+
+
+def check_no_transform() -> None:
+    """Check that no transform of torch.func is under way: no memory can be filled within one.
+
+    Raises:
+        ModelError: a unit is used within one.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise ModelError(
+            "Units of sharded parameters cannot be gathered within a transform of torch.func "
+            "(grad, jvp, vmap).",
+            received="a layer of a unit that is used in one",
+            fix='Use level="gradients".',
+        )
