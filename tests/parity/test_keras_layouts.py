@@ -56,6 +56,7 @@ def model_parallel(shape: tuple[int, ...], layouts: dict[str, Axes], *axes: str)
     return distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("data", core_of([1, 2], [2], []))
 def test_training_equals_one_device(data: int) -> None:
     given = model_parallel((data, 2), LAYOUTS)
