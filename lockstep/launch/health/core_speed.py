@@ -2,7 +2,8 @@
 
 ``python -m lockstep.launch.health.core_speed BEGIN SECONDS`` waits until the time BEGIN, copies for
 so long, and prints bytes per second: those of the best part of the time, since other processes may
-have been running in the others. Without arguments it computes and copies until it is ended.
+have been running in the others. Without arguments it prints a line, and then computes and copies
+until it is ended, or its parent is.
 """
 
 import os
