@@ -20,6 +20,14 @@ from lockstep.strategies.tensor_parallel import (
 )
 from lockstep.tracebacks import public_methods
 
+_Given = dict[str, Any]
+"""Options by name."""
+
+# Those that need stages, ranks that divide layers, and ranks that divide parameters.
+_OF_STAGES = ("pipe", "cuts", "microbatches", "memory_bytes", "compression")
+_OF_LAYERS = ("num_tensor_shards", "whole")
+_OF_PARAMETERS = ("level", "units")
+
 
 @public_methods
 class HybridStrategy(StagedStrategy):
@@ -98,68 +106,79 @@ class HybridStrategy(StagedStrategy):
     ) -> None:
         problems = Problems()
         check_devices(devices, counted_by="`data`, `pipe`, `tensor` and `shard`")
-        common: dict[str, Any] = {
-            "devices": devices,
-            "engine": engine,
-            "timeout_seconds": timeout_seconds,
-        }
-        of_stages: dict[str, object] = {
+        common = {"devices": devices, "engine": engine, "timeout_seconds": timeout_seconds}
+        given: _Given = {
             "pipe": pipe,
             "cuts": cuts,
             "microbatches": microbatches,
+            "schedule": schedule,
+            "recompute": recompute,
             "memory_bytes": memory_bytes,
+            "tensor": tensor,
+            "shard": shard,
+            "level": level,
+            "units": units,
+            "num_shares": num_shares,
+            "num_tensor_shards": num_tensor_shards,
+            "whole": whole,
+            "split": None if split == "layers" else split,
             "compression": compression,
         }
-        of_tensor: dict[str, Any] = {"num_tensor_shards": num_tensor_shards, "whole": whole}
-        of_shard: dict[str, object] = {"level": level, "units": units}
-        of_time = {"split": split != "layers"}
         has_stages = _has_stages(data, pipe, cuts)
         if shard is not None and not has_stages:
-            _check_alone(problems, "shard", of_stages | of_tensor | of_time | {"tensor": tensor})
-            check_counts(problems, shard=shard)
-            self._consist_of(
-                sharded_replicas(
-                    _replicas_of_ranks(problems, "shard", data),
-                    shard,
-                    level="parameters" if level is None else level,
-                    units=units,
-                    recompute=recompute,
-                    num_shares=num_shares,
-                    **common,
-                )
-            )
+            self._divide_parameters(problems, data, given, common)
         elif tensor is not None and not has_stages:
-            _check_alone(problems, "tensor", of_stages | of_shard | {"recompute": recompute})
-            check_counts(problems, num_shares=num_shares)
-            replicas = _replicas_of_ranks(problems, "tensor", data)
-            options = {**of_tensor, "num_shares": num_shares, "split": split}
-            self._consist_of(tensor_replicas(replicas, tensor, **options, **common))
+            self._divide_layers(problems, data, given, common)
         else:
-            of_division = {} if tensor is not None else of_tensor
-            if shard is not None:
-                data = self._divide_slots(problems, data, shard, level)
-                of_shard.pop("level")
-            without_stages = {**of_time, "num_shares": num_shares}
-            _check_without_stages(problems, of_division | of_shard | without_stages)
-            check_division(problems, tensor, num_tensor_shards, whole)
-            self._compression = find_compression(problems, compression)
-            check_carrier(problems, self._compression, engine)
-            check_counts(problems, pipe=pipe)
-            _check_data(problems, data, pipe, schedule)
-            self._set_up(
-                problems,
-                stages=pipe,
-                cuts=cuts,
-                microbatches=microbatches,
-                schedule=schedule,
-                recompute=recompute,
-                memory_bytes=memory_bytes,
-                replicas=data,
-                tensor=tensor,
-                num_shards=num_tensor_shards,
-                whole=whole,
-                **common,
-            )
+            self._make_stages(problems, data, given, common)
+
+    def _divide_parameters(
+        self, problems: Problems, data: int | Sequence[int], given: _Given, common: _Given
+    ) -> None:
+        """Have each replica, without stages, be divided among ranks that gather its parameters."""
+        others = (*_OF_STAGES, *_OF_LAYERS, "split", "tensor")
+        _check_alone(problems, "shard", _picked(given, *others))
+        check_counts(problems, shard=given["shard"])
+        replicas = _replicas_of_ranks(problems, "shard", data)
+        options = _picked(given, "units", "recompute", "num_shares")
+        options["level"] = "parameters" if given["level"] is None else given["level"]
+        self._consist_of(sharded_replicas(replicas, given["shard"], **options, **common))
+
+    def _divide_layers(
+        self, problems: Problems, data: int | Sequence[int], given: _Given, common: _Given
+    ) -> None:
+        """Have ranks divide the layers of each replica, without stages."""
+        others = (*_OF_STAGES, *_OF_PARAMETERS, "recompute")
+        _check_alone(problems, "tensor", _picked(given, *others))
+        check_counts(problems, num_shares=given["num_shares"])
+        replicas = _replicas_of_ranks(problems, "tensor", data)
+        options = {**_picked(given, *_OF_LAYERS, "num_shares"), "split": given["split"] or "layers"}
+        self._consist_of(tensor_replicas(replicas, given["tensor"], **options, **common))
+
+    def _make_stages(
+        self, problems: Problems, data: int | Sequence[int], given: _Given, common: _Given
+    ) -> None:
+        """Have replicas of stages, which may divide layers or slots."""
+        without = {"units", "split", "num_shares"}
+        without |= {"level"} if given["shard"] is None else set()
+        without |= {*_OF_LAYERS} if given["tensor"] is None else set()
+        if given["shard"] is not None:
+            data = self._divide_slots(problems, data, given["shard"], given["level"])
+        _check_without_stages(problems, {name: given[name] for name in given if name in without})
+        check_division(problems, *(given[name] for name in ("tensor", *_OF_LAYERS)))
+        self._compression = find_compression(problems, given["compression"])
+        check_carrier(problems, self._compression, common["engine"])
+        check_counts(problems, pipe=given["pipe"])
+        _check_data(problems, data, given["pipe"], given["schedule"])
+        kept = ("cuts", "microbatches", "schedule", "recompute", "memory_bytes", "tensor", "whole")
+        self._set_up(
+            problems,
+            stages=given["pipe"],
+            replicas=data,
+            num_shards=given["num_tensor_shards"],
+            **_picked(given, *kept),
+            **common,
+        )
 
     def _divide_slots(
         self, problems: Problems, data: int | Sequence[int], shard: int, level: str | None
@@ -216,6 +235,10 @@ def divided_by_hand(
     assert isinstance(made._inner, TensorParallelStrategy)
     divide_along(made._inner, dims)
     return made
+
+
+def _picked(options: _Given, *names: str) -> _Given:
+    return {name: options[name] for name in names}
 
 
 _ALONE = {

@@ -1,5 +1,7 @@
 """Planning: what layers are timed on, and again after a call has left the model elsewhere."""
 
+import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,6 +55,24 @@ def test_layers_are_timed_in_memory_that_the_process_keeps(monkeypatch: pytest.M
     monkeypatch.setattr(planning, "profile_graph", profiled)
     Planning(nn.Linear(2, 2)).graph(as_source((torch.ones(4, 2),)), 4, "fp32")
     assert order == ["kept", "timed"]
+
+
+def test_no_process_that_keeps_a_core_busy_is_left_where_another_cannot_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[Any] = []
+    start = subprocess.Popen
+
+    def once(*args: Any, **options: Any) -> Any:
+        if started:
+            raise BlockingIOError("no more processes")
+        started.append(start(*args, **options))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", once)
+    with pytest.raises(BlockingIOError), busy_cores(2):
+        raise AssertionError
+    assert started[0].returncode == -signal.SIGKILL
 
 
 def test_layers_are_timed_again_while_other_cores_work(monkeypatch: pytest.MonkeyPatch) -> None:

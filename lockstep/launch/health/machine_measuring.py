@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -72,31 +72,34 @@ def _measured(host: Host) -> Host:
 def measure(num_cores: int) -> MachineSpeed:
     """Have a process on each core copy."""
     begin = time.time() + _START_SECONDS
-    running = [_start(str(begin), str(_SECONDS)) for _ in range(num_cores)]
-    copied = [float(process.communicate()[0]) for process in running]
+    with _running(num_cores, str(begin), str(_SECONDS)) as processes:
+        copied = [float(process.stdout.read()) for process in processes if process.stdout]
     return MachineSpeed(bytes_per_second=statistics.median(copied))
 
 
 @contextmanager
 def busy_cores(count: int) -> Iterator[None]:
     """Within the block so many processes work, one on each core."""
-    running = [_start() for _ in range(count)]
-    try:
-        for process in running:
+    with _running(count) as processes:
+        for process in processes:
             assert process.stdout is not None
             process.stdout.readline()  # it has begun
         yield
-    finally:
-        for process in running:
-            process.kill()
-        for process in running:
-            process.communicate()
 
 
-def _start(*words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "lockstep.launch.health.core_speed", *words]
+@contextmanager
+def _running(count: int, *words: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """So many processes of ``core_load``; all have ended after the block, whatever fails in it."""
+    command = [sys.executable, "-m", "lockstep.launch.health.core_load", *words]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, env=environ, text=True)
+    with ExitStack() as stack:
+        processes = []
+        for _ in range(count):
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environ, text=True)
+            stack.enter_context(process)  # waits for its end
+            stack.callback(process.kill)
+            processes.append(process)
+        yield processes
 
 
 # --- the cache ------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""A process that works on one core, beside others that do the same.
+"""A process that loads one core, beside others that do the same.
 
-``python -m lockstep.launch.health.core_speed BEGIN SECONDS`` waits until the time BEGIN, copies for
+``python -m lockstep.launch.health.core_load BEGIN SECONDS`` waits until the time BEGIN, copies for
 so long, and prints bytes per second: those of the best part of the time, since other processes may
 have been running in the others. Without arguments it prints a line, and then computes and copies
 until it is ended, or its parent is.
