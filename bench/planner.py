@@ -4,7 +4,9 @@ A process for each net measures its layers, and a process for each pair of net a
 and measures the median step and the peak memory of all processes. All of that is kept in a folder,
 and pairs that are in it are not measured again: ``--seconds`` ends a run early, and the next goes
 on. A pair beside which other programs were at work is measured again; with ``--memory`` its memory
-counts, which they do not change, and its time does not. Predictions are made from the folder.
+counts, which they do not change, and its time does not. Every pair is measured ``--rounds`` times,
+other pairs in between; the least time counts, since what else the host does only adds, and the most
+memory. Predictions are made from the folder.
 ``--report`` writes a table into docs/planner.md between its two marks; ``--search`` measures the
 search instead. Run: ``python bench/planner.py``.
 """
@@ -19,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -258,7 +261,9 @@ def in_process(*words: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure_all(folder: Path, nets: list[str], until: float, *, memory_only: bool) -> bool:
+def measure_all(
+    folder: Path, nets: list[str], until: float, rounds: int, *, memory_only: bool
+) -> bool:
     """Measure what the folder lacks; whether it has all of it now."""
     folder.mkdir(parents=True, exist_ok=True)
     for net in nets:
@@ -266,13 +271,13 @@ def measure_all(folder: Path, nets: list[str], until: float, *, memory_only: boo
             if time.monotonic() > until:
                 return False
             (folder / f"{net}.json").write_text(json.dumps(in_process("--profile", net)))
-    known = {
+    known = Counter(
         (row["net"], row["name"])
-        for row in pairs_of(folder)
+        for row in rows_in(folder)
         if memory_only or row["seconds"] is not None
-    }
-    for net, plan in itertools.product(nets, PLANS):
-        while (net, plan) not in known:
+    )
+    for wanted, net, plan in itertools.product(range(1, rounds + 1), nets, PLANS):
+        while known[net, plan] < wanted:
             if time.monotonic() > until:
                 return False
             row = in_process("--pair", net, plan)
@@ -281,17 +286,28 @@ def measure_all(folder: Path, nets: list[str], until: float, *, memory_only: boo
             if row["others"] > MOST_OTHERS and memory_only:
                 row["seconds"] = None
             if row["seconds"] is None or row["others"] <= MOST_OTHERS:
-                known.add((net, plan))
+                known[net, plan] += 1
                 with open(folder / "pairs.jsonl", "a") as file:
                     file.write(json.dumps(row) + "\n")
     return True
 
 
-def pairs_of(folder: Path) -> list[dict[str, Any]]:
-    """What was measured last of each pair."""
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    """What was measured."""
     path = folder / "pairs.jsonl"
-    rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-    return [*{(row["net"], row["name"]): row for row in rows}.values()]
+    return [*map(json.loads, path.read_text().splitlines())] if path.exists() else []
+
+
+def pairs_of(folder: Path) -> list[dict[str, Any]]:
+    """Each pair with the least time and the most memory that were measured of it."""
+    pairs: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows_in(folder):
+        found = pairs.setdefault((row["net"], row["name"]), {**row, "repeats": []})
+        if row["seconds"] is not None:
+            found["repeats"].append(row["seconds"])
+        found["bytes"] = max(found["bytes"], row["bytes"])
+        found["seconds"] = min(found["repeats"], default=None)
+    return [*pairs.values()]
 
 
 def predicted(folder: Path, row: dict[str, Any]) -> PlanCost:
@@ -360,8 +376,17 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{100 * error_of_memory(row):+.0f} % |"
         )
     has_times = any(row["seconds"] is not None for row in rows)
-    after = ["", held_out(rows)] if has_times else []
+    after = ["", held_out(rows), "", repeated(rows)] if has_times else []
     return "\n".join([*lines, "", f"As modelled: {verdict(rows)}", *after]) + "\n"
+
+
+def repeated(rows: list[dict[str, Any]]) -> str:
+    """How far the runs of a pair are apart."""
+    slower = [max(row["repeats"]) / min(row["repeats"]) - 1 for row in rows if row["repeats"]]
+    return (
+        f"The slowest of a pair's runs took {100 * statistics.median(slower):.0f} % longer than "
+        f"its fastest in the median, and {100 * max(slower):.0f} % at most."
+    )
 
 
 def error_of_time(row: dict[str, Any]) -> float:
@@ -441,6 +466,7 @@ def main() -> None:
     parser.add_argument("--profile", metavar="NET")
     parser.add_argument("--nets", default=",".join(ALL), help="separated by commas")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of what is measured")
+    parser.add_argument("--rounds", type=int, default=3, help="that a pair is measured")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing afterwards")
     parser.add_argument("--memory", action="store_true", help="while other programs are at work")
     parser.add_argument("--search", action="store_true", help="how long the search takes")
@@ -455,7 +481,7 @@ def main() -> None:
             print(search_row(layers, hosts))
         return
     nets, until = options.nets.split(","), time.monotonic() + options.seconds
-    if not measure_all(options.results, nets, until, memory_only=options.memory):
+    if not measure_all(options.results, nets, until, options.rounds, memory_only=options.memory):
         print("Not all is measured yet: run it again.")
     rows = rows_of(options.results)
     text = table(rows) if rows else "Nothing is measured yet."

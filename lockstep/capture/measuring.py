@@ -7,7 +7,7 @@ meta device nothing can be timed: there, floating point operations are counted.
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ from lockstep.graph.layer_graph import LayerCosts
 _ASSUMED_SPEED = 5e10
 
 # Runs are not repeated once the counted ones have taken so long: long times vary little.
-_ENOUGH_SECONDS = 1.0
+_ENOUGH_SECONDS = 2.0
 
 # Others are repeated so often, and until the median is above the lower quartile by at most this.
 _LEAST_RUNS, _MOST_RUNS, _SPREAD = 3, 40, 0.05
@@ -52,8 +52,9 @@ def measure_layers(
         model: the model; on the meta device times are estimated.
         trace: of the model; without backward passes if it is for evaluation.
         inputs: a microbatch.
-        repeats: runs after the first, which does not count; medians of these are returned. None is
-            until their times vary little. If they take long, one is enough.
+        repeats: runs after the first, which does not count; lower quartiles of these are returned,
+            since other programs only slow runs down. None is until their times vary little. If
+            they take long, one is enough.
 
     Returns:
         The costs of each layer. Bytes that two layers keep from forward to backward count for the
@@ -76,8 +77,8 @@ def measure_layers(
         state.restore()
     return [
         LayerCosts(
-            forward_seconds=statistics.median(run[layer][0] for run in runs),
-            backward_seconds=statistics.median(run[layer][1] for run in runs),
+            forward_seconds=_lower_quartile(run[layer][0] for run in runs),
+            backward_seconds=_lower_quartile(run[layer][1] for run in runs),
             activation_bytes=round(kept[layer][0]),
             gradient_bytes=layers[layer].gradient_bytes,
             is_estimated=is_meta,
@@ -91,8 +92,13 @@ def _needs_more(runs: Sequence[Sequence[tuple[float, float]]], repeats: int | No
         return len(runs) < repeats
     if not _LEAST_RUNS <= len(runs) < _MOST_RUNS:
         return len(runs) < _LEAST_RUNS
-    totals = sorted(math.fsum(map(math.fsum, run)) for run in runs)
-    return totals[len(totals) // 2] > (1 + _SPREAD) * totals[len(totals) // 4]
+    totals = [math.fsum(map(math.fsum, run)) for run in runs]
+    return statistics.median(totals) > (1 + _SPREAD) * _lower_quartile(totals)
+
+
+def _lower_quartile(values: Iterable[float]) -> float:
+    found = sorted(values)
+    return found[len(found) // 4]
 
 
 def count_operations(model: nn.Module, trace: Trace, inputs: Tree) -> list[float]:

@@ -281,7 +281,7 @@ class Planning:
     def _speed(self, graph: LayerGraph, trace: Trace, inputs: Tree) -> float:
         """How fast the layers are now, relative to their costs in the graph."""
         known = [layer.costs for layer in graph.layers if layer.costs is not None]
-        now = measure_layers(self._model, trace, inputs)
+        now = measure_layers(self._model, trace, inputs, repeats=None)
         before, after = (
             math.fsum(one.forward_seconds + one.backward_seconds for one in costs)
             for costs in (known, now)
