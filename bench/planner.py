@@ -214,7 +214,7 @@ def profile_net(name: str) -> dict[str, Any]:
     net = ALL[name]
     data = net.make_data(min(net.num_samples, 8 * net.batch_size))
     model = net.make_model()
-    module, precision, samples = plan_inputs(model, "fp32", data, SAMPLES_FIRST)
+    module, precision, samples, _ = plan_inputs(model, "fp32", data, SAMPLES_FIRST)
     cluster = this_machine(discover(), precision, capture_layers(model))
     graph = Planning(module).graph(samples, min(net.batch_size, 128), precision)
     with num_threads(1):

@@ -1,17 +1,31 @@
 """The inputs of a Plan, for a model of any library: a torch module, its precision, and samples."""
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from lockstep.data.batch_dims import BatchDims
+from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.map_style.sources import Source, as_input_source, as_source
 
 
-def plan_inputs(
-    model: Any, precision: str, sample: Any, dims: BatchDims
-) -> tuple[nn.Module, str, Source | None]:
+class PlanInputs(NamedTuple):
+    """The inputs of a Plan.
+
+    Attributes:
+        module: the model; its layers have the names that users know.
+        precision: of its computation.
+        samples: samples first; or None.
+        dims: where the module takes them: a Keras model's module moves them itself.
+    """
+
+    module: nn.Module
+    precision: str
+    samples: Source | None
+    dims: BatchDims
+
+
+def plan_inputs(model: Any, precision: str, sample: Any, dims: BatchDims) -> PlanInputs:
     """A model as a torch module whose layers have the names that users know.
 
     Args:
@@ -19,9 +33,6 @@ def plan_inputs(
         precision: of a PyTorch model; a Keras model has its own.
         sample: data as the library's ``fit`` or ``predict`` takes it, or None.
         dims: where the samples are in it.
-
-    Returns:
-        The module, the precision, and the samples or None.
 
     Raises:
         ModelError: a Keras model is not built, or has a step of its own.
@@ -35,10 +46,11 @@ def plan_inputs(
 
         layout = layout_of(dims)
         module = module_of(model, layout)
-        return module, module.precision, None if sample is None else samples_in(sample, layout)
+        samples = None if sample is None else samples_in(sample, layout)
+        return PlanInputs(module, module.precision, samples, SAMPLES_FIRST)
     if sample is None:
-        return model, precision, None
+        return PlanInputs(model, precision, None, dims)
     is_pair = isinstance(sample, tuple) and len(sample) in (2, 3)
     sample = dims.data(sample, with_targets=is_pair)
     samples = as_source(sample) if is_pair else as_input_source(sample, name="sample")
-    return model, precision, samples
+    return PlanInputs(model, precision, samples, dims)

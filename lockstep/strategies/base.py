@@ -77,8 +77,8 @@ class Strategy(ABC):
         from lockstep.data.batch_dims import BatchDims
         from lockstep.frontends.plan_inputs import plan_inputs
 
-        dims = BatchDims.of(batch_dim)
-        module, precision, samples = plan_inputs(model, precision, sample, dims)
+        found = plan_inputs(model, precision, sample, BatchDims.of(batch_dim))
+        module, precision, samples, dims = found
         maker = self.maker(precision)
         maker.check_batch_size(batch_size)
         if maker.sample_size(discover(), batch_size) is None:

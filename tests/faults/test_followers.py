@@ -129,3 +129,34 @@ def test_calls_that_need_no_plan_need_no_other_process(
     leader, follower = by_standalone_torchrun([str(script)], SECONDS)
     assert leader[:3] == ["0", 0, 2]
     assert follower == leader
+
+
+LONE_SAVE = f"""{BEGINNING}
+torch.manual_seed(0)
+trainer = lockstep.Trainer(
+    nn.Linear(4, 2), loss=nn.MSELoss(), optimizer=torch.optim.Adam,
+    strategy=lockstep.MultiWorkerMirroredStrategy(timeout_seconds=30))
+trainer.fit((torch.randn(16, 4), torch.randn(16, 2)), batch_size=8, verbose=0)
+if os.environ["LOCAL_RANK"] == "1":
+    with open("pid", "w") as file:
+        file.write(str(os.getpid()))
+    sys.exit()
+while not os.path.exists("pid") or not os.path.getsize("pid"):
+    time.sleep(0.02)
+with open("pid") as file:
+    pid = file.read()
+while os.path.exists(f"/proc/{{pid}}") and open(f"/proc/{{pid}}/stat").read().split()[2] != "Z":
+    time.sleep(0.02)
+trainer.save("weights.safetensors")
+tell(os.path.getsize("weights.safetensors") > 0)
+"""
+
+
+@pytest.mark.exhaustive
+def test_the_leader_saves_after_the_other_process_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(LONE_SAVE)
+    assert by_standalone_torchrun([str(script)], SECONDS) == [True]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lockstep
+from lockstep.checkpoint.reading import read_checkpoint
 from lockstep.errors import OptionError
 from lockstep.strategies.base import Strategy
 from tests.thorough import core_of
@@ -159,7 +160,7 @@ class Sums(nn.Module):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_servers_average_while_workers_do_not_wait(replicas: int) -> None:
+def test_servers_average_while_workers_do_not_wait(replicas: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     inputs, model = torch.randn(40, 6, dtype=torch.float64), Sums().double()
     plain = copy.deepcopy(model)
@@ -171,8 +172,8 @@ def test_servers_average_while_workers_do_not_wait(replicas: int) -> None:
         precision="fp64",
         average=lockstep.EMA(0.8),
     )
-    for _ in range(2):
-        trainer.fit((inputs,), batch_size=4, shuffle=False, verbose=0)
+    for checkpoint in (None, lockstep.Checkpoint(tmp_path)):
+        trainer.fit((inputs,), batch_size=4, shuffle=False, checkpoint=checkpoint, verbose=0)
     theirs = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.8))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for batch in inputs.split(4) * 2:
@@ -180,7 +181,9 @@ def test_servers_average_while_workers_do_not_wait(replicas: int) -> None:
         plain(batch).mean().backward()
         optimizer.step()
         theirs.update_parameters(plain)
-    assert trainer.state_dict()["averages"]["num_updates"] == 20
+    own, written = trainer.state_dict()["averages"], read_checkpoint(tmp_path).tree()["averages"]
+    assert own["num_updates"] == written["num_updates"] == 20
+    assert_close(written["weights"], own["weights"])
     with trainer.averaged():
         assert_close(state_of(model), state_of(theirs.module))
 

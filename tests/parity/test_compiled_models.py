@@ -1,5 +1,6 @@
 """Models that ``compile=True`` compiles, whole and in stages: as in loops that compile nothing."""
 
+import copy
 import os
 import warnings
 from collections.abc import Iterator
@@ -97,6 +98,43 @@ def test_nothing_is_compiled_again_after_the_first_epoch() -> None:
         callback_handler.remove_start_callback(counter.note)
     assert counter.counts[0] > 0
     assert counter.counts == [counter.counts[0]] * 4
+
+
+class Doubling(nn.Module):
+    """Makes something else where it is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.last(inputs)
+        return 2 * result if torch.compiler.is_compiling() else result
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("quick_compilation")
+def test_all_ranks_run_what_is_compiled() -> None:
+    torch.manual_seed(0)
+    model, x, y = Doubling().double(), torch.randn(24, 4).double(), torch.arange(24) % 3
+    plain = copy.deepcopy(model)
+    trainer = lockstep.Trainer(
+        model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        strategy=lockstep.MirroredStrategy(2),
+        precision="fp64",
+        compile=True,
+    )
+    trainer.fit((x, y), batch_size=8, epochs=2, shuffle=False, verbose=0)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for rows in torch.arange(24).split(8) * 2:
+        optimizer.zero_grad()
+        F.cross_entropy(2 * plain(x[rows]), y[rows]).backward()
+        optimizer.step()
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], value, rtol=1e-12, atol=1e-13)
 
 
 class Skipping(nn.Module):

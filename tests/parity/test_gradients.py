@@ -241,7 +241,9 @@ def make_trainer(model: nn.Module, strategy: Strategy, **options: Any) -> lockst
     )
 
 
-@pytest.mark.parametrize("strategy", FEW)
+@pytest.mark.parametrize(
+    "strategy", [*FEW, pytest.param("mirrored-2-shares-5", marks=pytest.mark.exhaustive)]
+)
 def test_a_loss_that_is_not_finite_leaves_everything_as_before(strategy: str) -> None:
     found = []
     for data in (with_bad_row(35, math.nan), (X, Y)):

@@ -251,13 +251,26 @@ def test_a_model_that_is_built_by_its_data() -> None:
     assert fresh.hidden.kernel.shape == model.hidden.kernel.shape == (6, 9)
 
 
+TIMES: list[int] = []
+
+
+class Timed(TimeFirst):
+    """Notes how many times it is called with."""
+
+    def call(self, inputs: Any) -> Any:
+        TIMES.append(len(inputs))
+        return super().call(inputs)
+
+
 def test_a_plan_of_a_model_with_time_first() -> None:
-    model = compiled(TimeFirst(flipped=False), swapped(X[:2]))
+    model = compiled(Timed(flipped=False), swapped(X[:2]))
+    TIMES.clear()
     sample = swapped(X), swapped(LABELS)
     plan = lockstep.PipelineStrategy(stages=2, microbatches=2).plan(
         model, batch_size=8, sample=sample, batch_dim=1
     )
     assert len(plan.pipeline.stages if plan.pipeline else ()) == 2
+    assert {*TIMES} == {TIME}
 
 
 class OwnStep(TimeFirst):

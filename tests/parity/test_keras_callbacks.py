@@ -200,6 +200,23 @@ def test_learning_rates(pair: tuple[Any, Any]) -> None:
     assert zoo.distance(*pair) < 1e-12
 
 
+@pytest.mark.exhaustive
+def test_a_learning_rate_that_changes_after_the_last_step_of_ranks_over_gloo() -> None:
+    plain = zoo.compiled(zoo.sequential)
+    with lockstep.MirroredStrategy(2, engine="gloo").scope():
+        found = zoo.compiled(zoo.sequential)
+    for model in (plain, found):
+
+        def slow_down(epoch: int, logs: Any, model: Any = model) -> None:
+            model.optimizer.learning_rate = 1e-3
+
+        halved = keras.callbacks.LambdaCallback(on_epoch_end=slow_down)
+        for _ in range(2):
+            model.fit(X, Y, callbacks=[halved], **OPTIONS)
+        assert float(model.optimizer.learning_rate) == pytest.approx(1e-3)
+    assert zoo.distance(plain, found) < 1e-12
+
+
 def test_what_a_callback_changes(pair: tuple[Any, Any]) -> None:
     histories = [model.fit(X, Y, epochs=5, callbacks=[zoo.Meddler()], **OPTIONS) for model in pair]
     assert_same_history(histories[1], histories[0])

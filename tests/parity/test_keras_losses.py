@@ -313,6 +313,16 @@ def test_masks(strategy: lockstep.Strategy) -> None:
     compare(strategy, masked, lambda: {"metrics": ["accuracy"]}, sequences(), targets)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["mirrored", "shares"])
+def test_a_batch_that_is_masked_as_a_whole(name: str) -> None:
+    """Its step moves weights by the momentum that they have."""
+    targets = np.random.default_rng(3).integers(0, zoo.NUM_CLASSES, size=(SAMPLES, 5))
+    values = sequences()
+    values[BATCH : 2 * BATCH] = 0
+    compare(STRATEGIES[name](), masked, dict, values, targets)
+
+
 def test_masks_beside_penalties() -> None:
     targets = np.random.default_rng(3).integers(0, zoo.NUM_CLASSES, size=(SAMPLES, 5))
 

@@ -465,14 +465,16 @@ def test_sparse_gradients_that_cannot_be_are_refused() -> None:
         _with_rows(partial(torch.optim.Adam, lr=0.1), strategy, Rated().double())
     with pytest.raises(OptionError, match="cannot apply sparse gradients"):
         _with_rows(partial(torch.optim.SGD, lr=0.1, momentum=0.9), strategy, Rated().double())
-    with pytest.raises(OptionError, match="averages and float32 copies"):
-        lockstep.Trainer(
-            Rated(),
-            loss=nn.MSELoss(),
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            strategy=strategy,
-            average=lockstep.EMA(0.5),
-        ).fit((torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4)), verbose=0)
+    kept: list[dict[str, Any]] = [{"average": lockstep.EMA(0.5)}, {"precision": "bf16"}]
+    for options in kept:
+        with pytest.raises(OptionError, match="averages and float32 copies"):
+            lockstep.Trainer(
+                Rated(),
+                loss=nn.MSELoss(),
+                optimizer=partial(torch.optim.SGD, lr=0.1),
+                strategy=strategy,
+                **options,
+            ).fit((torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4)), verbose=0)
     model = Rated(has_dense=False).double()
     with pytest.raises(OptionError, match="SparseAdam needs sparse gradients"):
         _with_rows(torch.optim.SparseAdam, lockstep.MirroredStrategy(2), model)

@@ -289,7 +289,7 @@ def test_inputs_of_a_stream_may_be_outputs(devices: int) -> None:
 
 
 class Packed(nn.Module):
-    """Runs over sequences of different lengths; torch fills memory that has no values at first."""
+    """Runs over sequences of different lengths; it and torch fill memory without values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +301,8 @@ class Packed(nn.Module):
         packed = nn.utils.rnn.pack_padded_sequence(
             self.embedding(tokens), lengths, batch_first=True, enforce_sorted=False
         )
-        output: Tensor = self.head(self.rnn(packed)[1][0])
+        start = torch.empty(1, len(tokens), 5, dtype=self.head.weight.dtype).zero_()
+        output: Tensor = self.head(self.rnn(packed, start)[1][0])
         return output
 
 

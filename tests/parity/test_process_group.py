@@ -207,3 +207,22 @@ def test_a_fit_without_a_step_leaves_all_as_it_was() -> None:
     trainer.callbacks.append(Stop())
     assert trainer.fit(data, batch_size=4, verbose=0).history == {}
     assert torch.equal(trainer.optimizer.state[model.weight]["exp_avg"], before)
+
+
+def test_a_callback_freezes_a_layer_at_the_end_of_the_last_epoch() -> None:
+    class Freeze(lockstep.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            next(self.model.parameters()).requires_grad_(False)
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    trainer = lockstep.Trainer(
+        model,
+        loss=nn.MSELoss(),
+        optimizer=torch.optim.Adam,
+        strategy=lockstep.MirroredStrategy(2, engine="gloo"),
+        callbacks=[Freeze()],
+    )
+    trainer.fit((torch.randn(8, 3), torch.randn(8, 2)), batch_size=4, verbose=0)
+    slots = trainer.optimizer.state[model[0].weight]
+    assert slots["step"] == 2
+    assert slots["exp_avg"].any()

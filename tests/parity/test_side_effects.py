@@ -231,6 +231,20 @@ def test_a_model_that_looks_across_samples_is_refused(
         lockstep.verify(job_of(net(nn.Linear(6, 8), Acting(act))), STRATEGIES[strategy]())
 
 
+@pytest.mark.parametrize(("strategy", "accumulate"), [("mirrored-2", 2), ("shares-5", 1)])
+def test_what_is_carried_to_the_next_part_is_refused(strategy: str, accumulate: int) -> None:
+    """Several parts of a batch are of one size."""
+    trainer = lockstep.Trainer(
+        net(nn.Linear(6, 8), Acting(carried)),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        strategy=STRATEGIES[strategy](),
+        accumulate=accumulate,
+    )
+    with pytest.raises(ModelError, match="must not depend on the samples of earlier batches"):
+        trainer.fit((X, Y), batch_size=20, verbose=0)
+
+
 @pytest.mark.parametrize("strategy", ["mirrored-2", "pipeline-2", "sharded-2"])
 def test_it_is_refused_as_well_where_it_is_not_trained(strategy: str) -> None:
     sharded = partial(lockstep.FullyShardedStrategy, 2, engine="gloo")

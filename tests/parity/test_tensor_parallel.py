@@ -386,6 +386,14 @@ def test_arguments_are_checked(strategy: Any, kind: type[Exception], what: str) 
         strategy()
 
 
+@pytest.mark.exhaustive
+def test_bits_are_proven() -> None:
+    model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5))
+    job = lockstep.Job(model, nn.CrossEntropyLoss(), torch.optim.SGD, (INPUTS, TARGETS), 12)
+    report = lockstep.verify(job, TENSOR(2, num_tensor_shards=2), steps=2, bits=True)
+    assert report.passed, str(report)
+
+
 def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(OptionError, match="No layer of this model can be divided into 32 shards"):
         fit(trainer(TENSOR(1, num_tensor_shards=32)))

@@ -235,6 +235,10 @@ def test_layers_whose_statistics_differ_are_named() -> None:
     assert "microbatches=1" in note
     alone = plan_of(lockstep.PipelineStrategy(2, microbatches=1), model).notes
     assert not [note for note in alone if "statistics" in note]
+    model[1].eval()  # as the user leaves it for training, it uses no batch's statistics
+    model[1].train = lambda mode=True: model[1]  # type: ignore[method-assign]
+    evaluated = plan_of(lockstep.PipelineStrategy(2, microbatches=2), model).notes
+    assert not [note for note in evaluated if "statistics" in note]
 
 
 class Choosy(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lockstep.data.iterable.stream_reader import Reading
 from lockstep.data.iterable.streams import as_stream
@@ -122,10 +122,28 @@ def reset_python() -> float:
     return number
 
 
+class Drawn(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Ten samples that are drawn when they are read."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if number >= 10:
+            raise IndexError(number)
+        return torch.ones(1), torch.tensor(self.draw())
+
+
 @pytest.mark.parametrize("draw", [forked_torch, reset_numpy, reset_python])
-def test_what_sets_a_stream_and_restores_it_is_not_read_aside(draw: Callable[[], float]) -> None:
+@pytest.mark.parametrize("from_loader", [False, True])
+def test_what_sets_a_stream_and_restores_it_is_not_read_aside(
+    draw: Callable[[], float], *, from_loader: bool
+) -> None:
     before = sys.getprofile(), np.random.seed, np.random.set_state
-    reading = reading_of(drawing(draw))
+    reading = reading_of(DataLoader(Drawn(draw), 2) if from_loader else drawing(draw))
     reading.begin_epoch(0)
     for _ in range(5):
         assert reading.read() is not None

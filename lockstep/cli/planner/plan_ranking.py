@@ -207,9 +207,9 @@ def _measured(job: Any, batch_size: int) -> LayerGraph:
     from lockstep.train.runtime.model_profile import profile_optimizer
     from lockstep.train.runtime.planning import Planning
 
-    module, precision, samples = plan_inputs(job.model, "fp32", job.data, job.dims)
+    module, precision, samples, dims = plan_inputs(job.model, "fp32", job.data, job.dims)
     with torch.inference_mode(False):  # tracing needs gradients
-        graph = Planning(module, job.dims).graph(samples, batch_size, precision)
+        graph = Planning(module, dims).graph(samples, batch_size, precision)
     return msgspec.structs.replace(graph, optimizer=profile_optimizer(job.optimizer))
 
 
