@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.comm.shared_memory import file_region
 from lockstep.comm.shared_memory.file_region import FileRegion, in_turn, is_in_file, write_behind
 from lockstep.errors import DeviceError, OptionError
 from tests.thorough import core_of
@@ -163,7 +164,13 @@ def resident_bytes(region: FileRegion) -> int:
 
 
 @pytest.mark.thorough
-def test_of_a_file_few_windows_are_in_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_of_a_file_few_windows_are_in_memory(
+    is_direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a file system that goes by way of the kernel's cache."""
+    if not is_direct:
+        monkeypatch.setattr(file_region, "_direct", lambda descriptor: -1)
     size, count = 1 << 20, 16
     region = FileRegion.create_in(str(tmp_path), size * count)
     windows = [
@@ -182,11 +189,18 @@ def test_of_a_file_few_windows_are_in_memory(tmp_path: Path) -> None:
 
 
 def test_an_error_in_a_window_ends_the_turns(tmp_path: Path) -> None:
-    region = FileRegion.create_in(str(tmp_path), 1 << 20)
-    tensor = region.tensor(0, torch.float32, (1 << 18,), (1,))
-    turns = in_turn([[tensor]] * 20)
+    """What was read is in the file again, also the window that was changed."""
+    size, count = 5000, 20  # windows begin within pages
+    region = FileRegion.create_in(str(tmp_path), 4 * size * count)
+    whole = region.tensor(0, torch.float32, (size * count,), (1,))
+    whole.copy_(torch.arange(size * count))
+    turns = in_turn([[one] for one in whole.split(size)])
     assert next(turns) == 0
+    whole[500] = -1
     turns.close()  # type: ignore[attr-defined]  # a generator
+    expected = torch.arange(size * count)
+    expected[500] = -1
+    assert torch.equal(whole, expected.float())
     assert not [one for one in threading.enumerate() if "ThreadPool" in one.name]
 
 

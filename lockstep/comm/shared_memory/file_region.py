@@ -2,15 +2,17 @@
 
 A process reads the pages of some tensors ahead, uses them, and writes them to the disk afterwards,
 so that of a large file a few pages are in memory at any time: neither the process nor the kernel's
-cache keeps the others. The file has no name, so it is gone with the last process that has it.
+cache keeps the others. While they are used they are memory of this process alone, at the same
+addresses, which the disk reads and writes by itself: faults on a file's pages, and the kernel's
+notes on each, took three times as long as the disk. The file has no name, so it is gone with the
+last process that has it.
 """
 
 import ctypes
 import mmap
 import os
 import tempfile
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,18 +20,14 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.shared_memory.shared_region import MappedMemory, SharedRegion, advise
+from lockstep.comm.shared_memory.shared_region import MappedMemory, SharedRegion, advise, pages_of
 from lockstep.errors import DeviceError
 from lockstep.formatting import format_bytes
 
 # Windows that are read ahead, and that may be on their way to the disk.
 _MOST_AHEAD, _MOST_BEHIND = 3, 4
 
-# The kernel reads no more ahead for one call.
-_READ_BYTES = 1 << 17
-
-# man 2 madvise, man 2 sync_file_range
-_MADV_POPULATE_WRITE = 23
+# man 2 sync_file_range
 _START_WRITING, _WRITE_AND_WAIT = 2, 7
 
 
@@ -62,6 +60,7 @@ class FileRegion(SharedRegion):
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         super().__init__(descriptor, num_bytes)
         self.memory.is_file = True
+        self.memory.direct = _direct(descriptor)
 
     def reserve(self, offset_bytes: int, num_bytes: int) -> None:
         """The disk has room for it."""
@@ -80,6 +79,21 @@ def unnamed_file(directory: str) -> int:
     return descriptor
 
 
+def _direct(descriptor: int) -> int:
+    """A descriptor of the same file, for whole pages; -1 if the file system has none."""
+    found = -1
+    try:
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT
+        found = os.open(f"/proc/self/fd/{descriptor}", flags)
+        with mmap.mmap(-1, mmap.PAGESIZE) as page:
+            os.preadv(found, [page], 0)
+    except (AttributeError, OSError):
+        if found >= 0:
+            os.close(found)
+        return -1
+    return found
+
+
 def _free(directory: str) -> str:
     try:
         found = os.statvfs(directory)
@@ -96,9 +110,37 @@ class _Span:
     start: int
     stop: int
 
+    def read(self) -> None:
+        """Have the file's bytes in memory of this process alone, in the same place."""
+        self.memory.detach(self.start, self.stop)
+        try:
+            self._move(os.preadv)
+        except OSError:
+            self.memory.attach(self.start, self.stop)
+            raise
+        self._forget()
+
+    def give_back(self) -> None:
+        """Write them to the disk, and have the file's pages there again."""
+        self._move(os.pwritev)
+        self.memory.attach(self.start, self.stop)
+        self._forget()
+
     def advise(self, advice: int) -> bool:
         """Returns False if the kernel does not know the advice."""
         return advise(self.memory.address + self.start, self.stop - self.start, advice)
+
+    def _move(self, call: Callable[..., int]) -> None:
+        memory, size, done = self.memory, self.stop - self.start, 0
+        pages = memoryview((ctypes.c_char * size).from_address(memory.address + self.start))
+        while done < size:
+            descriptor = memory.descriptor if memory.direct < 0 else memory.direct
+            done += call(descriptor, [pages[done:]], self.start + done)
+
+    def _forget(self) -> None:
+        """The kernel's cache keeps nothing of it."""
+        if self.memory.direct < 0:
+            _finish_writing([self])
 
     def write(self, flags: int) -> None:
         if _sync_file_range is not None:
@@ -130,6 +172,16 @@ def _span_of(tensor: torch.Tensor) -> _Span | None:
     return None
 
 
+def _own_span_of(tensor: torch.Tensor) -> _Span | None:
+    """Those pages of it that no other tensor uses; None for none."""
+    span, pages = _span_of(tensor), pages_of(tensor)
+    if span is None or not pages:
+        return None
+    ((first, num_bytes),) = pages
+    start = first - span.memory.address
+    return _Span(span.memory, start, start + num_bytes)
+
+
 def write_behind(tensors: Iterable[torch.Tensor]) -> None:
     """Write tensors in files to the disk, and keep no memory for them; ignore others."""
     spans = [span for span in map(_span_of, tensors) if span is not None]
@@ -145,38 +197,36 @@ def in_turn(windows: Sequence[Sequence[torch.Tensor]]) -> Iterator[int]:
     Args:
         windows: each the tensors that are used together; those in no file are ignored.
     """
-    spans = [[one for one in map(_span_of, own) if one is not None] for own in windows]
+    spans = [[one for one in map(_own_span_of, own) if one is not None] for own in windows]
+    coming: list[Future[None]] = []
+    going: list[Future[None]] = []
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
-        coming: deque[Future[None]] = deque()
-        going: deque[Future[None]] = deque()
-        for number in range(len(spans)):
-            while number + len(coming) < min(len(spans), number + _MOST_AHEAD):
-                coming.append(reader.submit(_read, spans, number + len(coming)))
-            coming.popleft().result()
-            yield number
-            going.append(writer.submit(_write, spans, number))
-            if len(going) > _MOST_BEHIND:
-                going.popleft().result()
-        for one in going:
-            one.result()
-    _finish_writing(spans[-1] if spans else ())
+        try:
+            for number in range(len(spans)):
+                for window in spans[len(coming) : number + _MOST_AHEAD]:
+                    coming.append(reader.submit(_read, window))
+                coming[number].result()
+                yield number
+                going.append(writer.submit(_write, spans[number]))
+                if number >= _MOST_BEHIND:
+                    going[number - _MOST_BEHIND].result()
+        finally:  # after an error also what was read and not used
+            rest = slice(len(going), None)
+            for window, read in zip(spans[rest], coming[rest], strict=False):
+                if read.exception() is None:
+                    going.append(writer.submit(_write, window))
+            for one in going:
+                one.result()
 
 
-def _read(windows: Sequence[Sequence[_Span]], number: int) -> None:
-    """Read a window, and have the disk begin with the next."""
-    for window in windows[number : number + 2]:
-        for span in window:
-            for start in range(span.start, span.stop, _READ_BYTES):
-                span.tell(_WILL_NEED, start, min(_READ_BYTES, span.stop - start))
-    for span in windows[number]:
-        span.advise(_MADV_POPULATE_WRITE)
+def _read(window: Iterable[_Span]) -> None:
+    for span in window:
+        span.read()
 
 
-def _write(windows: Sequence[Sequence[_Span]], number: int) -> None:
-    """Begin to write a window, and finish the one before."""
-    _begin_writing(windows[number])
-    if number:
-        _finish_writing(windows[number - 1])
+def _write(window: Iterable[_Span]) -> None:
+    for span in window:
+        span.give_back()
 
 
 def _begin_writing(spans: Iterable[_Span]) -> None:
@@ -192,5 +242,4 @@ def _finish_writing(spans: Iterable[_Span]) -> None:
         span.tell(_DO_NOT_NEED, span.start, span.stop - span.start)
 
 
-_WILL_NEED: int = getattr(os, "POSIX_FADV_WILLNEED", 0)
 _DO_NOT_NEED: int = getattr(os, "POSIX_FADV_DONTNEED", 0)

@@ -221,10 +221,12 @@ class MappedMemory(mmap.mmap):
 
     Attributes:
         descriptor: of the file; -1 once it is closed.
+        direct: another, which reads and writes the disk without the kernel's cache; -1 for none.
         is_file: the file is on a disk.
     """
 
     descriptor: int = -1
+    direct: int = -1
     is_file: bool = False
 
     @classmethod
@@ -247,17 +249,29 @@ class MappedMemory(mmap.mmap):
 
     def close_descriptor(self, close: Callable[[int], None] = os.close) -> None:
         # A default, because the module's names may be gone when the interpreter ends.
-        if self.descriptor >= 0:
-            close(self.descriptor)
-            self.descriptor = -1
+        for one in (self.descriptor, self.direct):
+            if one >= 0:
+                close(one)
+        self.descriptor = self.direct = -1
 
     def become_private(self) -> None:
         """Map the same pages once more in the same place, copied when written to."""
-        address = self.address
-        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
-        if _mmap(address, len(self), protection, flags, self.descriptor, 0) != address:
-            raise OSError(ctypes.get_errno(), "a fork cannot have shared memory for itself")
+        self._map(0, len(self), mmap.MAP_PRIVATE, self.descriptor)
         self.close_descriptor()
+
+    def detach(self, start: int, stop: int) -> None:
+        """Have new memory of this process alone in the place of these bytes, whole pages."""
+        self._map(start, stop - start, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+
+    def attach(self, start: int, stop: int) -> None:
+        """Have the file's pages there again."""
+        self._map(start, stop - start, mmap.MAP_SHARED, self.descriptor)
+
+    def _map(self, start: int, num_bytes: int, flags: int, descriptor: int) -> None:
+        address, offset = self.address + start, start if descriptor >= 0 else 0
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        if _mmap(address, num_bytes, protection, flags | _MAP_FIXED, descriptor, offset) != address:
+            raise OSError(ctypes.get_errno(), "other memory cannot be mapped in a region")
 
     def __del__(self) -> None:
         self.close_descriptor()
