@@ -18,8 +18,16 @@ to type.
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+# Of ruff: nothing but names that are not defined, a line for each.
+OPTIONS = (
+    *("--isolated", "--no-cache", "--quiet", "--output-format", "concise"),
+    *("--select", "F821"),
+)
 
 _FENCE = re.compile(r"^```(\w*)$")
 _HIDDEN = re.compile(r"^<!-- check$")
@@ -125,16 +133,22 @@ def imports_lockstep_first(script: str) -> bool:
     return keras is None or (choice is not None and choice.start() < keras.start())
 
 
-def undefined_names(script: str) -> str:
-    """What a script uses and does not define or import; empty if nothing."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--quiet", "-"],
-        input=script,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    return done.stdout + done.stderr
+def undefined_names(*scripts: str) -> list[str]:
+    """What each script uses and does not define or import; empty where nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = [f"{number}.py" for number in range(len(scripts))]
+        for name, script in zip(names, scripts, strict=True):
+            Path(folder, name).write_text(script)
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", "check", *OPTIONS, *names],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.stderr == "", done.stderr
+    found = done.stdout.splitlines()
+    return ["\n".join(line for line in found if line.startswith(f"{name}:")) for name in names]
 
 
 def read_page(text: str) -> Page:

@@ -89,19 +89,20 @@ def covering(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 
 def _cover(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of the cases of one test."""
-    rows = {item: _arguments(item) for item in items}
-    seen: set[tuple[str, Hashable]] = set()
-    chosen = []
-    ordered = sorted(items, key=lambda item: (_is_open(item), crc32(item.nodeid.encode())))
-    num_thorough = sum(map(_is_open, items))
-    if max(map(len, rows.values())) == 1:
-        ordered = ordered[: len(items) - num_thorough * 3 // 4]
-    for item in ordered:
-        values = set(rows[item].items())
-        if not (_is_open(item) and values) or values - seen:
-            chosen.append(item)
-            seen |= values
+    """Of the cases of one test: next is always one with the most values that none has yet."""
+    values = {item: set(_arguments(item).items()) for item in items}
+    chosen = [item for item in items if not (_is_open(item) and values[item])]
+    others = [item for item in items if _is_open(item) and values[item]]
+    rest = sorted(others, key=lambda item: crc32(item.nodeid.encode()))
+    if rest and max(map(len, values.values())) == 1:
+        return chosen + rest[: len(rest) - len(rest) * 3 // 4]
+    seen = {value for item in chosen for value in values[item]}
+    while rest:
+        item = max(rest, key=lambda item: len(values[item] - seen))
+        if values[item] <= seen:
+            break
+        chosen.append(item)
+        seen |= values[item]
     return chosen
 
 

@@ -9,6 +9,7 @@ something is done to while they start.
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import os
 import pickle
@@ -52,6 +53,8 @@ VARIABLES = {
 
 _ROOT = Path(__file__).parents[1]
 _MOST_BYTES = 1 << 18
+# For the first worker to connect, which has started the interpreter just now.
+_PATIENCE_SECONDS = 60.0
 _CLONE_NEWNET = 0x40000000
 
 # Whether scripts are started so; ``conftest`` sets it for every test.
@@ -90,39 +93,48 @@ class Order:
 def start(kind: str, order: Order, out: int, err: int) -> Process:
     """Start a script that writes to these descriptors, in a session of its own."""
     if kind not in _nests:
-        _nests[kind] = _Nest(KINDS[kind])
-    return _nests[kind].start(order, out, err)
+        _nests[kind] = _connected(kind)
+    ended, ending = os.pipe()
+    socket.send_fds(_nests[kind], [pickle.dumps(order)], [ending, out, err])
+    os.close(ending)
+    pid = int(_nests[kind].recv(_MOST_BYTES) or b"0")
+    assert pid, "the warm interpreter has ended"
+    return _Fork(pid, ended)
 
 
-class _Nest:
-    """This end of a warm interpreter; it ends with this process."""
-
-    def __init__(self, modules: Sequence[str]) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.warm", str(theirs.fileno()), *modules],
-                cwd=_ROOT,
-                env={**os.environ, **VARIABLES},
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-            )
-        atexit.register(self._close)
-
-    def start(self, order: Order, out: int, err: int) -> "_Fork":
-        ended, ending = os.pipe()
-        socket.send_fds(self._socket, [pickle.dumps(order)], [ending, out, err])
-        os.close(ending)
-        pid = int(self._socket.recv(_MOST_BYTES) or b"0")
-        assert pid, "the warm interpreter has ended"
-        return _Fork(pid, ended)
-
-    def _close(self) -> None:
-        self._socket.close()
-        self._process.wait()
+# By kind, the connection to the interpreter that all workers of this run of the tests share.
+_nests: dict[str, socket.socket] = {}
 
 
-_nests: dict[str, _Nest] = {}
+def _connected(kind: str) -> socket.socket:
+    """A connection to the warm interpreter of a kind, which is started if there is none."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    address = f"\0lockstep tests {run} {kind}"
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with open(__file__) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            connection.connect(address)
+        except ConnectionRefusedError:
+            _start(address, KINDS[kind])
+            connection.connect(address)
+    atexit.register(connection.close)
+    return connection
+
+
+def _start(address: str, modules: Sequence[str]) -> None:
+    """Start a warm interpreter, which ends when nobody is connected to it any more."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen()
+        nest = subprocess.Popen(
+            [sys.executable, "-m", "tests.warm", str(listener.fileno()), *modules],
+            cwd=_ROOT,
+            env={**os.environ, **VARIABLES},
+            stdin=subprocess.DEVNULL,
+            pass_fds=(listener.fileno(),),
+        )
+    nest.returncode = 0  # other workers may need it when this one has ended
 
 
 class _Fork:
@@ -155,9 +167,8 @@ class _Fork:
 
 
 def main() -> int:
-    """Fork scripts on demand until nobody asks; in a fork, returns its script's status."""
-    die_with(os.getppid())
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    """Fork scripts on demand until nobody is connected; in a fork, returns its script's status."""
+    listener = socket.socket(fileno=int(sys.argv[1]))
     for module in sys.argv[2:]:
         if module != "tensorflow" or find_spec(module):
             import_module(module)
@@ -169,28 +180,34 @@ def main() -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(bell.fileno())
     forks: dict[int, int] = {}  # process id -> where its status goes
-    while True:
-        ready = select.select([connection, rung], [], [])[0]
+    listener.settimeout(_PATIENCE_SECONDS)
+    connections = [listener.accept()[0]]
+    while connections or select.select([listener], [], [], 0)[0]:
+        ready = select.select([listener, rung, *connections], [], [])[0]
         with suppress(BlockingIOError):
             rung.recv(4096)
         _reap(forks)
-        if connection not in ready:
-            continue
-        message, descriptors, *_ = socket.recv_fds(connection, _MOST_BYTES, 3)
-        if not message:
-            return 0
-        parent, pid = os.getpid(), _fork()
-        if pid == 0:
-            for each in (connection, bell, rung):
-                signal.set_wakeup_fd(-1)
-                each.close()
-            for descriptor in (descriptors[0], *forks.values()):
+        if listener in ready:
+            connections.append(listener.accept()[0])
+        for connection in [one for one in connections if one in ready]:
+            message, descriptors, *_ = socket.recv_fds(connection, _MOST_BYTES, 3)
+            if not message:
+                connections.remove(connection)
+                connection.close()
+                continue
+            parent, pid = os.getpid(), _fork()
+            if pid == 0:
+                for each in (listener, bell, rung, *connections):
+                    signal.set_wakeup_fd(-1)
+                    each.close()
+                for descriptor in (descriptors[0], *forks.values()):
+                    os.close(descriptor)
+                return _run(pickle.loads(message), *descriptors[1:], parent=parent)
+            connection.send(str(pid).encode())
+            forks[pid] = descriptors[0]
+            for descriptor in descriptors[1:]:
                 os.close(descriptor)
-            return _run(pickle.loads(message), *descriptors[1:], parent=parent)
-        connection.send(str(pid).encode())
-        forks[pid] = descriptors[0]
-        for descriptor in descriptors[1:]:
-            os.close(descriptor)
+    return 0
 
 
 def _fork() -> int:

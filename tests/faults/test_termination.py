@@ -12,7 +12,9 @@ import pytest
 
 from lockstep.checkpoint.generations import generations
 from lockstep.checkpoint.reading import read_newest
-from tests.faults.processes import Script, marked, running, wait_until
+from tests.faults.processes import marked, running, wait_until
+from tests.launchers import run_script
+from tests.launching import STRICT
 
 STEPS = 40
 SCRIPT = """
@@ -54,8 +56,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
     ids=["helpers", "torchrun"],
 )
 def test_all_processes_are_told_to_end(strategy: str, launcher: list[str], tmp_path: Path) -> None:
-    with started("MirroredStrategy(2)", [], tmp_path, "whole") as script:  # the same bits
-        expected = result_of(script)
+    expected = result_of("MirroredStrategy(2)", [], tmp_path, "whole")  # the same bits
     with started(strategy, launcher, tmp_path, "told") as script:
         wait_until(lambda: bool(generations(tmp_path / "told")), 60)
         before = step_of(tmp_path / "told")
@@ -68,19 +69,19 @@ def test_all_processes_are_told_to_end(strategy: str, launcher: list[str], tmp_p
         assert time.monotonic() - began < 30  # on a busy machine; else 10 at most
         wait_until(lambda: not script.others(), 5, lambda: f"left: {script.others()}")
     assert before < step_of(tmp_path / "told") < STEPS
-    with started(strategy, launcher, tmp_path, "told") as script:
-        assert result_of(script) == expected
+    assert result_of(strategy, launcher, tmp_path, "told") == expected
 
 
 def started(strategy: str, launcher: list[str], folder: Path, run: str) -> Any:
     command = [*launcher, str(folder / "script.py"), str(folder / run)]
-    source = SCRIPT.replace("STRATEGY", strategy)
-    return running(source, directory=folder, command=command)
+    return running(SCRIPT.replace("STRATEGY", strategy), directory=folder, command=command)
 
 
-def result_of(script: Script) -> object:
-    status, out, err = script.finish()
-    assert status == 0, err
+def result_of(strategy: str, launcher: list[str], folder: Path, run: str) -> object:
+    """What the script comes to; what starts it is a fork of a warm interpreter."""
+    (folder / "script.py").write_text(SCRIPT.replace("STRATEGY", strategy))
+    words = [*STRICT, *launcher, str(folder / "script.py"), str(folder / run)]
+    out = run_script(words, folder)
     return json.loads(next(line for line in out.splitlines() if line.startswith("[")))
 
 

@@ -144,7 +144,7 @@ def alike(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("writer", "reader"), core_of([(one, other) for one in NAMES for other in NAMES], CORE)
+    ("writer", "reader"), core_of([(one, other) for one in NAMES for other in NAMES], CORE, [])
 )
 def test_any_strategy_goes_on_from_any(
     writer: str, reader: str, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture

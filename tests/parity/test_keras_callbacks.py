@@ -34,7 +34,14 @@ def exact() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=core_of(STRATEGIES, ["mirrored"]))
+# Callbacks act on rank 0, which gets from a pipeline what it gets from replicas. So CI has stages
+# for a test of each thing that callbacks get or change.
+in_stages = pytest.mark.parametrize(
+    "pair", core_of(STRATEGIES, ["mirrored"], ["pipeline"]), indirect=True
+)
+
+
+@pytest.fixture(params=core_of(STRATEGIES, ["mirrored"], []))
 def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """A plain model, and one under a strategy."""
     plain = zoo.compiled(zoo.sequential, metrics=["accuracy"])
@@ -87,6 +94,7 @@ class Diary(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
         self.note("train ends", None, logs)
 
 
+@in_stages
 def test_calls_and_values(pair: tuple[Any, Any]) -> None:
     diaries = []
     for model in pair:
@@ -173,6 +181,7 @@ def test_averages_in_place_of_weights_where_it_is_evaluated(strategy: str) -> No
     assert zoo.distance(plain, model) < 1e-12
 
 
+@in_stages
 def test_stopping_early_with_the_best_weights(pair: tuple[Any, Any]) -> None:
     histories = [
         model.fit(
@@ -217,12 +226,14 @@ def test_a_learning_rate_that_changes_after_the_last_step_of_ranks_over_gloo() -
     assert zoo.distance(plain, found) < 1e-12
 
 
+@in_stages
 def test_what_a_callback_changes(pair: tuple[Any, Any]) -> None:
     histories = [model.fit(X, Y, epochs=5, callbacks=[zoo.Meddler()], **OPTIONS) for model in pair]
     assert_same_history(histories[1], histories[0])
     assert zoo.distance(*pair) < 1e-12
 
 
+@in_stages
 def test_logs_and_checkpoints(pair: tuple[Any, Any], tmp_path: Path) -> None:
     for name, model in zip(("plain", "found"), pair, strict=True):
         folder = tmp_path / name
@@ -662,6 +673,7 @@ def test_a_run_that_goes_on_in_the_orders_of_one(pair: tuple[Any, Any]) -> None:
     assert zoo.distance(plain, model) > 1e-3
 
 
+@in_stages
 def test_on_batches(pair: tuple[Any, Any]) -> None:
     for start in range(0, 40, 10):
         part = slice(start, start + 10)

@@ -36,7 +36,13 @@ def exact() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=core_of(STRATEGIES, ["mirrored"]))
+# Data is read alike whatever it trains. So CI has stages where other kinds of batches come to them.
+in_stages = pytest.mark.parametrize(
+    "strategy", core_of(STRATEGIES, ["mirrored"], ["pipeline"]), indirect=True
+)
+
+
+@pytest.fixture(params=core_of(STRATEGIES, ["mirrored"], []))
 def strategy(request: pytest.FixtureRequest) -> lockstep.Strategy:
     return STRATEGIES[request.param]()
 
@@ -90,7 +96,15 @@ DATA: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    core_of(
+        [(strategy, name) for strategy in STRATEGIES for name in DATA],
+        lambda strategy, name: strategy == "mirrored",
+        [("pipeline", "generator"), ("pipeline", "dataset")],
+    ),
+    indirect=["strategy"],
+)
 def test_kinds_of_data(strategy: lockstep.Strategy, name: str) -> None:
     plain = zoo.compiled(zoo.sequential, metrics=["accuracy"])
     with strategy.scope():
@@ -105,6 +119,7 @@ def test_kinds_of_data(strategy: lockstep.Strategy, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["loader", "dataset"])
+@in_stages
 def test_evaluation_and_prediction(strategy: lockstep.Strategy, name: str) -> None:
     plain = zoo.compiled(zoo.sequential, metrics=["accuracy"])
     with strategy.scope():
@@ -156,6 +171,7 @@ def test_what_a_dataset_is_told(strategy: lockstep.Strategy, is_fresh: bool) -> 
     assert calls[3:] == calls[:3]
 
 
+@in_stages
 def test_validation_by_batches(strategy: lockstep.Strategy) -> None:
     plain = zoo.compiled(zoo.sequential, metrics=["accuracy"])
     with strategy.scope():

@@ -31,8 +31,13 @@ LAYOUTS = {
     "3 over gloo": (3, "gloo", tuple(LOOPS)),
 }
 KERAS_FEW = ("mlp, Adam", "mlp, Muon", "mlp, averaged", "words", "cnn")
+# Their optimizers keep their slots as Adam's or SGD's, or another model has the like.
+KERAS_LIKE = (
+    *("mlp, AdamW", "mlp, RMSprop", "mlp, Adagrad", "mlp, Nadam", "mlp, decayed", "cnn, Adam"),
+    "words, Adagrad",
+)
 KERAS_LAYOUTS = {
-    "2 of torchrun": (2, "shared", tuple(keras_loop.LOOPS)),
+    "2 of torchrun": (2, "shared", tuple(k for k in keras_loop.LOOPS if k not in KERAS_LIKE)),
     "3 of torchrun": (3, "shared", tuple(keras_loop.LOOPS)),
     "2 over gloo": (2, "gloo", KERAS_FEW),
     "3 over gloo": (3, "gloo", tuple(keras_loop.LOOPS)),
