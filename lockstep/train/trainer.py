@@ -25,7 +25,7 @@ from lockstep.train.batch_size_search.batch_size import BatchSizeSearch
 from lockstep.train.by_name import loss_named, metrics_named, optimizer_named
 from lockstep.train.callbacks.callback import Callback, Logs
 from lockstep.train.callbacks.interrupt import held_termination
-from lockstep.train.checkpointing.checkpoints import Checkpoint
+from lockstep.train.checkpointing.checkpoints import Checkpoint, as_checkpoint
 from lockstep.train.checkpointing.trainer_state import TrainerState
 from lockstep.train.fit.fit_request import FitRequest
 from lockstep.train.fit.fitting import Fit
@@ -258,7 +258,7 @@ class Trainer(StateMethods):
         verbose: int = 1,
         learning_rate_rule: Literal["linear", "sqrt"] | None = None,
         reference_batch_size: int = DEFAULT_BATCH_SIZE,
-        checkpoint: Checkpoint | None = None,
+        checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
         restarts: int = 0,
         on_bad_record: OnBadRecord = "error",
         record: str | os.PathLike[str] | None = None,
@@ -292,9 +292,9 @@ class Trainer(StateMethods):
                 parameter group by ``batch_size / reference_batch_size``, or by its square root:
                 once, and by the ratio when a later ``fit`` has the rule and another size.
             reference_batch_size: the batch size that the learning rates were chosen for.
-            checkpoint: where and how often to write the whole state of training. The same script,
-                started again, resumes from the newest checkpoint at the very next batch, on any
-                number of devices; a ``fit`` that had ended returns its history.
+            checkpoint: a folder for the whole state of training, written after every epoch or as a
+                Checkpoint says. The same script, started again, resumes from the newest at the very
+                next batch, on any number of devices; a ``fit`` that had ended returns its history.
             restarts: how often to resume, to the same bits, after a process was killed or did not
                 answer for ``timeout_seconds`` of the strategy. One host resumes with fresh helpers
                 from the last copy of the training in memory, which takes memory for a second copy
@@ -335,7 +335,7 @@ class Trainer(StateMethods):
             shuffle=shuffle,
             verbose=verbose,
             rule=rule_of(learning_rate_rule, reference_batch_size),
-            checkpoint=checkpoint,
+            checkpoint=as_checkpoint(checkpoint),
             restarts=restarts,
             on_bad_record=on_bad_record,
             record=record,

@@ -135,7 +135,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "a wrong precision": (lambda: fit(precision="fp8"), "'bf16-mixed'"),
     "a wrong metric": (lambda: fit(metrics={"a": nn.ReLU()}), "torchmetrics"),
     "a file that is not there": (lambda: trainer().load("none.safetensors"), "none.safetensors"),
-    "a wrong checkpoint": (lambda: fit(checkpoint="run"), "lockstep.Checkpoint("),
+    "a wrong checkpoint": (lambda: fit(checkpoint=3), 'checkpoint="run"'),
     "batch_size=0": (lambda: fit(batch_size=0), "Pass a positive integer"),
     "no data": (lambda: fit((x[:0], y[:0])), "Received"),
     "other lengths": (lambda: fit((x, y[:10])), "10"),

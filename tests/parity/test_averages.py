@@ -172,7 +172,7 @@ def test_servers_average_while_workers_do_not_wait(replicas: int, tmp_path: Path
         precision="fp64",
         average=lockstep.EMA(0.8),
     )
-    for checkpoint in (None, lockstep.Checkpoint(tmp_path)):
+    for checkpoint in (None, tmp_path):
         trainer.fit((inputs,), batch_size=4, shuffle=False, checkpoint=checkpoint, verbose=0)
     theirs = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.8))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -111,6 +112,11 @@ class Checkpoint:
         return f"Checkpoint({str(self.directory)!r}, every={self.every!r}, keep={self.keep})"
 
 
+def as_checkpoint(checkpoint: Any) -> Any:
+    """The argument of ``fit``, a Checkpoint for a folder."""
+    return Checkpoint(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint
+
+
 def check_places(checkpoint: object, record: object) -> None:
     """Check the arguments ``checkpoint`` and ``record`` of ``fit``.
 
@@ -119,9 +125,9 @@ def check_places(checkpoint: object, record: object) -> None:
     """
     if not isinstance(checkpoint, Checkpoint | None):
         raise OptionError(
-            "`checkpoint` must be a lockstep.Checkpoint.",
+            "`checkpoint` must be a folder or a lockstep.Checkpoint.",
             received=f"checkpoint={checkpoint!r}",
-            fix='Pass lockstep.Checkpoint("run"), with the folder.',
+            fix='Pass checkpoint="run", for example.',
         )
     is_path = isinstance(record, str | os.PathLike) and not isinstance(folder_of(record), Url)
     if record is not None and not is_path:
