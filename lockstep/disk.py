@@ -8,15 +8,19 @@ import errno
 import os
 import secrets
 import shutil
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import BinaryIO, Generic, Self, TypeVar
 
 import msgspec
 
 from lockstep.formatting import format_bytes
+
+_T = TypeVar("_T")
 
 # Error numbers for a full disk.
 SHORTAGES = (errno.ENOSPC, errno.EDQUOT)
@@ -74,6 +78,55 @@ def replacing(
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+@dataclass(frozen=True)
+class CacheFile(Generic[_T]):
+    """A JSON file in the user's cache folder. One that cannot be read warns, and is written anew.
+
+    It is replaced as a whole, so a reader finds the old one or the new one; if two processes write
+    at once, what one of them has added may be lost.
+
+    Attributes:
+        name: in ``cache_folder``.
+        kind: the type of its contents.
+        what: is in it, for warnings.
+    """
+
+    name: str
+    kind: type[_T]
+    what: str
+
+    @property
+    def path(self) -> Path:
+        """See ``cache_folder``."""
+        return cache_folder() / self.name
+
+    def read(self) -> _T | None:
+        """The contents; None if there are none."""
+        try:
+            return msgspec.json.decode(self.path.read_bytes(), type=self.kind)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError, UnicodeError) as error:
+            warnings.warn(f"{self.path} is ignored, and written anew: {error}.", stacklevel=2)
+            return None
+
+    def write(self, contents: _T) -> bool:
+        """Replace the contents; returns False if they could not be written."""
+        text = msgspec.json.format(msgspec.json.encode(contents), indent=2) + b"\n"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(self.path, len(text), mode=0o600) as file:
+                file.write(text)
+        except OSError as error:
+            warnings.warn(
+                f"{self.what} cannot be remembered: {error}. "
+                "Set XDG_CACHE_HOME to a writable folder.",
+                stacklevel=2,
+            )
+            return False
+        return True
 
 
 class JsonFile:

@@ -21,7 +21,7 @@ from lockstep.data.map_style.sources import as_source
 from lockstep.launch.health.failure import describe_exit
 from lockstep.launch.workers import pool
 from lockstep.train.batch_size_search import batch_size as batch_sizes
-from lockstep.train.batch_size_search.batch_size_cache import BatchSizeCache, file_path
+from lockstep.train.batch_size_search.batch_size_cache import SIZES, BatchSizeCache
 from lockstep.train.batch_size_search.search_algorithm import Doubling, Measured, TooLarge, Trial
 from lockstep.train.batch_size_search.trial_process import Trials, _Figures, is_shortage
 from lockstep.train.callbacks.callback import stopping
@@ -266,11 +266,11 @@ def test_a_second_trainer_reads_the_file_and_starts_no_process(
 @pytest.mark.thorough
 def test_a_broken_file_is_told_and_the_search_made_again() -> None:
     make_trainer().fit((X, Y), batch_size=SEARCH, verbose=0)
-    whole = file_path().read_bytes()
-    file_path().write_bytes(whole[:-9])
-    with pytest.warns(UserWarning, match="is not a file of batch sizes"):
+    whole = SIZES.path.read_bytes()
+    SIZES.path.write_bytes(whole[:-9])
+    with pytest.warns(UserWarning, match="is ignored, and written anew"):
         make_trainer().fit((X, Y), batch_size=SEARCH, verbose=0)
-    assert len(file_path().read_bytes()) == pytest.approx(len(whole), abs=20)
+    assert len(SIZES.path.read_bytes()) == pytest.approx(len(whole), abs=20)
 
 
 def test_what_was_found_holds_for_as_much_data(monkeypatch: pytest.MonkeyPatch) -> None:

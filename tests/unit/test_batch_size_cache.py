@@ -12,8 +12,8 @@ import lockstep
 from lockstep.data.map_style.sources import as_source
 from lockstep.train.batch_size_search import batch_size_cache
 from lockstep.train.batch_size_search.batch_size_cache import (
+    SIZES,
     BatchSizeCache,
-    file_path,
     key_of,
     recall,
     remember,
@@ -39,7 +39,7 @@ def test_what_was_written_is_recalled_beside_what_was_there(folder: Path) -> Non
 
 def test_without_the_variable_it_is_in_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert file_path() == Path.home() / ".cache" / "lockstep" / "batch_sizes.json"
+    assert SIZES.path == Path.home() / ".cache" / "lockstep" / "batch_sizes.json"
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,10 @@ def test_without_the_variable_it_is_in_the_home_folder(monkeypatch: pytest.Monke
     ],
 )
 def test_a_file_that_cannot_be_read_is_told_and_written_anew(content: bytes) -> None:
-    path = file_path()
+    path = SIZES.path
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
-    with pytest.warns(UserWarning, match=r"batch_sizes.json is not a file of batch sizes"):
+    with pytest.warns(UserWarning, match=r"batch_sizes.json is ignored, and written anew"):
         assert recall("a") is None
     assert path.read_bytes() == content
     assert remember("a", FOUND)
@@ -75,7 +75,7 @@ def test_a_failed_write_leaves_the_file_as_it_was(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remember("a", FOUND)
-    before = file_path().read_bytes()
+    before = SIZES.path.read_bytes()
 
     def fail(*arguments: object) -> None:
         raise OSError("the disk is full")
@@ -84,7 +84,7 @@ def test_a_failed_write_leaves_the_file_as_it_was(
         patched.setattr("os.replace", fail)
         with pytest.warns(UserWarning, match="the disk is full"):
             assert not remember("b", FOUND)
-    assert file_path().read_bytes() == before
+    assert SIZES.path.read_bytes() == before
     assert [path.name for path in (folder / "lockstep").iterdir()] == ["batch_sizes.json"]
 
 

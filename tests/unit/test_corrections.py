@@ -11,7 +11,7 @@ from lockstep.cli.main import main
 from lockstep.cluster.topology import Cluster, Device, Host
 from lockstep.plan.cost.breakdown import Memory, PlanCost, StepTime
 from lockstep.plan.cost.corrections import RunCost, corrected, learned
-from lockstep.train.runtime.model_profile import known_runs, remember_run, runs_path
+from lockstep.train.runtime.model_profile import RUNS, known_runs, remember_run
 
 pytestmark = pytest.mark.thorough
 
@@ -74,7 +74,7 @@ def test_right_predictions_stay() -> None:
 def test_runs_are_remembered_and_a_broken_file_is_written_anew() -> None:
     remember_run(run_of(0.1))
     assert known_runs(with_runs().hosts[0])[-1] == run_of(0.1)
-    runs_path().write_text("{")
+    RUNS.path.write_text("{")
     with pytest.warns(UserWarning, match="written anew"):
         assert known_runs(with_runs().hosts[0]) == []
     with pytest.warns(UserWarning, match="written anew"):

@@ -8,17 +8,15 @@ import statistics
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import msgspec
 
 from lockstep.cluster.devices import described, processor_name
 from lockstep.cluster.hardware import DEFAULT_LINK, operations_per_second
 from lockstep.cluster.topology import Cluster, Device, Host, Link
-from lockstep.disk import cache_folder, replacing
+from lockstep.disk import CacheFile
 
 _START_SECONDS = 0.6
 _SECONDS = 0.8
@@ -105,9 +103,7 @@ def _running(count: int, *words: str) -> Iterator[list[subprocess.Popen[str]]]:
 # --- the cache ------------------------------------------------------------------------------------
 
 
-def file_path() -> Path:
-    """See ``disk.cache_folder``."""
-    return cache_folder() / "machine.json"
+_SPEEDS = CacheFile("machine.json", dict[str, MachineSpeed], "This machine's speed")
 
 
 def _key(host: Host) -> str:
@@ -115,25 +111,9 @@ def _key(host: Host) -> str:
 
 
 def _known(host: Host) -> MachineSpeed | None:
-    return _read().get(_key(host))
-
-
-def _read() -> dict[str, MachineSpeed]:
-    try:
-        return msgspec.json.decode(file_path().read_bytes(), type=dict[str, MachineSpeed])
-    except FileNotFoundError:
-        return {}
-    except (OSError, msgspec.MsgspecError, UnicodeError) as error:
-        warnings.warn(f"{file_path()} is ignored, and written anew: {error}.", stacklevel=2)
-        return {}
+    return (_SPEEDS.read() or {}).get(_key(host))
 
 
 def _remembered(host: Host, speed: MachineSpeed) -> MachineSpeed:
-    content = msgspec.json.encode({**_read(), _key(host): speed})
-    try:
-        file_path().parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file_path(), len(content), mode=0o600) as file:
-            file.write(msgspec.json.format(content, indent=2) + b"\n")
-    except OSError as error:
-        warnings.warn(f"This machine's speed cannot be remembered: {error}.", stacklevel=2)
+    _SPEEDS.write({**(_SPEEDS.read() or {}), _key(host): speed})
     return speed

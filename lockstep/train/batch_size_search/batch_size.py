@@ -23,8 +23,8 @@ from lockstep.formatting import format_bytes, format_count, format_time
 from lockstep.launch.workers.pool import own_server
 from lockstep.options import check_choice, check_count, is_count
 from lockstep.train.batch_size_search.batch_size_cache import (
+    SIZES,
     BatchSizeCache,
-    file_path,
     key_of,
     recall,
     remember,
@@ -289,14 +289,14 @@ class _Display:
 
     def say_found(self, found: BatchSizeCache, objective: Objective, *, is_kept: bool) -> None:
         """Show the result."""
-        kept = f" (remembered in {file_path()})" if is_kept else ""
+        kept = f" (remembered in {SIZES.path})" if is_kept else ""
         self._say(f"batch_size {found.batch_size}: {_SAYS[objective]}{kept}")
 
     def say_recalled(self, known: BatchSizeCache) -> None:
         """Show a stored size."""
         self._say(
             f"batch_size {known.batch_size}: found before for this model and machine "
-            f"(remembered in {file_path()})"
+            f"(remembered in {SIZES.path})"
         )
 
     def _say(self, text: str) -> None:

@@ -1,9 +1,7 @@
 """Batch sizes that were found before, in a file in the user's cache folder.
 
 A size is valid for one training on one machine: the key is a digest of all that it depends on and
-that is known without running anything. The file is only a cache: if it cannot be read, it warns and
-is written anew. It is replaced as a whole, so a reader finds the old one or the new one; if two
-processes write at once, a size may be lost, which costs another search.
+that is known without running anything. A size that is lost costs another search.
 """
 
 import functools
@@ -11,8 +9,7 @@ import hashlib
 import resource
 import warnings
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -23,10 +20,8 @@ from lockstep.cluster.memory_limits import memory_ceiling
 from lockstep.data.map_style.sources import Source
 from lockstep.data.order import kept_streams
 from lockstep.data.trees import map_tensors
-from lockstep.disk import cache_folder, replacing
+from lockstep.disk import CacheFile
 from lockstep.parallel.data_parallel.forward import DTYPES
-
-_VERSION = 1
 
 
 class BatchSizeCache(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,56 +43,29 @@ class BatchSizeCache(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class _Content(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The file."""
 
-    version: int
+    version: Literal[1]
     sizes: dict[str, BatchSizeCache]
 
 
-def file_path() -> Path:
-    """See ``disk.cache_folder``."""
-    return cache_folder() / "batch_sizes.json"
+SIZES = CacheFile("batch_sizes.json", _Content, "The batch size that was found")
 
 
 def recall(key: str) -> BatchSizeCache | None:
     """The size stored under this key, if any."""
-    return _read(file_path()).get(key)
+    return _known().get(key)
 
 
 def remember(key: str, found: BatchSizeCache) -> bool:
     """Store a size; returns False if it could not be written."""
-    path = file_path()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # ``recall`` has warned about the file
-        sizes = {**_read(path), key: found}
-    content = msgspec.json.encode(_Content(version=_VERSION, sizes=sizes))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, len(content), mode=0o600) as file:
-            file.write(msgspec.json.format(content, indent=2) + b"\n")
-    except OSError as error:
-        warnings.warn(
-            f"The batch size that was found cannot be remembered: {error}. "
-            "Set XDG_CACHE_HOME to a writable folder.",
-            stacklevel=2,
-        )
-        return False
-    return True
+        sizes = {**_known(), key: found}
+    return SIZES.write(_Content(version=1, sizes=sizes))
 
 
-def _read(path: Path) -> dict[str, BatchSizeCache]:
-    try:
-        content = msgspec.json.decode(path.read_bytes(), type=_Content)
-        if content.version != _VERSION:
-            raise msgspec.ValidationError(f"version {content.version}, not {_VERSION}")
-    except FileNotFoundError:
-        return {}
-    except (OSError, msgspec.MsgspecError, UnicodeError) as error:
-        warnings.warn(
-            f"{path} is not a file of batch sizes that this Lockstep can read ({error}). "
-            "It is ignored, and written anew after a search.",
-            stacklevel=2,
-        )
-        return {}
-    return content.sizes
+def _known() -> dict[str, BatchSizeCache]:
+    content = SIZES.read()
+    return {} if content is None else content.sizes
 
 
 # --- keys ----------------------------------------------------------------------------------------

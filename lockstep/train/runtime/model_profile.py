@@ -20,7 +20,7 @@ from lockstep.capture.measuring import timed
 from lockstep.cluster.devices import processor_name
 from lockstep.cluster.topology import Cluster, Host
 from lockstep.comm.shared_memory.memory_usage import resident_memory
-from lockstep.disk import cache_folder, replacing
+from lockstep.disk import CacheFile, cache_folder
 from lockstep.errors import PlanError
 from lockstep.graph.layer_graph import LayerGraph, OptimizerCosts
 from lockstep.launch.health.machine_measuring import measured
@@ -33,6 +33,7 @@ _STEPS = 5
 
 # Of a machine are kept.
 _MOST_RUNS = 100
+RUNS = CacheFile("runs.json", dict[str, list[RunCost]], "What the run took")
 
 
 def folder() -> Path:
@@ -79,39 +80,17 @@ def this_machine(cluster: Cluster, precision: str, graph: LayerGraph) -> Cluster
 
 def remember_run(run: RunCost) -> None:
     """Keep what a run on this machine took, to correct later predictions."""
-    runs = _runs()
-    runs[_machine()] = [*runs.get(_machine(), []), run][-_MOST_RUNS:]
-    content = msgspec.json.encode(runs)
-    try:
-        runs_path().parent.mkdir(parents=True, exist_ok=True)
-        with replacing(runs_path(), len(content), mode=0o600) as file:
-            file.write(content)
-    except OSError as error:
-        warnings.warn(f"What the run took cannot be remembered: {error}.", stacklevel=2)
+    runs, machine = RUNS.read() or {}, _machine()
+    RUNS.write({**runs, machine: [*runs.get(machine, []), run][-_MOST_RUNS:]})
 
 
 def known_runs(host: Host) -> list[RunCost]:
     """What runs on this host's cores took; none where there are accelerators."""
-    return [] if host.accelerators else _runs().get(_machine(), [])
-
-
-def runs_path() -> Path:
-    """See ``disk.cache_folder``."""
-    return cache_folder() / "runs.json"
+    return [] if host.accelerators else (RUNS.read() or {}).get(_machine(), [])
 
 
 def _machine() -> str:
     return f"{processor_name()}, {len(os.sched_getaffinity(0))} cores"
-
-
-def _runs() -> dict[str, list[RunCost]]:
-    try:
-        return msgspec.json.decode(runs_path().read_bytes(), type=dict[str, list[RunCost]])
-    except FileNotFoundError:
-        return {}
-    except (OSError, msgspec.MsgspecError, UnicodeError) as error:
-        warnings.warn(f"{runs_path()} is ignored, and written anew: {error}.", stacklevel=2)
-        return {}
 
 
 def profile_optimizer(optimizer: Any) -> OptimizerCosts:
