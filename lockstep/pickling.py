@@ -194,16 +194,6 @@ def _has_packages(folder: str) -> bool:
 # --- types that pickle and cloudpickle do not support, or reduce differently ----------------------
 
 
-def _code(code: CodeType) -> Any:
-    """Code with its file, for tracebacks. Newer versions of cloudpickle leave it out."""
-    make, made_of = cloudpickle.cloudpickle._code_reduce(code)
-    return _code_of_file, (code.co_filename, make, made_of)
-
-
-def _code_of_file(file: str, make: Callable[..., CodeType], made_of: tuple[Any, ...]) -> CodeType:
-    return make(*made_of).replace(co_filename=file)
-
-
 def _weak_reference(reference: Any) -> Any:
     target = reference()
     if target is None:
@@ -232,7 +222,6 @@ def _cached_property(descriptor: Any) -> Any:
 
 _TABLE = {
     functools.cached_property: _cached_property,
-    CodeType: _code,
     weakref.ref: _weak_reference,
     weakref.WeakMethod: _weak_method,
     weakref.WeakKeyDictionary: _weak_dict,

@@ -66,12 +66,8 @@ class ModelCheckpoint(Callback):
     def acts_in(self, method: str) -> bool:
         # Steps are counted only if needed: all ranks wait at each one that is.
         if method in ("on_epoch_begin", "on_train_batch_end"):
-            return self._counts_steps
+            return self._every_steps is not None or "step" in self._names
         return super().acts_in(method)
-
-    @property
-    def _counts_steps(self) -> bool:
-        return self._every_steps is not None or "step" in self._names
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -105,7 +105,11 @@ def capture_layers(model: nn.Module) -> LayerGraph:
     check_modules(model)
     layers = []
     for name, module in model.named_modules():
-        parameters = _own_parameters(name, module)
+        parameters = tuple(
+            parameter_info(_join(name, key), parameter)
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        )
         buffers = tuple(key for key, value in module._buffers.items() if value is not None)
         sees_batch = isinstance(module, _BatchNorm | BatchLayer)
         if not (parameters or buffers or sees_batch):
@@ -200,14 +204,6 @@ def parameter_info(name: str, parameter: nn.Parameter) -> ParameterInfo:
         shape=tuple(parameter.shape),
         dtype=str(parameter.dtype).removeprefix("torch."),
         trainable=parameter.requires_grad,
-    )
-
-
-def _own_parameters(prefix: str, module: nn.Module) -> tuple[ParameterInfo, ...]:
-    return tuple(
-        parameter_info(_join(prefix, key), parameter)
-        for key, parameter in module._parameters.items()
-        if parameter is not None
     )
 
 

@@ -104,11 +104,6 @@ def _label(module: nn.Module) -> str:
     return f"{kind} {name!r}" if isinstance(name, str) else kind
 
 
-def _may_change(func: Any) -> bool:
-    """Whether it is user code that may change the objects and lists in its arguments."""
-    return isinstance(func, LeafCall | Apply)
-
-
 def _place_in_code() -> str:
     """File and line of the model's code that is running; empty where it is torch's."""
     frame = inspect.currentframe()
@@ -213,7 +208,7 @@ class Recorder(TorchFunctionMode):
         tensors = list(tensors_of((args, kwargs)))
         versions = [tensor._version for tensor in tensors]
         stream = torch_streams()
-        given = contents_of((args, kwargs)) if _may_change(func) else []
+        given = contents_of((args, kwargs)) if isinstance(func, LeafCall | Apply) else []
         self._watch.reset()
         result = func(*plain(args), **plain(kwargs))
         self._host_streams = host_streams()

@@ -54,7 +54,7 @@ class ModelState:
         self._values = [
             (alias, alias.clone())
             for tensor, alias in self._places
-            if with_trained or not _is_trained(tensor)
+            if with_trained or not (isinstance(tensor, nn.Parameter) and tensor.requires_grad)
         ]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
@@ -136,10 +136,6 @@ def _holders(*things: Any) -> list[Any]:
         each += [one for model in each if isinstance(model, FrontEndModel) for one in model.held()]
         found |= {id(one): one for one in each if not isinstance(one, type)}
     return [one for one in found.values() if hasattr(one, "__dict__")]
-
-
-def _is_trained(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
 def _own(attributes: dict[str, Any]) -> dict[str, Any]:

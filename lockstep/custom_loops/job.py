@@ -115,11 +115,6 @@ class Job:
         """True if this replica makes what its host's replicas share."""
         return self._attachment is None
 
-    @property
-    def is_first_host(self) -> bool:
-        """True if all other hosts take over the values of this one."""
-        return self.host == 0
-
     # --- meeting ---------------------------------------------------------------------------------
 
     def _meet(self, place: Place) -> None:
@@ -285,7 +280,7 @@ class Job:
     def bring(self, region: SharedRegion) -> None:
         """On leaders: copy the first host's region into those of the others."""
         if self._others is not None and len(self.hosts) > 1:
-            self._others.broadcast_region(region, 0, is_current=self.is_first_host)
+            self._others.broadcast_region(region, 0, is_current=self.host == 0)
 
     # --- what replicas tell each other -----------------------------------------------------------
 

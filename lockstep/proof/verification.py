@@ -86,7 +86,12 @@ def _verify(
             run.run(steps)
         except RuntimeError as error:
             if _is_about_precision(error):
-                raise _not_in_double(error) from error
+                raise ModelError(
+                    "A proof needs a model and a loss that compute in the precision of their "
+                    "inputs.",
+                    received=str(error).partition("\n")[0],
+                    fix="Where they make tensors, use x.new_zeros(...) or dtype=x.dtype.",
+                ) from error
             raise
         comparisons = run.comparisons
         agreed = run.trainer.same_everywhere  # rank 0 compares; all hosts follow it
@@ -185,14 +190,6 @@ def _is_about_precision(error: Exception) -> bool:
     if isinstance(error, LockstepError):
         return False
     return all(word in str(error).lower() for word in ("float", "double"))
-
-
-def _not_in_double(error: Exception) -> ModelError:
-    return ModelError(
-        "A proof needs a model and a loss that compute in the precision of their inputs.",
-        received=str(error).partition("\n")[0],
-        fix="Where they make tensors, use x.new_zeros(...) or dtype=x.dtype.",
-    )
 
 
 def _check(job: object, strategy: object, steps: Any, seed: Any) -> None:

@@ -4,7 +4,7 @@ import os
 
 from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_devices, find_place, find_servers
-from lockstep.cluster.place import Place, Reach
+from lockstep.cluster.place import Reach
 from lockstep.errors import OptionError, Problems
 from lockstep.options import check_count, check_timeout, is_count
 from lockstep.plan.decision import ServedUpdate
@@ -104,7 +104,12 @@ def _numbers(workers: int | None, servers: int | None) -> tuple[int | None, int]
             workers = find_devices(os.environ)
         servers = servers or find_servers(os.environ)
         if servers is None and place is not None and place.launcher == "TF_CONFIG":
-            raise _roles_missing(place)
+            raise OptionError(
+                "ParameterServerStrategy cannot tell which processes are servers.",
+                received=f"{place.launcher} with none of the role 'ps'",
+                fix="Set TF_CONFIG with 'ps' in its cluster; or use servers=1: then each task is "
+                "a host that starts its workers itself, and the last one the servers as well.",
+            )
         return workers, servers or 1
     given = place.num_ranks - place.num_servers, place.num_servers
     if (workers or given[0], servers or given[1]) != given:
@@ -114,15 +119,6 @@ def _numbers(workers: int | None, servers: int | None) -> tuple[int | None, int]
             fix="Leave `workers` and `servers` out.",
         )
     return (given[0] if place.num_hosts == 1 else None), given[1]
-
-
-def _roles_missing(place: Place) -> OptionError:
-    return OptionError(
-        "ParameterServerStrategy cannot tell which processes are servers.",
-        received=f"{place.launcher} with none of the role 'ps'",
-        fix="Set TF_CONFIG with 'ps' in its cluster; or use servers=1: then each task is a host "
-        "that starts its workers itself, and the last one the servers as well.",
-    )
 
 
 def _check_replicas(problems: Problems, replicas: object) -> None:

@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 import torch
 
 from lockstep.checkpoint.weights import save_weights
-from lockstep.errors import OptionError
+from lockstep.errors import CheckpointError, OptionError
 from lockstep.tracebacks import public_methods
-from lockstep.train.checkpointing.run_state import within_training
 from lockstep.train.checkpointing.trainer_state import TrainerState
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.resume.weights_loading import load_everywhere
@@ -119,7 +118,11 @@ class StateMethods:
         self._state.check_not_averaged("load_state_dict")
         with self._runner.job_context.together("load_state_dict") as hosts:
             if self._runner.job_context.is_nested:
-                raise within_training()
+                raise CheckpointError(
+                    "A state can be loaded between two calls of fit only.",
+                    received="load_state_dict within a call, by a callback",
+                    fix="Load it before fit.",
+                )
             found = TrainingState.of(state)
             if hosts is not None:
                 hosts.check_equal({"the state": found.digest()})

@@ -35,7 +35,12 @@ class TouchedRows:
             ModelError: the gradient is dense.
         """
         if not gradient.is_sparse:
-            raise _not_sparse(self._spec.tensors[parameter].name)
+            raise ModelError(
+                "An embedding with sparse=True must be used for lookups only: its gradient must "
+                "be sparse.",
+                received=f"a dense gradient of {self._spec.tensors[parameter].name!r}",
+                fix="Leave out sparse=True where its weight is also used in other operations.",
+            )
         if num_before:
             gradient = gradient + self.within(share, parameter, num_before)
         gradient = gradient.coalesce()
@@ -66,11 +71,3 @@ class TouchedRows:
 def sum_of_rows(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum of the rows that shares have published of a piece, without untouched rows."""
     return sum(gradients[1:], start=gradients[0]).coalesce()
-
-
-def _not_sparse(name: str) -> ModelError:
-    return ModelError(
-        "An embedding with sparse=True must be used for lookups only: its gradient must be sparse.",
-        received=f"a dense gradient of {name!r}",
-        fix="Leave out sparse=True where its weight is also used in other operations.",
-    )

@@ -80,7 +80,7 @@ class SharedStore(_Store):  # type: ignore[misc]
 
     def set(self, key: str, value: str | bytes) -> None:
         """Give a key a value."""
-        self.update({key: _as_bytes(value)})
+        self.update({key: value.encode() if isinstance(value, str) else bytes(value)})
 
     def entries(self) -> dict[str, bytes]:
         """All keys with their values."""
@@ -137,7 +137,3 @@ class SharedStore(_Store):  # type: ignore[misc]
 
     def _write(self, entries: dict[str, bytes]) -> None:
         os.pwrite(self._descriptor, msgspec.msgpack.encode(entries), 0)
-
-
-def _as_bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)

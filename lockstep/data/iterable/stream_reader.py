@@ -212,7 +212,14 @@ class Reading:
 
     def _begin_pass(self) -> None:
         if self._states is not None and not self.stream.restarts:
-            raise self._too_short()
+            raise _ended(
+                f"`{self.stream.name}` must give {self._steps} batches in every epoch, as "
+                "steps_per_epoch says.",
+                received=f"{self.stream.kind} that ended after {self._index} batches of epoch "
+                f"{self._epoch} (from 0)",
+                fix="Pass a generator function, which is called again then, or fewer epochs. "
+                "The weights are those of the last step.",
+            )
         keys = [self._first_epoch + self._epoch]
         if self._num_passes:
             keys.append(self._num_passes)
@@ -260,16 +267,6 @@ class Reading:
             fix="Check its source. A function must return a new iterator at every call."
             if self.stream.restarts
             else "An iterator gives every batch once: pass a generator function.",
-        )
-
-    def _too_short(self) -> DataError:
-        return _ended(
-            f"`{self.stream.name}` must give {self._steps} batches in every epoch, as "
-            "steps_per_epoch says.",
-            received=f"{self.stream.kind} that ended after {self._index} batches of epoch "
-            f"{self._epoch} (from 0)",
-            fix="Pass a generator function, which is called again then, or fewer epochs. "
-            "The weights are those of the last step.",
         )
 
 

@@ -102,7 +102,7 @@ def as_stream(data: Any, *, name: str, batch_size: int, with_targets: bool = Tru
         return make(
             begin=partial(iter, data),
             num_batches=_length(data),
-            is_endless=_is_endless(data),
+            is_endless=_is_of_tensorflow(data) and int(data.cardinality()) == _INFINITE,
         )
     if _is_function(data):
         return make(begin=lambda: iter(data()), kind="a function")
@@ -117,10 +117,6 @@ def _is_of_tensorflow(data: Any) -> bool:
     """Whether it is a ``tf.data.Dataset``; the user has then imported TensorFlow."""
     tensorflow = sys.modules.get("tensorflow")
     return tensorflow is not None and isinstance(data, tensorflow.data.Dataset)
-
-
-def _is_endless(data: Any) -> bool:
-    return _is_of_tensorflow(data) and int(data.cardinality()) == _INFINITE
 
 
 def _is_function(data: Any) -> bool:

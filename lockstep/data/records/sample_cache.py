@@ -179,7 +179,11 @@ def _file_of_first_sample(dataset: Any, path: str | None, length: int) -> Record
         file = RecordFile.at(path, length, layout)
         found = file.load(first)
         if found is not None and found != record:
-            raise _stale(path)
+            raise DataError(
+                f"The cache {path} must belong to this dataset.",
+                received="a first sample that is not the dataset's own",
+                fix="Remove the file if the data has changed, or give another path.",
+            )
     file.store(first, record)
     return file
 
@@ -222,11 +226,3 @@ def _check_layout(expected: Layout, found: Layout, index: int) -> None:
             fix="Give them one shape and type in __getitem__, padded for example.",
             index=index,
         )
-
-
-def _stale(path: str) -> DataError:
-    return DataError(
-        f"The cache {path} must belong to this dataset.",
-        received="a first sample that is not the dataset's own",
-        fix="Remove the file if the data has changed, or give another path.",
-    )

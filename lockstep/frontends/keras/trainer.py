@@ -18,7 +18,6 @@ from lockstep.frontends.keras.custom_steps.custom_step import (
     CustomSteps,
     check_call,
     check_plan,
-    checkpoint_refused,
     stages_refused,
 )
 from lockstep.frontends.keras.custom_steps.custom_step_tasks import (
@@ -296,7 +295,11 @@ class KerasTrainer(FrontEnd):
             sample = sample_of(source)
             assert isinstance(sample, ArraySource)
             if self.checkpoints.writer is not None:
-                raise checkpoint_refused()
+                raise OptionError(
+                    "A lockstep.keras.Checkpoint cannot save the state of custom steps.",
+                    received="a model with a train_step or test_step, or with nothing to train",
+                    fix="Use keras.callbacks.ModelCheckpoint.",
+                )
             maker = self.runner.maker()
             trains = self.model.model.trainable_variables or self._job_context.hosts is not None
             measures = maker.sample_size(discover(), 1) is not None

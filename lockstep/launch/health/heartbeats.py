@@ -83,7 +83,12 @@ class Heartbeats:
                 host in self._silences
                 and self._silences[host].tick() >= process_state.STOPPED_SECONDS
             ):
-                raise _stopped_error(name_of(host))
+                raise HostError.of_loss(
+                    f"{name_of(host)} is stopped.",
+                    received=f"no heartbeat for {process_state.STOPPED_SECONDS:g} s",
+                    fix="Check whether its script was stopped (SIGSTOP, Ctrl-Z, a debugger), or "
+                    "its container or virtual machine paused.",
+                )
 
     def close(self) -> None:
         """End the monitor, and with it the beats of this host."""
@@ -99,15 +104,6 @@ def _has_received_beat(channel: Channel) -> bool:
         while channel.receive(_MOST_BYTES):
             has_beaten = True
     return has_beaten
-
-
-def _stopped_error(name: str) -> HostError:
-    return HostError.of_loss(
-        f"{name} is stopped.",
-        received=f"no heartbeat for {process_state.STOPPED_SECONDS:g} s",
-        fix="Check whether its script was stopped (SIGSTOP, Ctrl-Z, a debugger), or its container "
-        "or virtual machine paused.",
-    )
 
 
 # --- the monitor ----------------------------------------------------------------------------------

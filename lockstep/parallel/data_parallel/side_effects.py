@@ -96,7 +96,14 @@ class SideEffects:
         for name in self._names:
             marks = {*_gathered(board, self._marks.get(name, _UNUSED))} - {_UNUSED}
             if len(marks) > 1 or _DIFFERENT in marks:
-                raise _depends_on_samples(name)
+                raise ModelError(
+                    "A layer's buffer must not depend on the samples: the layer sees only a part "
+                    "of each batch. Only torch's BatchNorm collects statistics over all samples.",
+                    received=f"buffer {name!r}, which differs between shares of one batch",
+                    fix="Train on one device, remove the buffer (for InstanceNorm: "
+                    "track_running_stats=False), or give each device its own with "
+                    "register_buffer(..., persistent=False).",
+                )
 
     def _places_now(self) -> dict[str, object]:
         """Where trained parameters lie: the optimizer updates this memory."""
@@ -171,15 +178,4 @@ def _changes_parameter(name: str, how: str = "") -> ModelError:
         fix="Keep values that follow the weights, such as a teacher's average, in buffers, or "
         "change them in a callback's on_train_batch_end. Convert the inputs of a module, not the "
         "module. Use max_norm=None for an embedding that several ranks hold.",
-    )
-
-
-def _depends_on_samples(name: str) -> ModelError:
-    return ModelError(
-        "A layer's buffer must not depend on the samples: the layer sees only a part of each "
-        "batch. Only torch's BatchNorm collects statistics over all samples.",
-        received=f"buffer {name!r}, which differs between shares of one batch",
-        fix="Train on one device, remove the buffer (for InstanceNorm: "
-        "track_running_stats=False), or give each device its own with register_buffer(..., "
-        "persistent=False).",
     )

@@ -184,13 +184,22 @@ def read_returned(
     """Read the result of a loss function, in one of the three forms."""
     if isinstance(returned, tuple | list) and len(returned) == 2:
         if sample_weight is not None:
-            raise _needs_weight_argument()
+            raise LossError(
+                "With sample_weight a loss that returns (total, weight) must weigh the samples "
+                "itself.",
+                received="a loss without an argument named sample_weight",
+                fix="Take (output, target, sample_weight), or return values of shape (n,).",
+            )
         return _pair_or_nothing(returned, output)
     if not isinstance(returned, torch.Tensor):
         raise LossError(_misfit(f"{type(returned).__name__}"))
     if returned.dim() == 0:
         if sample_weight is not None:
-            raise _needs_per_sample_values()
+            raise LossError(
+                "With sample_weight the loss must return a value for each sample.",
+                received="a scalar",
+                fix='Return values of shape (n,), for torch losses with reduction="none".',
+            )
         return mean_over(returned, float(num_samples))
     if returned.shape == (num_samples,):
         return _per_sample(returned, sample_weight)
@@ -274,22 +283,6 @@ def _shape(value: Any) -> str:
 
 def _misfit(received: str) -> str:
     return problem(_AGREED, received=received, fix="See docs/exactness.md for examples of each.")
-
-
-def _needs_per_sample_values() -> LossError:
-    return LossError(
-        "With sample_weight the loss must return a value for each sample.",
-        received="a scalar",
-        fix='Return values of shape (n,), for torch losses with reduction="none".',
-    )
-
-
-def _needs_weight_argument() -> LossError:
-    return LossError(
-        "With sample_weight a loss that returns (total, weight) must weigh the samples itself.",
-        received="a loss without an argument named sample_weight",
-        fix="Take (output, target, sample_weight), or return values of shape (n,).",
-    )
 
 
 def _copied(tensors: Tree) -> Tree:

@@ -66,9 +66,18 @@ def _loss_of(
     """Compute one of the losses on its part of outputs and targets."""
     output, target = _part(whole, key), _part(batch.targets, key)
     if output is None:
-        raise _no_output(name, _describe(whole))
+        raise LossError(
+            f"The loss {name!r} needs an output of the model with this key or position.",
+            received=_describe(whole),
+            fix="Give losses the keys of the model's outputs, or a list of losses for a tuple of "
+            "outputs.",
+        )
     if target is None:
-        raise _no_target(name, _describe(batch.targets))
+        raise DataError(
+            f"The loss {name!r} needs targets with this key or position.",
+            received=_describe(batch.targets),
+            fix="Give targets the keys of the losses, or a tuple of targets for a list of losses.",
+        )
     try:
         return adapter(output, replace(batch, targets=target))
     except LossError as error:
@@ -94,23 +103,6 @@ def _part(tree: Tree, key: str | int) -> Any:
     if isinstance(tree, Mapping):
         return tree.get(key)
     return None if isinstance(tree, torch.Tensor) else getattr(tree, key, None)
-
-
-def _no_output(name: str, received: str) -> LossError:
-    return LossError(
-        f"The loss {name!r} needs an output of the model with this key or position.",
-        received=received,
-        fix="Give losses the keys of the model's outputs, or a list of losses for a tuple of "
-        "outputs.",
-    )
-
-
-def _no_target(name: str, received: str) -> DataError:
-    return DataError(
-        f"The loss {name!r} needs targets with this key or position.",
-        received=received,
-        fix="Give targets the keys of the losses, or a tuple of targets for a list of losses.",
-    )
 
 
 def _describe(tree: Tree) -> str:

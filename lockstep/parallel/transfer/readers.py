@@ -224,7 +224,13 @@ class _Thread:
         before = stream_states()
         result = self._result(self._first, None)
         if not same_streams(before, stream_states()):
-            raise _drawing()
+            raise DataError(
+                "A dataset that draws random numbers cannot be read ahead in a thread: a thread "
+                "shares the model's random streams.",
+                received="prefetch(dataset, workers=0), whose first read drew random numbers",
+                fix="Read it in processes, which have their own streams: "
+                "lockstep.data.prefetch(dataset, workers=1).",
+            )
         self._order(self._num_ready)
         settings = torch.is_grad_enabled(), torch.get_num_threads(), TorchSettings.current()
         self._thread = threading.Thread(
@@ -387,16 +393,6 @@ def _begin(parent: int, worker: int) -> None:
     """Set up a reader process before its first read."""
     leave_signals_to_script()
     die_with(parent)
-
-
-def _drawing() -> DataError:
-    return DataError(
-        "A dataset that draws random numbers cannot be read ahead in a thread: a thread shares "
-        "the model's random streams.",
-        received="prefetch(dataset, workers=0), whose first read drew random numbers",
-        fix="Read it in processes, which have their own streams: "
-        "lockstep.data.prefetch(dataset, workers=1).",
-    )
 
 
 def _ended(error: Exception) -> WorkerError:

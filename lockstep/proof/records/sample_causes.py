@@ -69,7 +69,7 @@ def _repeated(run: Run, step: int, shared: np.ndarray) -> Cause:
 
 def _skipped(pairing: Pairing, step: int, own: np.ndarray, other: np.ndarray) -> Cause | None:
     run = pairing.run
-    has_next = _has(pairing.reference, step + 1)
+    has_next = all((step + 1) in own.steps for own in pairing.reference.ranks.values())
     following = batch_words(pairing.reference, step + 1) if has_next else None
     batches = [len(each.first.steps[step].samples) for each in (run, pairing.reference)]
     both = following is not None and _same(own, np.concatenate([other, following]))
@@ -148,10 +148,6 @@ def _elsewhere(pairing: Pairing, step: int, own: np.ndarray) -> Cause:
         f"Step {step} has other samples than the reference: another order. Look at the seed of the "
         "shuffling, at set_epoch, and at how ranks take their part.",
     )
-
-
-def _has(run: Run, step: int) -> bool:
-    return all(step in own.steps for own in run.ranks.values())
 
 
 def _same(one: np.ndarray, other: np.ndarray) -> bool:

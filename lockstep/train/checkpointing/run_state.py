@@ -176,23 +176,3 @@ def _check_names(state: TrainingState, own: TrainingState, problems: Problems) -
             received="a Trainer without an optimizer",
             fix="Give it one, or use load() for the weights alone.",
         )
-
-
-def within_training() -> CheckpointError:
-    """For a state that is loaded during training."""
-    return CheckpointError(
-        "A state can be loaded between two calls of fit only.",
-        received="load_state_dict within a call, by a callback",
-        fix="Load it before fit.",
-    )
-
-
-def no_place() -> CheckpointError:
-    """For a state that is taken where training cannot resume."""
-    return CheckpointError(
-        "Within a fit, a callback can take the training's state in on_epoch_end, and in "
-        "on_train_batch_end if its takes_state() has returned True; with data that can only be "
-        "iterated this needs fit(checkpoint=...).",
-        received="state_dict elsewhere",
-        fix="Call it there, or after fit.",
-    )

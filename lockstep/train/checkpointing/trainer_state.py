@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from lockstep.errors import OptionError
+from lockstep.errors import CheckpointError, OptionError
 from lockstep.train.callbacks.callback import Callback, acting
 from lockstep.train.callbacks.driver import TaskDriver
 from lockstep.train.checkpointing.fit_position import FitPosition
@@ -13,7 +13,6 @@ from lockstep.train.checkpointing.run_state import (
     callback_states,
     check_state,
     module_states,
-    no_place,
     set_callback_states,
     set_module_states,
 )
@@ -177,7 +176,13 @@ class TrainerState:
             epochs, steps = self.runner.epochs_trained, self.runner.steps_trained
             return {"epochs": epochs, "steps": steps, "fit": place}
         if self.recorded is None or not self.recorded.is_lasting:
-            raise no_place()
+            raise CheckpointError(
+                "Within a fit, a callback can take the training's state in on_epoch_end, and in "
+                "on_train_batch_end if its takes_state() has returned True; with data that can "
+                "only be iterated this needs fit(checkpoint=...).",
+                received="state_dict elsewhere",
+                fix="Call it there, or after fit.",
+            )
         return self._position_in_fit()
 
     def _position_in_fit(self) -> dict[str, Any]:

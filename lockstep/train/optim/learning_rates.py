@@ -133,7 +133,11 @@ class RunningSchedule:
             default = "val_loss" if "val_loss" in names else "loss"
             self._monitor = self.given_monitor or default
             if self._monitor not in names:
-                raise _unknown_monitor(self._monitor, names)
+                raise OptionError(
+                    "`monitor` of a Schedule must be a name in the logs.",
+                    received=repr(self._monitor),
+                    fix=f"Use one of {listed(sorted(names))}.",
+                )
         total = getattr(self.scheduler, "total_steps", None)
         if self.every == "step" and isinstance(total, int) and num_steps is not None:
             left = total - self.scheduler.last_epoch
@@ -245,11 +249,3 @@ def _checked(scheduler: object, optimizer: Optimizer) -> LRScheduler:
 def _has_several_lambdas(scheduler: LRScheduler) -> bool:
     """True if each group has a function of its own, so that their rates will differ."""
     return len({id(function) for function in getattr(scheduler, "lr_lambdas", ())}) > 1
-
-
-def _unknown_monitor(monitor: str, names: Collection[str]) -> OptionError:
-    return OptionError(
-        "`monitor` of a Schedule must be a name in the logs.",
-        received=repr(monitor),
-        fix=f"Use one of {listed(sorted(names))}.",
-    )

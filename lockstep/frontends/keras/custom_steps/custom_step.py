@@ -170,12 +170,3 @@ def stages_refused(model: Any) -> ModelError:
         fix="Use MirroredStrategy or another strategy whose devices have the whole model; or put "
         "the computation into `call` and `compute_loss`, and leave the step to Keras.",
     )
-
-
-def checkpoint_refused() -> OptionError:
-    """The error of a checkpoint of a training with custom steps."""
-    return OptionError(
-        "A lockstep.keras.Checkpoint cannot save the state of custom steps.",
-        received="a model with a train_step or test_step, or with nothing to train",
-        fix="Use keras.callbacks.ModelCheckpoint.",
-    )

@@ -317,8 +317,12 @@ class KerasUpdater(Updater):
     def load_state(self, state: TrainingState) -> None:
         slots = self._named_slots()
         saved = {(name, slot) for name, own in state.optimizer.items() for slot in own}
-        if saved != slots.keys():
-            raise _other_slots(sorted(map(str, saved ^ slots.keys())))
+        if differing := sorted(map(str, saved ^ slots.keys())):
+            raise CheckpointError(
+                "The optimizer's state must have the same slots as the optimizer.",
+                received=f"slots of only one of them: {first_few(differing)}",
+                fix="Compile the model with the optimizer of the run that saved the state.",
+            )
         set_options(self._local_optimizer, state.options[0])
         for (name, slot), variable in slots.items():
             variable.assign(state.optimizer[name][slot])
@@ -389,14 +393,6 @@ def _keys(kinds: Sequence[Slot | None], names: Sequence[str]) -> list[_Key]:
         ("", str(next(numbers))) if kind is None else (names[kind.index], kind.name)
         for kind in kinds
     ]
-
-
-def _other_slots(differing: Sequence[str]) -> CheckpointError:
-    return CheckpointError(
-        "The optimizer's state must have the same slots as the optimizer.",
-        received=f"slots of only one of them: {first_few(differing)}",
-        fix="Compile the model with the optimizer of the run that saved the state.",
-    )
 
 
 def _on_meta(variable: Any) -> Any:
