@@ -65,7 +65,7 @@ class TorchFrontEnd(FrontEnd):
             self.optimizer,
             self.model,
             changes_by_step=changes_by_step,
-            has_outer=maker.outer is not None,
+            has_outer=maker.traits.outer is not None,
         )
 
     def set_new_options(

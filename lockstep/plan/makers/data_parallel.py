@@ -37,6 +37,25 @@ def try_none(maker: "Maker") -> None:
     """Any Plan can be used."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What all Plans of a maker have in common.
+
+    Attributes:
+        outer: the outer optimizer of averaged replicas; None if there is none.
+        is_local_sgd: replicas have parameters of their own.
+        outlives_servers: there is a second copy of what each parameter server updates.
+        divides_state: the ranks divide the training, so that none has all of it.
+        has_stages: a rank has some of the model's layers, and their only copy.
+    """
+
+    outer: Nesterov | None = None
+    is_local_sgd: bool = False
+    outlives_servers: bool = False
+    divides_state: bool = False
+    has_stages: bool = False
+
+
 class Maker(ABC):
     """A pure function from (LayerGraph, Cluster, batch size) to a Plan."""
 
@@ -66,29 +85,9 @@ class Maker(ABC):
         return
 
     @property
-    def outer(self) -> Nesterov | None:
-        """The outer optimizer of averaged replicas; None if there is none."""
-        return None
-
-    @property
-    def is_local_sgd(self) -> bool:
-        """Whether replicas have parameters of their own."""
-        return False
-
-    @property
-    def outlives_servers(self) -> bool:
-        """Whether its Plans have a second copy of what each parameter server updates."""
-        return False
-
-    @property
-    def divides_state(self) -> bool:
-        """Whether the ranks of its Plans divide the training, so that none has all of it."""
-        return False
-
-    @property
-    def has_stages(self) -> bool:
-        """Whether a rank of its Plans has some of the model's layers, and their only copy."""
-        return False
+    def traits(self) -> Traits:
+        """What all its Plans have in common."""
+        return Traits()
 
     @property
     def division(self) -> DivisionOptions:
@@ -144,24 +143,8 @@ class Wrapping(Maker):
         return replace(self, maker=self.maker.with_splits(splits))
 
     @property
-    def outer(self) -> Nesterov | None:
-        return self.maker.outer
-
-    @property
-    def is_local_sgd(self) -> bool:
-        return self.maker.is_local_sgd
-
-    @property
-    def outlives_servers(self) -> bool:
-        return self.maker.outlives_servers
-
-    @property
-    def divides_state(self) -> bool:
-        return self.maker.divides_state
-
-    @property
-    def has_stages(self) -> bool:
-        return self.maker.has_stages
+    def traits(self) -> Traits:
+        return self.maker.traits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -429,13 +412,6 @@ class LocalSteps(Wrapping):
         )
 
     @property
-    def has_stages(self) -> bool:
-        return False  # each replica has parameters of its own
-
-    @property
-    def outer(self) -> Nesterov | None:
-        return self.update.outer
-
-    @property
-    def is_local_sgd(self) -> bool:
-        return True
+    def traits(self) -> Traits:
+        inner = self.maker.traits  # each replica has parameters of its own
+        return replace(inner, outer=self.update.outer, is_local_sgd=True, has_stages=False)

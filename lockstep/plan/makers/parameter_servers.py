@@ -9,7 +9,7 @@ from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster
 from lockstep.errors import DeviceError, OptionError
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.decision import ServedUpdate
-from lockstep.plan.makers.data_parallel import Maker
+from lockstep.plan.makers.data_parallel import Maker, Traits
 from lockstep.plan.makers.many_hosts import MirroredHosts
 from lockstep.plan.spec import Plan
 
@@ -115,8 +115,8 @@ class Served(Maker):
                 )
 
     @property
-    def outlives_servers(self) -> bool:
-        return self.update.replicas > 1
+    def traits(self) -> Traits:
+        return Traits(outlives_servers=self.update.replicas > 1)
 
     def in_precision(self, precision: str) -> "Served":
         """The same in another precision."""

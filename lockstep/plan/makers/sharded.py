@@ -6,7 +6,7 @@ layer outside of lists. Small ones stay on every rank: to gather them takes long
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -16,7 +16,7 @@ from lockstep.formatting import first_few
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.decision import SlicedUpdate
 from lockstep.plan.devices import is_cpu
-from lockstep.plan.makers.data_parallel import Wrapping
+from lockstep.plan.makers.data_parallel import Traits, Wrapping
 from lockstep.plan.mesh import Axis
 from lockstep.plan.sharding import IN_HOST_MEMORY, Sharding, is_in
 from lockstep.plan.spec import Plan
@@ -51,8 +51,8 @@ class FullySharded(Wrapping):
     shard: int | None = None
 
     @property
-    def divides_state(self) -> bool:
-        return True
+    def traits(self) -> Traits:
+        return replace(self.maker.traits, divides_state=True)
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
         """Make the Plan for global batches of ``batch_size`` samples.

@@ -19,7 +19,7 @@ from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.decision import Pipeline, Stage, StagedUpdate, StagePrediction
 from lockstep.plan.devices import device_names, is_cpu, threads_for
 from lockstep.plan.host_ranks import ranks_per_host
-from lockstep.plan.makers.data_parallel import Maker, placements, ties
+from lockstep.plan.makers.data_parallel import Maker, Traits, placements, ties
 from lockstep.plan.makers.tensor import check_splits
 from lockstep.plan.mesh import Axis
 from lockstep.plan.pipeline.cut_places import stages_from_names, stages_from_scopes
@@ -113,8 +113,8 @@ class Pipelined(Maker):
             )
 
     @property
-    def has_stages(self) -> bool:
-        return True
+    def traits(self) -> Traits:
+        return Traits(has_stages=True)
 
     def sample_size(self, cluster: Cluster, batch_size: int) -> int:
         """Samples of the largest microbatch, for which costs are measured."""

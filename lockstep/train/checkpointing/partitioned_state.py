@@ -259,7 +259,8 @@ def divides_copies(plan: Plan) -> bool:
 
 def may_divide_copies(maker: Maker, num_hosts: int) -> bool:
     """True if ranks of a maker's Plans can write copies together, unless there is one rank."""
-    return maker.divides_state or (maker.has_stages and num_hosts == 1)
+    traits = maker.traits
+    return traits.divides_state or (traits.has_stages and num_hosts == 1)
 
 
 def keeps_parts(plan: Plan) -> bool:

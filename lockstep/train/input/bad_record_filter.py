@@ -47,7 +47,7 @@ def skipping(feed: DataPipeline, maker: Maker, hosts: object) -> DataPipeline:
     reasons = {
         "data that can only be iterated": isinstance(feed.source, SharedStream),
         "several hosts, or processes of a launcher": hosts is not None,
-        "replicas that train apart": maker.is_local_sgd,
+        "replicas that train apart": maker.traits.is_local_sgd,
         "parameter servers": isinstance(maker, Served),
     }
     for received in (reason for reason, is_so in reasons.items() if is_so):

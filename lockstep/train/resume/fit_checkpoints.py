@@ -289,12 +289,11 @@ class FitCheckpoints:
         With several scripts there are none. A copy of what is divided between ranks, because it is
         large, is taken only if it is needed.
         """
-        hosts, maker = self._runner.job_context.hosts, self._runner.maker()
-        outlives = maker.outlives_servers
+        hosts, traits = self._runner.job_context.hosts, self._runner.maker().traits
         if hosts is None or hosts.is_one_process:
-            is_required = restarts > 0 or outlives
-            return None if maker.divides_state and not is_required else is_required
-        if outlives:
+            is_required = restarts > 0 or traits.outlives_servers
+            return None if traits.divides_state and not is_required else is_required
+        if traits.outlives_servers:
             raise OptionError(
                 "Only their launcher can restart the processes that it has started.",
                 received=f"replicas=2 under {hosts.place.launcher}",

@@ -78,10 +78,10 @@ class KerasCheckpoints(FitCheckpoints):
         Raises:
             OptionError: every replica has its own optimizer.
         """
-        maker = self._runner.maker()
-        if not (restarts or maker.outlives_servers):
+        traits = self._runner.maker().traits
+        if not (restarts or traits.outlives_servers):
             return None
-        if maker.is_local_sgd:
+        if traits.is_local_sgd:
             raise OptionError(
                 "Every replica has an optimizer of its own, and copies for restarts have only one.",
                 received="Restarts under LocalSGDStrategy",
