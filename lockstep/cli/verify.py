@@ -8,12 +8,9 @@ and 3 if everything agrees but nothing was divided: a plan of one stage or one r
 """
 
 import argparse
-import json
-import sys
 import traceback
 
-from rich.console import Console
-
+from lockstep.cli.records.compare import print_result
 from lockstep.cli.records.script_proof import (
     add_script_arguments,
     is_script,
@@ -72,10 +69,4 @@ def run(options: argparse.Namespace) -> int:
     except Exception:  # of the user's model, loss or data
         traceback.print_exc()
         return 2
-    if options.json:
-        print(json.dumps(report.as_dict(), indent=2))  # noqa: T201
-    elif sys.stdout.isatty():
-        Console(highlight=False).print(report)
-    else:
-        print(report)  # noqa: T201
-    return report.status
+    return print_result(report, as_json=options.json)

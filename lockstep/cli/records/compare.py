@@ -11,6 +11,7 @@ import sys
 from rich.console import Console
 
 from lockstep.proof.records.outcome import RecordComparison, compare
+from lockstep.proof.report import Report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,10 +57,15 @@ def show(outcome: RecordComparison, options: argparse.Namespace) -> int:
     """Print an outcome and write its page, as asked; returns the exit status."""
     if options.html is not None:
         outcome.save_page(options.html)
-    if options.json:
-        print(json.dumps(outcome.as_dict(), indent=2))  # noqa: T201
+    return print_result(outcome, as_json=options.json)
+
+
+def print_result(result: RecordComparison | Report, *, as_json: bool) -> int:
+    """Print a comparison or a proof; returns the exit status."""
+    if as_json:
+        print(json.dumps(result.as_dict(), indent=2))  # noqa: T201
     elif sys.stdout.isatty():
-        Console(highlight=False).print(outcome)
+        Console(highlight=False).print(result)
     else:
-        print(outcome)  # noqa: T201
-    return outcome.status
+        print(result)  # noqa: T201
+    return result.status
