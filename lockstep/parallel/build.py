@@ -39,9 +39,11 @@ from lockstep.parallel.sharding.units import (
     separate_storages,
     unit_of_parameters,
 )
-from lockstep.parallel.tensor.divided_stages import DividedStagePasses
-from lockstep.parallel.tensor.sharded_tensor_passes import ShardedTensorPasses
-from lockstep.parallel.tensor.tensor_passes import TensorPasses
+from lockstep.parallel.tensor.tensor_passes import (
+    DividedStagePasses,
+    ShardedTensorPasses,
+    TensorPasses,
+)
 from lockstep.parallel.updater_interface import Updater
 from lockstep.parallel.worker import Worker
 from lockstep.parallel.workload import Workload

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+from lockstep.channel.polling import wait_on
 from lockstep.parallel.build import build_worker, divided_pieces
 from lockstep.parallel.exchange.engine import Endpoint, remote_workers
 from lockstep.parallel.local_sgd.local_worker import build_inner_worker
@@ -32,9 +33,5 @@ def build_served_worker(work: Workload, endpoint: Endpoint) -> Worker:
         return build_worker(work, endpoint, partial(RemoteWorker, **options))
     remote = [worker for worker, server in proxies.items() if server == rank]
     # The proxies watch for failures themselves.
-    mail = endpoint.mail_channels(_no_failure_check) if remote else None
+    mail = endpoint.mail_channels(wait_on) if remote else None
     return build_worker(work, endpoint, partial(AsyncWorker, remote=remote, mail=mail, **options))
-
-
-def _no_failure_check(waited_seconds: float) -> None:
-    return
