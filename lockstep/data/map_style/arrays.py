@@ -1,12 +1,11 @@
 """Arrays of numpy, and what becomes one, as tensors."""
 
-import warnings
 from typing import Any
 
 import numpy as np
 import torch
 
-from lockstep.data.map_style.mapped_files import remember_file
+from lockstep.data.map_style.mapped_files import remember_file, shared_with
 from lockstep.errors import DataError
 
 
@@ -26,19 +25,6 @@ def as_array(value: Any, name: str) -> np.ndarray[Any, Any]:
         ) from error
 
 
-def _shared_with(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A tensor in the memory of an array."""
-    if array.dtype.name == "bfloat16":  # of ml_dtypes, which torch does not know
-        return _shared_with(array.view(np.int16)).view(torch.bfloat16)
-    if array.flags.writeable:
-        return torch.from_numpy(array)
-    # Only if needed: catch_warnings makes Python forget which warnings it has shown.
-    with warnings.catch_warnings():
-        # Read-only arrays (memory maps) are only ever read here.
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        return torch.from_numpy(array)
-
-
 def from_numpy(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
     """A tensor of an array, in the same memory if torch can read it there.
 
@@ -51,7 +37,7 @@ def from_numpy(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
     if not usable:  # reversed, a field of records, of another byte order: torch needs a copy
         array = array.astype(array.dtype.newbyteorder("="), order="C")
     try:
-        return remember_file(_shared_with(array), array)
+        return remember_file(shared_with(array), array)
     except TypeError as error:
         raise DataError(
             f"`{name}` holds an array that torch cannot read.",

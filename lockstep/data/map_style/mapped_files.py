@@ -50,9 +50,20 @@ class FilePart:
 
     def open_tensor(self) -> torch.Tensor:
         """Map the file as a tensor, which must not be written to."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-            return torch.from_numpy(self.open())
+        return shared_with(self.open())
+
+
+def shared_with(array: _Array) -> torch.Tensor:
+    """A tensor in the memory of an array."""
+    if array.dtype.name == "bfloat16":  # of ml_dtypes, which torch does not know
+        return shared_with(array.view(np.int16)).view(torch.bfloat16)
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    # Only if needed: catch_warnings makes Python forget which warnings it has shown.
+    with warnings.catch_warnings():
+        # Read-only arrays (memory maps) are only ever read here.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(array)
 
 
 def file_part(value: object) -> FilePart | None:
