@@ -4,6 +4,7 @@ import pytest
 
 import lockstep
 from lockstep.errors import DeviceError
+from tests.tpu.limits import LIMIT_SECONDS
 
 try:
     # Before any test: torch.manual_seed would take all TPUs for this process.
@@ -17,6 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip them where there is no TPU, and say so."""
     for item in items:
         if "tests/tpu/" in item.path.as_posix():
+            item.add_marker(pytest.mark.timeout(LIMIT_SECONDS))
             # torch_tpu's own code asks inner tensors for their gradients.
             item.add_marker(pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"))
             if REASON:

@@ -14,6 +14,7 @@ import lockstep
 from lockstep.strategies.base import Strategy
 from tests import keras_zoo as zoo
 from tests.launching import clean_environment
+from tests.tpu.limits import LIMIT_SECONDS
 
 TOLERANCE = 1e-12
 
@@ -69,7 +70,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=LIMIT_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 from tests.launching import clean_environment, free_port
-from tests.parity.loop_processes import ROOT, SCRIPT, SECONDS, assert_exact
+from tests.parity.loop_processes import ROOT, SCRIPT, assert_exact
+from tests.tpu.limits import LIMIT_SECONDS
 
 LOOPS = ("mlp", "embedding")
 
@@ -29,7 +30,7 @@ def run_on_two(*words: str) -> list[str]:
         for rank in ("0", "1")
     ]
     try:
-        return [process.communicate(timeout=SECONDS)[0] for process in processes]
+        return [process.communicate(timeout=LIMIT_SECONDS)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

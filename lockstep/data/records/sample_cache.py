@@ -23,6 +23,7 @@ from lockstep.data.order import same_streams, stream_states
 from lockstep.data.records.record_file import Header, RecordFile
 from lockstep.data.records.sample_records import Layout, pack_item, unpack_item
 from lockstep.errors import BadRecordError, DataError, OptionError, Problems
+from lockstep.options import check_flag
 
 # How long a process waits for another that reads the sample; then it reads the sample, too.
 _PATIENCE_SECONDS = 5.0
@@ -31,7 +32,9 @@ _POLL_SECONDS = 0.001
 _MOST_TRIED = 100
 
 
-def cache(dataset: Any, path: str | os.PathLike[str] | None = None) -> "Cache":
+def cache(
+    dataset: Any, path: str | os.PathLike[str] | None = None, *, device: bool = False
+) -> "Cache":
     """A dataset whose samples are read once, and cached for all replicas of the host.
 
     The first sample is read at once: it gives the size of all. Samples must be tensors on the CPU,
@@ -42,6 +45,9 @@ def cache(dataset: Any, path: str | os.PathLike[str] | None = None) -> "Cache":
         dataset: a map-style dataset.
         path: a file, made if it does not exist, which later runs use again; None is memory, which
             grows sample by sample and is freed with the processes that use it.
+        device: where ranks train on accelerators, also keep all samples in the memory of each, from
+            its first batch of a call on: for small data. Batches are the same. On cores it changes
+            nothing.
 
     Raises:
         OptionError: an argument is invalid.
@@ -62,8 +68,10 @@ def cache(dataset: Any, path: str | os.PathLike[str] | None = None) -> "Cache":
             received=repr(given),
             fix="Pass a str or pathlib.Path.",
         )
+    check_flag("device", device, problems, fix="Leave it out for samples in host memory.")
     problems.raise_if_any(OptionError)
-    return Cache(dataset, None if path is None else os.path.abspath(os.fspath(path)))
+    place = None if path is None else os.path.abspath(os.fspath(path))
+    return Cache(dataset, place, on_device=device)
 
 
 class Cache(Dataset[Any]):
@@ -72,13 +80,18 @@ class Cache(Dataset[Any]):
     Args:
         dataset: the dataset to cache.
         path: of the file; None for memory.
+        on_device: see ``device`` of ``cache``.
 
     Attributes:
         dataset: the dataset to cache.
+        on_device: likewise.
+        kept: this process's samples on devices (``data.records.device_samples``).
     """
 
-    def __init__(self, dataset: Any, path: str | None) -> None:
+    def __init__(self, dataset: Any, path: str | None, *, on_device: bool = False) -> None:
         self.dataset = dataset
+        self.on_device = on_device
+        self.kept: dict[Any, Any] = {}
         self._length = len(dataset)
         self._file: RecordFile | None = None
         if self._length:
@@ -87,7 +100,7 @@ class Cache(Dataset[Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         file = self._file
         place = None if file is None else (file.name, file.header)
-        return _reopened, (self.dataset, self._length, place)
+        return _reopened, (self.dataset, self._length, place, self.on_device)
 
     def __len__(self) -> int:
         return self._length
@@ -161,10 +174,12 @@ class Cache(Dataset[Any]):
             self._records.store(place, record)
 
 
-def _reopened(dataset: Any, length: int, place: tuple[str, Header] | None) -> Cache:
+def _reopened(
+    dataset: Any, length: int, place: tuple[str, Header] | None, on_device: bool
+) -> Cache:
     """The same cache in another process."""
     cached = Cache.__new__(Cache)
-    cached.dataset = dataset
+    cached.dataset, cached.on_device, cached.kept = dataset, on_device, {}
     cached._length = length
     cached._file = None if place is None else RecordFile.reopened(*place)
     return cached

@@ -42,6 +42,7 @@ from lockstep.data.order import (
     seed_streams,
     stream_states,
 )
+from lockstep.data.records.device_samples import kept_on
 from lockstep.data.trees import tensors_of
 from lockstep.errors import DataError, WorkerError
 from lockstep.formatting import format_bytes
@@ -80,6 +81,7 @@ def reading_ahead(
     Raises:
         WorkerError: a reader process has died.
     """
+    source = kept_on(device, source)
     how = source.ahead if isinstance(source, Source) else None
     if how is None and isinstance(source, ArraySource) and device.type != "cpu":
         how = None if source.is_on(device) else ReadAhead(workers=0, depth=1)
