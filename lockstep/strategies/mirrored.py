@@ -37,6 +37,8 @@ class MirroredStrategy(Strategy):
             (``"nccl"``, ``"xccl"``), with a copy for each replica. ``"gloo"`` works for all, and
             copies tensors of accelerators through host memory. With a named engine, ``devices`` may
             name an accelerator twice, for tests.
+        threads_per_device: compute threads of each replica; None is 1 on cores. Sums within a
+            replica depend on it, in the last bits.
         timeout_seconds: longest wait for a replica; a longer one is an error.
 
     Raises:
@@ -51,6 +53,7 @@ class MirroredStrategy(Strategy):
         num_shares: int | None = None,
         channels_last: bool | None = None,
         engine: str | None = None,
+        threads_per_device: int | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         check_devices(devices)
@@ -60,12 +63,14 @@ class MirroredStrategy(Strategy):
         check_shares(problems, num_shares)
         check_format(problems, channels_last)
         check_engine(problems, engine)
+        check_threads(problems, threads_per_device)
         check_timeout(problems, timeout_seconds)
         problems.raise_if_any(OptionError)
         self.devices = find_devices(os.environ) if devices is None else devices
         self.num_shares = num_shares
         self.channels_last = channels_last
         self.engine = engine
+        self.threads_per_device = threads_per_device
         self.timeout_seconds = timeout_seconds
         backend_for(engine, device_names(self.devices, discover().hosts[0]))
 
@@ -74,6 +79,7 @@ class MirroredStrategy(Strategy):
             devices=tuple(self.devices) if isinstance(self.devices, Sequence) else self.devices,
             num_shares=self.num_shares,
             channels_last=self.channels_last,
+            threads_per_device=self.threads_per_device,
             precision=precision,
         )
         return over(self.engine, maker, num_shares=self.num_shares)
@@ -87,6 +93,12 @@ def check_shares(problems: Problems, num_shares: object) -> None:
     """Note a number that is neither None nor an integer of at least 1."""
     fix = "Leave it out for one share per device."
     check_count("num_shares", num_shares, problems, optional=True, fix=fix)
+
+
+def check_threads(problems: Problems, threads_per_device: object) -> None:
+    """Note a number that is neither None nor an integer of at least 1."""
+    fix = "Leave it out for one thread of each replica on a core."
+    check_count("threads_per_device", threads_per_device, problems, optional=True, fix=fix)
 
 
 def check_format(problems: Problems, channels_last: object) -> None:

@@ -11,7 +11,7 @@ from lockstep.plan.makers.data_parallel import Maker
 from lockstep.plan.makers.many_hosts import DEFAULT_GBIT_PER_SECOND, MirroredHosts
 from lockstep.plan.program.compression import Compression, check_carrier, find_compression
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.mirrored import check_format, check_shares
+from lockstep.strategies.mirrored import check_format, check_shares, check_threads
 from lockstep.tracebacks import public_methods
 
 
@@ -37,6 +37,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         engine: moves tensors between replicas. None is shared memory within a host, and Lockstep's
             own channels between hosts; ``"gloo"`` is torch.distributed, with a copy of the
             parameters for each replica. On accelerators see ``MirroredStrategy``.
+        threads_per_device: see ``MirroredStrategy``.
         timeout_seconds: longest wait for another host or a replica; a longer one is an error that
             names it.
 
@@ -56,6 +57,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         network_gbit_per_second: float = DEFAULT_GBIT_PER_SECOND,
         compression: str | Compression | None = None,
         engine: str | None = None,
+        threads_per_device: int | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         check_number("devices_per_host", devices_per_host)
@@ -66,6 +68,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         name, speed = "network_gbit_per_second", network_gbit_per_second
         check_positive(name, speed, problems, fix=fix, may_be_infinite=True)
         check_engine(problems, engine)
+        check_threads(problems, threads_per_device)
         self._compression = find_compression(problems, compression)
         check_carrier(problems, self._compression, engine)
         check_timeout(problems, timeout_seconds)
@@ -77,6 +80,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             num_shares=num_shares,
             channels_last=channels_last,
             gbit_per_second=network_gbit_per_second,
+            threads_per_device=threads_per_device,
         )
 
     def maker(self, precision: str = "fp32") -> Maker:

@@ -143,7 +143,10 @@ def make_optimizer(name: str, parameters: Iterable[nn.Parameter], *, groups: boo
 
 def draw(seed: int) -> Case:
     """A case whose result is that of one device, to rounding."""
-    return allowed(_drawn(random.Random(seed), seed, RANDOM))
+    case = allowed(_drawn(random.Random(seed), seed, RANDOM))
+    if case.strategy == "MirroredStrategy" and seed % 4 == 3:
+        case = replace(case, layout={**case.layout, "threads_per_device": 2})
+    return case
 
 
 def draw_divided(seed: int) -> Case:

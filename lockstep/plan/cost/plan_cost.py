@@ -12,6 +12,7 @@ from lockstep.plan.cost.sharded import served_cost, sharded_cost
 from lockstep.plan.cost.staged import Layout, simulated, staged_cost
 from lockstep.plan.cost.tensor import grouped_cost, tensor_cost
 from lockstep.plan.decision import Pipeline
+from lockstep.plan.devices import is_cpu
 from lockstep.plan.sharding import is_in
 from lockstep.plan.spec import Plan
 
@@ -28,8 +29,8 @@ def cost_of(plan: Plan, graph: LayerGraph, cluster: Cluster, batch_size: int) ->
     Raises:
         PlanError: the graph has no costs; or a Plan whose costs are not known: replicas that
             train locally, servers that do not wait, layers that ranks without common memory
-            divide, sequences divided by time, several stages on a device, other schedules than
-            1F1B.
+            divide, sequences divided by time, several stages on a device, several threads for each
+            of several ranks, other schedules than 1F1B.
     """
     _check_known(plan)
     return corrected(_modelled(plan, graph, cluster, batch_size), cluster, family_of(plan))
@@ -93,6 +94,9 @@ def _check_known(plan: Plan) -> None:
         and not plan.engine.shares_memory,
         "sequences divided by time": plan.tensor is not None and plan.tensor.by_time is not None,
         "several stages on a device": len(held) > len({*held}),
+        "several threads for each of several ranks": plan.num_ranks > 1
+        and is_cpu(plan.devices)
+        and (plan.threads_per_device or 1) > 1,
         "a schedule other than 1f1b": plan.pipeline is not None
         and plan.pipeline.schedule != "1f1b",
     }
