@@ -30,14 +30,11 @@ def is_cpu(devices: Sequence[str]) -> bool:
     return all(kind_of(device) == "cpu" for device in devices)
 
 
-def threads_for(devices: Sequence[str], num_cores: int, asked: int | None = None) -> int | None:
-    """Threads of a host's rank: on a core one, if the user asks for no other number.
+def threads_for(devices: Sequence[str], num_cores: int) -> int | None:
+    """Threads of a host's rank: on an accelerator its part of the cores, for what hosts do.
 
-    On an accelerator its part of the cores, for what hosts do. None leaves a rank alone on its
-    accelerator what the process has.
+    None leaves a rank alone on its accelerator what the process has.
     """
-    if asked is not None:
-        return asked
     if is_cpu(devices):
         return 1
     return None if len(devices) == 1 else max(num_cores // len(devices), 1)

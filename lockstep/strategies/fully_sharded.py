@@ -17,6 +17,7 @@ from lockstep.plan.engines import backend_for, check_engine, check_leave, over
 from lockstep.plan.makers.data_parallel import Maker, Mirrored
 from lockstep.plan.makers.many_hosts import MirroredHosts
 from lockstep.plan.makers.sharded import FullySharded, as_units
+from lockstep.plan.makers.threaded import check_threads, threaded
 from lockstep.plan.sharding import IN_HOST_MEMORY, is_in
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import check_shares
@@ -54,6 +55,7 @@ class FullyShardedStrategy(Strategy):
         engine: what moves tensors between devices. None on accelerators is their own backend, as in
             ``MirroredStrategy``. None on cores is ``"gloo"``, for all but the parameters of one
             host; with ``engine="gloo"`` each core has memory of its own for these, too.
+        threads_per_device: as in ``MirroredStrategy``.
         timeout_seconds: longest wait for a replica; a longer one is an error.
 
     Raises:
@@ -74,6 +76,7 @@ class FullyShardedStrategy(Strategy):
         offload: str | os.PathLike[str] | None = None,
         num_shares: int | None = None,
         engine: str | None = None,
+        threads_per_device: int | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         check_devices(devices)
@@ -92,6 +95,7 @@ class FullyShardedStrategy(Strategy):
         _check_offload(problems, offload, level)
         check_shares(problems, num_shares)
         check_engine(problems, engine)
+        check_threads(problems, threads_per_device)
         check_timeout(problems, timeout_seconds)
         problems.raise_if_any(OptionError)
         if devices is None and (self.reach == "one host" or find_place(os.environ) is None):
@@ -102,6 +106,7 @@ class FullyShardedStrategy(Strategy):
         self.recompute = recompute if isinstance(recompute, bool) else tuple(recompute)
         self.offload = offload if offload in (None, *IN_HOST_MEMORY) else os.path.abspath(offload)
         self.num_shares = num_shares
+        self.threads_per_device = threads_per_device
         self.timeout_seconds = timeout_seconds
         names = device_names(self.devices, discover().hosts[0])
         if kind_of(names[0]) == tpu.KIND:
@@ -124,6 +129,7 @@ class FullyShardedStrategy(Strategy):
 
     def maker(self, precision: str = "fp32") -> Maker:
         maker = over(self.engine, replace(self._mirrored, precision=precision))
+        maker = threaded(self.threads_per_device, maker)
         return FullySharded(
             maker=maker,
             level=self.level,

@@ -72,6 +72,7 @@ class HybridStrategy(StagedStrategy):
         devices: as in ``PipelineStrategy``; with ``tensor`` those that divide layers together come
             together, and without stages named ones are of one host.
         engine: as in ``PipelineStrategy``.
+        threads_per_device: as in ``PipelineStrategy``.
         timeout_seconds: longest wait for a device; a longer one is an error.
 
     Raises:
@@ -102,11 +103,17 @@ class HybridStrategy(StagedStrategy):
         compression: str | Compression | None = None,
         devices: Sequence[str] | None = None,
         engine: str | None = None,
+        threads_per_device: int | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         problems = Problems()
         check_devices(devices, counted_by="`data`, `pipe`, `tensor` and `shard`")
-        common = {"devices": devices, "engine": engine, "timeout_seconds": timeout_seconds}
+        common = {
+            "devices": devices,
+            "engine": engine,
+            "threads_per_device": threads_per_device,
+            "timeout_seconds": timeout_seconds,
+        }
         given: _Given = {
             "pipe": pipe,
             "cuts": cuts,
@@ -201,6 +208,7 @@ class HybridStrategy(StagedStrategy):
         self._inner = inner
         self.reach = inner.reach
         self.engine = inner.engine
+        self.threads_per_device = inner.threads_per_device
         self.timeout_seconds = inner.timeout_seconds
 
     def maker(self, precision: str = "fp32") -> Maker:

@@ -10,6 +10,7 @@ from lockstep.options import check_count, check_timeout
 from lockstep.plan.devices import Devices, check_devices, device_names
 from lockstep.plan.engines import backend_for, check_engine, check_leave, over
 from lockstep.plan.makers.data_parallel import Maker, Mirrored
+from lockstep.plan.makers.threaded import check_threads, threaded
 from lockstep.strategies.base import Strategy
 from lockstep.tracebacks import public_methods
 
@@ -37,7 +38,7 @@ class MirroredStrategy(Strategy):
             (``"nccl"``, ``"xccl"``), with a copy for each replica. ``"gloo"`` works for all, and
             copies tensors of accelerators through host memory. With a named engine, ``devices`` may
             name an accelerator twice, for tests.
-        threads_per_device: compute threads of each replica; None is 1 on cores. Sums within a
+        threads_per_device: compute threads of each replica on cores; None is one. Sums within a
             replica depend on it, in the last bits.
         timeout_seconds: longest wait for a replica; a longer one is an error.
 
@@ -75,14 +76,14 @@ class MirroredStrategy(Strategy):
         backend_for(engine, device_names(self.devices, discover().hosts[0]))
 
     def maker(self, precision: str = "fp32") -> Maker:
-        maker = Mirrored(
+        maker: Maker = Mirrored(
             devices=tuple(self.devices) if isinstance(self.devices, Sequence) else self.devices,
             num_shares=self.num_shares,
             channels_last=self.channels_last,
-            threads_per_device=self.threads_per_device,
             precision=precision,
         )
-        return over(self.engine, maker, num_shares=self.num_shares)
+        maker = over(self.engine, maker, num_shares=self.num_shares)
+        return threaded(self.threads_per_device, maker)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -93,12 +94,6 @@ def check_shares(problems: Problems, num_shares: object) -> None:
     """Note a number that is neither None nor an integer of at least 1."""
     fix = "Leave it out for one share per device."
     check_count("num_shares", num_shares, problems, optional=True, fix=fix)
-
-
-def check_threads(problems: Problems, threads_per_device: object) -> None:
-    """Note a number that is neither None nor an integer of at least 1."""
-    fix = "Leave it out for one thread of each replica on a core."
-    check_count("threads_per_device", threads_per_device, problems, optional=True, fix=fix)
 
 
 def check_format(problems: Problems, channels_last: object) -> None:

@@ -9,9 +9,10 @@ from lockstep.plan.engines import check_engine, over
 from lockstep.plan.makers.compressed import compressed
 from lockstep.plan.makers.data_parallel import Maker
 from lockstep.plan.makers.many_hosts import DEFAULT_GBIT_PER_SECOND, MirroredHosts
+from lockstep.plan.makers.threaded import check_threads, threaded
 from lockstep.plan.program.compression import Compression, check_carrier, find_compression
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.mirrored import check_format, check_shares, check_threads
+from lockstep.strategies.mirrored import check_format, check_shares
 from lockstep.tracebacks import public_methods
 
 
@@ -74,18 +75,19 @@ class MultiWorkerMirroredStrategy(Strategy):
         check_timeout(problems, timeout_seconds)
         problems.raise_if_any(OptionError)
         self.engine = engine
+        self.threads_per_device = threads_per_device
         self.timeout_seconds = timeout_seconds
         self._maker = MirroredHosts(
             devices_per_host=devices_per_host,
             num_shares=num_shares,
             channels_last=channels_last,
             gbit_per_second=network_gbit_per_second,
-            threads_per_device=threads_per_device,
         )
 
     def maker(self, precision: str = "fp32") -> Maker:
         maker = compressed(self._compression, replace(self._maker, precision=precision))
-        return over(self.engine, maker, num_shares=self._maker.num_shares)
+        maker = over(self.engine, maker, num_shares=self._maker.num_shares)
+        return threaded(self.threads_per_device, maker)
 
     @property
     def num_replicas_in_sync(self) -> int:

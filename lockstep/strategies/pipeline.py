@@ -11,6 +11,7 @@ from lockstep.plan.devices import check_devices
 from lockstep.plan.engines import check_engine, check_leave, over
 from lockstep.plan.makers.compressed import compressed
 from lockstep.plan.makers.data_parallel import Maker
+from lockstep.plan.makers.threaded import check_threads, threaded
 from lockstep.plan.pipeline.pipelines import Pipelined
 from lockstep.plan.pipeline.schedules import SCHEDULES
 from lockstep.plan.program.compression import Compression
@@ -27,7 +28,13 @@ class StagedStrategy(Strategy):
     _compression: Compression | None = None
 
     def _set_up(
-        self, problems: Problems, *, engine: str | None, timeout_seconds: float, **options: Any
+        self,
+        problems: Problems,
+        *,
+        engine: str | None,
+        threads_per_device: int | None,
+        timeout_seconds: float,
+        **options: Any,
     ) -> None:
         """Check options, which ``PipelineStrategy`` explains, and make the maker.
 
@@ -41,6 +48,7 @@ class StagedStrategy(Strategy):
         _check_recompute(problems, options["recompute"])
         check_timeout(problems, timeout_seconds)
         check_engine(problems, engine)
+        check_threads(problems, threads_per_device)
         problems.raise_if_any(OptionError)
         check_devices(devices, counted_by="`stages`")
         if devices is not None:
@@ -48,11 +56,12 @@ class StagedStrategy(Strategy):
         lists = {name: tuple(one) for name, one in options.items() if _is_list(one)}
         self._maker = Pipelined(**{**options, **lists})
         self.engine = engine
+        self.threads_per_device = threads_per_device
         self.timeout_seconds = timeout_seconds
 
     def maker(self, precision: str = "fp32") -> Maker:
         maker = compressed(self._compression, replace(self._maker, precision=precision))
-        return over(self.engine, maker)
+        return threaded(self.threads_per_device, over(self.engine, maker))
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -82,6 +91,7 @@ class PipelineStrategy(StagedStrategy):
         engine: moves tensors between devices. None is shared memory, and Lockstep's own channels
             between hosts; ``"gloo"`` is torch.distributed. On accelerators see
             ``MirroredStrategy``.
+        threads_per_device: see ``MirroredStrategy``; cuts are made for one thread.
         timeout_seconds: longest wait for a device; a longer one is an error.
 
     Raises:
@@ -99,6 +109,7 @@ class PipelineStrategy(StagedStrategy):
         memory_bytes: int | None = None,
         devices: Sequence[str] | None = None,
         engine: str | None = None,
+        threads_per_device: int | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         problems = Problems()
@@ -113,6 +124,7 @@ class PipelineStrategy(StagedStrategy):
             memory_bytes=memory_bytes,
             devices=devices,
             engine=engine,
+            threads_per_device=threads_per_device,
             timeout_seconds=timeout_seconds,
         )
 

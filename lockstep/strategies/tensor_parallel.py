@@ -12,6 +12,7 @@ from lockstep.plan.engines import backend_for, check_engine, check_leave, over
 from lockstep.plan.makers.data_parallel import Maker
 from lockstep.plan.makers.sharded import FullySharded
 from lockstep.plan.makers.tensor import TensorParallel
+from lockstep.plan.makers.threaded import check_threads, threaded
 from lockstep.strategies.base import Strategy
 from lockstep.tracebacks import public_methods
 
@@ -34,6 +35,7 @@ class TensorParallelStrategy(Strategy):
         devices: names of the processes' devices, such as ``["cuda:0", "cuda:1"]``; None is
             accelerators if there are any, else cores.
         engine: moves tensors between processes, see ``MirroredStrategy``.
+        threads_per_device: see ``MirroredStrategy``.
         timeout_seconds: longest wait for a process; a longer one is an error.
 
     Raises:
@@ -50,12 +52,14 @@ class TensorParallelStrategy(Strategy):
         split: str = "layers",
         devices: Sequence[str] | None = None,
         engine: str | None = None,
+        threads_per_device: int | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         problems = Problems()
         _check_split(problems, split, whole)
         check_division(problems, degree, num_tensor_shards, whole)
         check_engine(problems, engine)
+        check_threads(problems, threads_per_device)
         check_timeout(problems, timeout_seconds)
         problems.raise_if_any(OptionError)
         check_devices(devices, counted_by="`degree`")
@@ -74,12 +78,14 @@ class TensorParallelStrategy(Strategy):
         )
         self.degree = len(names)
         self.engine = engine
+        self.threads_per_device = threads_per_device
         self.timeout_seconds = timeout_seconds
         check_division(problems, self.degree, num_tensor_shards)
         problems.raise_if_any(OptionError)
 
     def maker(self, precision: str = "fp32") -> Maker:
         maker = over(self.engine, replace(self._maker, precision=precision))
+        maker = threaded(self.threads_per_device, maker)
         if self._shares_memory:
             return maker
         # Ranks keep only their part of the parameters.

@@ -9,7 +9,7 @@ replicas that step on their own and average what they have come to.
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 
@@ -257,13 +257,11 @@ class Mirrored(Maker):
         devices: of the replicas, see ``plan.devices``.
         num_shares: parts of each global batch; None is one per replica.
         channels_last: the memory format of images; None chooses.
-        threads_per_device: of each replica; None chooses.
     """
 
     devices: Devices = None
     num_shares: int | None = None
     channels_last: bool | None = None
-    threads_per_device: int | None = None
     precision: str = "fp32"
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
@@ -287,7 +285,7 @@ class Mirrored(Maker):
             strategy="mirrored",
             mesh=(Axis(name="data", size=replicas),),
             devices=devices,
-            threads_per_device=threads_for(devices, cores, self.threads_per_device),
+            threads_per_device=threads_for(devices, cores),
             num_shares=shares,
             interleaved=shares > replicas
             and any(layer.uses_batch_statistics for layer in graph.layers),
@@ -296,18 +294,8 @@ class Mirrored(Maker):
             update=LocalUpdate() if replicas == shares == 1 else SlicedUpdate(),
             precision=self.precision,
             channels_last=_has_channels_last(self.channels_last, graph, self.precision),
-            notes=tuple(self._notes(devices, shares, cores, batch_size)),
+            notes=tuple(_notes(devices, shares, cores, batch_size)),
         )
-
-    def _notes(
-        self, devices: Sequence[str], shares: int, cores: int, batch_size: int
-    ) -> Iterator[str]:
-        replicas, threads = len(devices), self.threads_per_device or 1
-        if is_cpu(devices) and replicas * threads > cores:
-            each = f" of {threads} threads" if threads > 1 else ""
-            yield f"{replicas} replicas{each} share {cores} cores: right for tests, not for speed."
-        if batch_size < shares:
-            yield f"Batches of {batch_size} leave {shares - batch_size} of {shares} shares empty."
 
 
 def _has_channels_last(given: bool | None, graph: LayerGraph, precision: str) -> bool:
@@ -376,6 +364,17 @@ def row_limit(layer: Layer, tied: Collection[str], batch_size: int) -> int:
         return 0
     limit = weight.size // sum(weight.shape) // 2
     return limit if weight.size >= _SMALLEST_BY_ROWS and limit >= batch_size else 0
+
+
+def _notes(devices: Sequence[str], shares: int, cores: int, batch_size: int) -> list[str]:
+    notes, replicas = [], len(devices)
+    if is_cpu(devices) and replicas > cores:
+        notes.append(f"{replicas} replicas share {cores} cores: right for tests, not for speed.")
+    if batch_size < shares:
+        notes.append(
+            f"Batches of {batch_size} leave {shares - batch_size} of {shares} shares empty."
+        )
+    return notes
 
 
 INEXACT = "Replicas train apart between averages: the result is not that of one device."

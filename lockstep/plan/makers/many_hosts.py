@@ -37,7 +37,6 @@ class MirroredHosts(Maker):
         num_shares: parts of each global batch; None is one per replica.
         channels_last: the memory format of images; None chooses.
         gbit_per_second: how fast a host sends to another.
-        threads_per_device: of each replica; None chooses.
     """
 
     devices_per_host: int | None = None
@@ -45,7 +44,6 @@ class MirroredHosts(Maker):
     channels_last: bool | None = None
     gbit_per_second: float = DEFAULT_GBIT_PER_SECOND
     num_devices: int | None = None
-    threads_per_device: int | None = None
     precision: str = "fp32"
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
@@ -64,7 +62,6 @@ class MirroredHosts(Maker):
             devices=sum(counts),
             num_shares=self.num_shares,
             channels_last=self.channels_last,
-            threads_per_device=self.threads_per_device,
             precision=self.precision,
         )
         plan = maker(graph, Cluster(hosts=(together,)), batch_size)
@@ -74,7 +71,7 @@ class MirroredHosts(Maker):
             plan,
             strategy="multi-worker mirrored",
             devices=devices,
-            threads_per_device=threads_for(devices, together.num_cores, self.threads_per_device),
+            threads_per_device=threads_for(devices, together.num_cores),
         )
         if len(counts) == 1:
             return plan
