@@ -171,7 +171,15 @@ class ExtraError(LockstepError, ImportError):
 
 def problem(what: str, *, received: object, fix: str) -> str:
     """A message in the form of all of Lockstep's errors."""
-    return f"{what} Received: {received}. {fix}"
+    value = reason_of(received) if isinstance(received, OSError) else received
+    return f"{what} Received: {value}. {fix}"
+
+
+def reason_of(error: OSError) -> str:
+    """What an error of the operating system says, without its number."""
+    if error.strerror is None:
+        return str(error)
+    return error.strerror if error.filename is None else f"{error.strerror}: {error.filename!r}"
 
 
 # C0 and C1, but for ends of lines and tabs.

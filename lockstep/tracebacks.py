@@ -1,14 +1,13 @@
 """Shortens tracebacks to the frames of users' own code, without those of Lockstep.
 
 An error that leaves a public call (``public``) loses Lockstep's frames, so that scripts, notebooks,
-pytest and ``logging.exception`` show it equally. Frames of torch and Keras are left out, too,
-except the one that has raised. Errors that leave Lockstep in another way are shortened by
-``sys.excepthook``. ``LOCKSTEP_TRACEBACK=full`` keeps all frames.
+pytest and ``logging.exception`` show it equally. Frames of torch, Keras and Python's own modules
+are left out, too, except the one that has raised. Errors that leave Lockstep in another way are
+shortened by ``sys.excepthook``. ``LOCKSTEP_TRACEBACK=full`` keeps all frames.
 
 Ctrl-C in a public call ends a script with two lines: the exception, and the state that it leaves.
 """
 
-import contextlib
 import functools
 import os
 import re
@@ -20,8 +19,8 @@ from typing import Any, ParamSpec, TypeVar
 from lockstep.errors import HostError, LockstepError, WorkerError
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_LIBRARIES = ("torch", "keras", "runpy", "concurrent", "threading")
-_PASSING = (contextlib.__file__, __file__)  # frames through which errors only pass
+_LIBRARIES = ("torch", "keras")
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _DELIBERATE = (LockstepError, OSError, KeyboardInterrupt, SystemExit)
 _BEGINS = "Lockstep: "
 _HINT = _BEGINS + "LOCKSTEP_TRACEBACK=full shows all frames."
@@ -102,7 +101,10 @@ def _shortened(error: BaseException, has_own_end: bool) -> TracebackType | None:
     frames = [*_frames(error)]
     kept = [one for one in frames if not (_is_own(one) or _is_of_library(one))]
     last = frames[-1:]
-    is_library = bool(last) and _is_of_library(last[0]) and not isinstance(error, LockstepError)
+    is_told = isinstance(error, LockstepError) or (
+        isinstance(error, OSError) and not is_of_user(error)
+    )
+    is_library = bool(last) and _is_of_library(last[0]) and not is_told
     if has_own_end or (is_library and last[0].tb_frame.f_code.co_filename != __file__):
         kept += last
     shown: TracebackType | None = None
@@ -124,8 +126,15 @@ def _has_own_end(error: BaseException) -> bool:
     is_brought = isinstance(error.__cause__, WorkerError | HostError)  # raised by another process
     if isinstance(error, _DELIBERATE) or is_brought or not frames or not _is_own(frames[-1]):
         return False
-    inside = frames[[*map(_is_own, frames)].index(True) :]
-    return all(_is_own(one) or _is_of_library(one) for one in inside)  # nothing of the user's
+    return not is_of_user(error)
+
+
+def is_of_user(error: BaseException) -> bool:
+    """True if it was raised outside of Lockstep, or by the user's code that Lockstep has called."""
+    frames = [*_frames(error)]
+    own = [number for number, one in enumerate(frames) if _is_own(one)]
+    inside = frames[own[0] :] if own else []
+    return not inside or not all(_is_own(one) or _is_of_library(one) for one in inside)
 
 
 def _is_own(one: TracebackType) -> bool:
@@ -136,7 +145,8 @@ def _is_own(one: TracebackType) -> bool:
 def _is_of_library(one: TracebackType) -> bool:
     file = one.tb_frame.f_code.co_filename
     package = str(one.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
-    return package in _LIBRARIES or file in _PASSING or file.startswith("<frozen ")
+    is_standard = file.startswith(_STANDARD_LIBRARY) and "-packages" + os.sep not in file
+    return package in _LIBRARIES or is_standard or file == __file__ or file.startswith("<frozen ")
 
 
 # --- where errors leave Lockstep ------------------------------------------------------------------

@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import NoReturn
 
 import lockstep
-from lockstep.errors import LockstepError
+from lockstep import tracebacks
+from lockstep.errors import LockstepError, reason_of
 
 # Command -> (its module, summary). A module has add_arguments(parser) and run(options) -> int.
 COMMANDS = {
@@ -78,8 +79,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(given)
     try:
         return int(import_module(COMMANDS[options.command][0]).run(options))
-    except (LockstepError, ConnectionError) as error:
-        print(f"lockstep {options.command}: {error}", file=sys.stderr)  # noqa: T201
+    except (LockstepError, OSError) as error:
+        if isinstance(error, OSError) and tracebacks.is_of_user(error):
+            raise
+        text = reason_of(error) if isinstance(error, OSError) else error
+        print(f"lockstep {options.command}: {text}", file=sys.stderr)  # noqa: T201
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)  # noqa: T201

@@ -230,7 +230,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "no place to write": (
         ["--hosts=1", "--devices=1", "-o", "/nowhere/job", "a.py"],
-        ["--output must be a writable file. Received: [Errno 2]"],
+        ["--output must be a writable file. Received: No such file or directory: '/nowhere/job'"],
     ),
     "whose option is it": (
         ["--hosts=1", "--devices=1", "a.py", "x", "--time", "3"],

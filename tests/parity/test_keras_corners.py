@@ -475,6 +475,23 @@ def test_layers_in_float8_are_refused(strategy: Any) -> None:
         fitted(model)
 
 
+def test_weights_of_another_dtype_do_not_narrow_the_data() -> None:
+    """Keras has LoRA's weights in float32, also beside float64."""
+    x, y = zoo.vectors(41), zoo.vectors(41, length=1, seed=1)
+    found = []
+    for scope in (nullcontext(), lockstep.SingleDeviceStrategy().scope()):
+        keras.utils.set_random_seed(1)
+        with zoo.true_float64(), scope:
+            model = stacked(layers.Dense(4), layers.Dense(1))
+            for layer in model.layers:
+                layer.enable_lora(2)
+            model.compile("adam", "mse")
+            history = fitted(model, x, y)
+        found.append([history["loss"], *model.get_weights()])
+    for plain, own in zip(*found, strict=True):
+        np.testing.assert_array_equal(own, plain)
+
+
 class Noisy(layers.Layer):  # type: ignore[misc]  # Keras is untyped
     """Draws one number for all samples."""
 

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 import lockstep
 from lockstep.errors import LossError, ModelError
@@ -101,7 +102,40 @@ def test_what_depends_on_the_samples_is_refused(strategy: str) -> None:
     assert int(model[1].steps) <= 4  # type: ignore[index]
 
 
-@pytest.mark.parametrize("strategy", ["mirrored-2", "pipeline-2"])
+class Measured(nn.Module):
+    """Keeps the mean of its outputs, as models of Lightning keep metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net(nn.Linear(6, 8))
+        self.mean = MeanMetric()
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.inner(x)
+        self.mean.update(outputs.detach())
+        return outputs
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_metric_within_the_model_sees_all_samples_or_is_refused(devices: int) -> None:
+    model = Measured()
+    trainer = lockstep.Trainer(
+        model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD,
+        strategy=lockstep.MirroredStrategy(devices),
+    )
+    if devices == 1:
+        trainer.fit((X, Y), batch_size=10, verbose=0)
+        assert model.mean.weight == 3 * len(X)
+        return
+    with pytest.raises(ModelError, match=r"metrics=\{\.\.\.\}"):
+        trainer.fit((X, Y), batch_size=10, verbose=0)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["mirrored-2", pytest.param("pipeline-2", marks=pytest.mark.exhaustive)]
+)
 def test_statistics_of_instance_norm_are_refused(strategy: str) -> None:
     norm = nn.Sequential(
         nn.Unflatten(1, (2, 4)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()

@@ -376,6 +376,7 @@ def test_what_if(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> 
         (["--shares", "3"], "These options are a strategy's"),
         (["--strategy", "magic"], "must name a strategy, or the file of a Plan"),
         (["--cluster", "nowhere.toml"], "The cluster file must exist"),
+        (["--output", "/nowhere/it"], "lockstep plan: No such file or directory: '/nowhere/it'"),
     ],
 )
 def test_mistakes_take_one_line(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep import tracebacks
 from lockstep.errors import DeviceError, Problems
+from lockstep.graph.layer_graph import LayerGraph
 
 DATA = (torch.ones(4, 3), torch.ones(4, 1))
 
@@ -133,6 +134,12 @@ def test_a_cause_whose_words_an_error_repeats_is_not_shown_beside_it() -> None:
 def test_a_model_without_parameters_is_named() -> None:
     with pytest.raises(lockstep.errors.ModelError, match=r"no parameters.*Received: ReLU"):
         trainer(nn.ReLU())
+
+
+def test_a_file_that_is_not_there_has_no_frames_of_python_itself() -> None:
+    error = raised(lambda: tracebacks.public(LayerGraph.load)("nothing.json"))
+    assert isinstance(error, FileNotFoundError)
+    assert not any("pathlib" in line for line in shown(error))
 
 
 def test_causes_contexts_and_groups_are_shortened_too() -> None:

@@ -139,7 +139,9 @@ class KerasModel(FrontEndModel):
     def precision(self) -> str:
         """One of the Trainer's options; Keras's dtype policies decide what layers compute in."""
         sizes = {parameter.dtype.itemsize for parameter in self.parameters()}
-        is_wide = sizes == {8} if sizes else keras.config.floatx() == "float64"
+        # Of several dtypes, as with LoRA's float32 beside float64, Keras passes data in floatx.
+        is_mixed = not sizes or (len(sizes) > 1 and 8 in sizes)
+        is_wide = keras.config.floatx() == "float64" if is_mixed else sizes == {8}
         return "fp64" if is_wide else "fp32"
 
     def __getstate__(self) -> dict[str, Any]:

@@ -6,11 +6,14 @@ the vectors of a power iteration). A moving average over a layer's inputs would 
 the samples, and a different one on every device: then the shares' buffers differ. BatchNorm's
 statistics are exempt: they are computed from all shares (``parallel.data_parallel.batch_norm``).
 
-Parameters are in memory that ranks share, and each share would change them again.
+Parameters are in memory that ranks share, and each share would change them again. A torchmetrics
+metric within the model would count the shares of its own rank.
 """
 
+import sys
 import zlib
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,6 +56,8 @@ class SideEffects:
         self._marks: dict[str, float] = {}
         self._parameters: dict[str, object] = {}
         self._places: dict[str, object] = {}
+        self._metrics = _metrics_of(model)
+        self._updates: list[int] = []
 
     def begin(self, *, is_divided: bool) -> None:
         """Begin a training batch, of several shares or of one."""
@@ -61,6 +66,7 @@ class SideEffects:
         self._places = self._places_now() if self.is_due else {}
         self._is_compared = is_divided and self.is_due
         if self._is_compared:
+            self._updates = [metric._update_count for metric in self._metrics.values()]
             self._parameters = self._looks()
             self._first = self._marks_now()
             self._marks = {}
@@ -86,9 +92,16 @@ class SideEffects:
         """Check after the forward passes of all shares; every rank calls it.
 
         Raises:
-            ModelError: on all ranks, with the first buffer that differs between shares.
+            ModelError: on all ranks, with the first buffer that differs between shares, or with a
+                metric that shares have updated.
         """
-        if not (self._is_compared and self._names):
+        if not self._is_compared:
+            return
+        if board is not None:
+            for before, (name, metric) in zip(self._updates, self._metrics.items(), strict=True):
+                if metric._update_count != before:
+                    raise _counts_share(name)
+        if not self._names:
             return
         changed = [name for name, mark in self._marks.items() if mark != self._first[name]]
         if not any(_gathered(board, float(len(changed)))):
@@ -127,6 +140,14 @@ class SideEffects:
             for name in self._names
             if name in buffers and (names is None or name in names)
         }
+
+
+def _metrics_of(model: nn.Module) -> dict[str, Any]:
+    """The torchmetrics metrics within a model, by path."""
+    library = sys.modules.get("torchmetrics")  # a model has none, if it was never imported
+    if library is None:
+        return {}
+    return {name: one for name, one in model.named_modules() if isinstance(one, library.Metric)}
 
 
 def _shortened(model: nn.Module) -> frozenset[str]:
@@ -178,4 +199,13 @@ def _changes_parameter(name: str, how: str = "") -> ModelError:
         fix="Keep values that follow the weights, such as a teacher's average, in buffers, or "
         "change them in a callback's on_train_batch_end. Convert the inputs of a module, not the "
         "module. Use max_norm=None for an embedding that several ranks hold.",
+    )
+
+
+def _counts_share(name: str) -> ModelError:
+    return ModelError(
+        "A metric within the model sees only the samples of its own device.",
+        received=f"metric {name!r}, which the model or its train_step has updated",
+        fix="Pass it to the Trainer, metrics={...}; with a train_step that gives values for "
+        "validation and evaluate. Or train on one device.",
     )

@@ -63,7 +63,7 @@ def best_plans(
             fix="Choose a strategy yourself.",
         )
     if not found[0].cost.fits:
-        raise _nothing_fits(found)
+        raise _nothing_fits(found, refused)
     best = found[0]
     ranked = [
         Ranked(candidate=one, reason="" if one is best else reason_against(one, best, objective))
@@ -120,8 +120,9 @@ def _memory_reason(loser: Candidate, best: Candidate) -> str:
     return f"{part}: {format_bytes(more[part])} more"
 
 
-def _nothing_fits(found: Sequence[Candidate]) -> PlanError:
+def _nothing_fits(found: Sequence[Candidate], refused: Sequence[Ranked]) -> PlanError:
     """The candidate that lacks least says what would make it fit."""
+    fitting = [f"; {one.candidate.name} would fit, and {one.reason}" for one in refused[:1]]
     lacks = []
     for one in found:
         assert one.cost.excess is not None
@@ -131,7 +132,7 @@ def _nothing_fits(found: Sequence[Candidate]) -> PlanError:
     return PlanError(
         "Nothing fits into the memory of these devices.",
         received=f"a plan may fill {format_bytes(limit)} of a device, {USABLE:.0%} of its memory; "
-        f"{one.name} needs least, {format_bytes(needed)} on rank {rank}",
+        f"{one.name} needs least, {format_bytes(needed)} on rank {rank}{''.join(fitting)}",
         fix=f"Use devices with {format_bytes(lack / USABLE)} more, more devices, or a smaller "
         "batch.",
     )
