@@ -3,13 +3,15 @@
 import pickle
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep import accelerators
@@ -28,10 +30,20 @@ _ACCESS = {"__get__": getattr, "__set__": setattr}
 
 
 class LeafCall:
-    """A call of a module as a whole."""
+    """A call of a module as a whole.
 
-    def __init__(self, path: str, call: Callable[..., Any]) -> None:
+    Args:
+        path: of the module.
+        module: the module.
+        call: calls it.
+
+    Attributes:
+        own: ids of its tensors.
+    """
+
+    def __init__(self, path: str, module: nn.Module, call: Callable[..., Any]) -> None:
         self.path = path
+        self.own = {*map(id, module.parameters()), *map(id, module.buffers())}
         self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,6 +57,7 @@ class CallRecorder(TorchDispatchMode):
         reads_data: the call makes a number of a tensor's values.
         chooses_by_value: the shape of its result depends on values.
         draws: the call may draw random numbers.
+        used: ids of tensors that its operators get.
     """
 
     def __init__(self) -> None:
@@ -61,11 +74,13 @@ class CallRecorder(TorchDispatchMode):
         self.reads_data = False
         self.chooses_by_value = False
         self.draws = False
+        self.used: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         tags = func.tags
+        self.used.update(map(id, tensors_of(args)))
         self.reads_data |= torch.Tag.data_dependent_output in tags
         self.draws |= torch.Tag.nondeterministic_seeded in tags
         if torch.Tag.dynamic_output_shape in tags:
@@ -75,15 +90,47 @@ class CallRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def uncompiled() -> AbstractContextManager[Any]:
-    """Within the block code that torch.compile has compiled runs uncompiled.
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Within the block code that torch.compile or TorchScript has compiled runs uncompiled.
 
     Code whose first call is under a dispatch mode would never be compiled afterwards.
     """
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()  # nothing is compiled, and the machinery takes a second to import
-    eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return eager
+    with ExitStack() as stack:
+        stack.enter_context(scripts_as_python())
+        if "torch._dynamo" in sys.modules:  # else nothing is, and it takes a second to import
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+_run_script = torch.jit.ScriptFunction.__call__
+_num_blocks = 0
+_lock = threading.Lock()  # Trainers may train in several threads
+
+
+@contextmanager
+def scripts_as_python() -> Iterator[None]:
+    """Within the block functions of TorchScript run as the Python that they were made from.
+
+    A script shows its operations to no mode, takes plain tensors only, and rounds otherwise from
+    its third call on.
+    """
+    global _num_blocks
+    with _lock:
+        _num_blocks += 1
+        torch.jit.ScriptFunction.__call__ = _run_python  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_blocks -= 1
+            if not _num_blocks:
+                torch.jit.ScriptFunction.__call__ = _run_script  # type: ignore[method-assign]
+
+
+def _run_python(script: Any, *args: Any, **kwargs: Any) -> Any:
+    function = getattr(script, "_torchdynamo_inline", None)  # None in a script from a file
+    return _run_script(script, *args, **kwargs) if function is None else function(*args, **kwargs)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lockstep.capture.calls import LeafCall
 from lockstep.capture.instructions import (
     CallFunction,
     GetAttribute,
@@ -231,6 +232,18 @@ class InstructionLog:
         if isinstance(value, torch.Tensor):
             return self._attributes.get(id(value))
         return self._modules.get(id(value)) if isinstance(value, nn.Module) else None
+
+    def check_own(self, leaf: LeafCall, used: set[int]) -> None:
+        """Check that a layer uses no tensors of others beside its arguments: they may be elsewhere.
+
+        Raises:
+            UntraceableError: it does.
+        """
+        inside = f"{leaf.path}." if leaf.path else ""
+        paths = sorted(self._attributes.get(one, inside) for one in used - leaf.own)
+        others = [path for path in paths if not path.startswith(inside)]
+        if others:
+            raise UntraceableError(f"calls {leaf.path!r}, which uses {others[0]!r}")
 
     def _fetch(self, path: str, value: Any) -> int:
         if path not in self._fetched:

@@ -212,6 +212,8 @@ class Recorder(TorchFunctionMode):
         self._watch.reset()
         result = func(*plain(args), **plain(kwargs))
         self._host_streams = host_streams()
+        if isinstance(func, LeafCall):
+            self._log.check_own(func, self._watch.used.difference(map(id, tensors)))
         changed = [
             tensor
             for tensor, version in zip(tensors, versions, strict=True)
@@ -365,7 +367,7 @@ class Recorder(TorchFunctionMode):
             if path is None:
                 return self._pass_through(module, lambda: original(module, *args, **kwargs))
             if path in self._leaves or is_leaf(module):
-                leaf = LeafCall(path, lambda *a, **k: original(module, *a, **k))
+                leaf = LeafCall(path, module, lambda *a, **k: original(module, *a, **k))
                 return handle_torch_function(leaf, (), *args, **kwargs)
             return self._enter(path, lambda: original(module, *args, **kwargs))
 

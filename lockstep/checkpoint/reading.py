@@ -8,6 +8,7 @@ followed (``local_storage``).
 """
 
 import hashlib
+import json
 import os
 import warnings
 from collections.abc import Callable, Collection, Sequence
@@ -31,6 +32,7 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.checkpoint.storage import Folder, Storage, folder_of
 from lockstep.checkpoint.trees import Tensors
+from lockstep.checkpoint.weights import as_written
 from lockstep.errors import CheckpointError, level_of_user
 
 _LARGEST_MANIFEST = 1 << 30
@@ -242,7 +244,9 @@ def _hash(data: bytes) -> str:
 
 def _parsed(data: bytes, name: str) -> dict[str, torch.Tensor]:
     try:
-        return parse_tensors(data)
+        tensors = parse_tensors(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return as_written(tensors, header.get("__metadata__", {}))
     except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"{name} is not a safetensors file: {error}") from error
 

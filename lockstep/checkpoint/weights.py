@@ -21,6 +21,8 @@ WriteTensors = Callable[[State, dict[str, str], BinaryIO], None]
 """Writes tensors and metadata to a new file, in the format of safetensors."""
 
 _ALIAS = "alias:"
+# The format has no complex128: such a tensor is written as pairs of float64, and metadata names it.
+_PAIRS = "complex128:"
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -30,6 +32,7 @@ _DTYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
     torch.complex64: "C64",
+    torch.complex128: "F64",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -151,14 +154,16 @@ def header_of(tensors: State, metadata: dict[str, str]) -> tuple[bytes, dict[str
     The format of safetensors: size of the header, the header as JSON, the elements.
     https://huggingface.co/docs/safetensors/index#format
     """
-    header: dict[str, Any] = {"__metadata__": metadata}
+    pairs = {name for name, tensor in tensors.items() if tensor.dtype == torch.complex128}
+    noted = {_PAIRS + name: "" for name in sorted(pairs)}
+    header: dict[str, Any] = {"__metadata__": metadata | noted}
     starts = {}
     end = 0
     for name, tensor in tensors.items():
         starts[name], end = end, end + tensor.nbytes
         header[name] = {
             "dtype": _dtype_name(name, tensor),
-            "shape": list(tensor.shape),
+            "shape": [*tensor.shape, 2] if name in pairs else list(tensor.shape),
             "data_offsets": [starts[name], end],
         }
     text = json.dumps(header).encode()
@@ -274,9 +279,12 @@ def _check_tensors(own: State, loaded: State, problems: Problems) -> None:
 def _read(path: str | os.PathLike[str]) -> State:
     try:
         with safe_open(_checked(path), framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata() or {}
-    except (SafetensorError, OSError, ValueError) as error:
+            tensors = as_written(
+                {name: file.get_tensor(name) for name in file.keys()},  # noqa: SIM118
+                metadata,
+            )
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise _no_weights(path, error) from error
     aliases = {
         key.removeprefix(_ALIAS): first for key, first in metadata.items() if key.startswith(_ALIAS)
@@ -295,9 +303,22 @@ def mapped_tensors(path: str) -> State:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return as_written(tensors, file.metadata() or {})
     except (SafetensorError, ValueError, RuntimeError) as error:
         raise _no_weights(path, error) from error
+
+
+def as_written(tensors: State, metadata: Mapping[str, str]) -> State:
+    """The tensors of a file with its metadata; complex ones are views of their pairs.
+
+    Raises:
+        RuntimeError: a tensor that is said to have pairs has none.
+    """
+    return {
+        name: torch.view_as_complex(one) if _PAIRS + name in metadata else one
+        for name, one in tensors.items()
+    }
 
 
 def _checked(path: Any) -> str:

@@ -184,6 +184,40 @@ def test_a_function_weighs_its_samples_itself(strategy: str) -> None:
     assert_same(ours, theirs)
 
 
+def penalised(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Asks for gradients of the weights, and differentiates these again."""
+    errors = (model(batch[0]) - batch[1]).square().mean(1)
+    weights = list(model.parameters())
+    gradients = torch.autograd.grad(errors.mean(), weights, create_graph=True)
+    unused = torch.autograd.grad(model(batch[0]).sum(), weights[:1], allow_unused=True)
+    assert unused[0] is not None
+    penalty: Tensor = sum((one.square().sum() for one in gradients), start=unused[0].norm())
+    result: Tensor = errors + penalty
+    return result
+
+
+def test_a_step_asks_for_gradients_of_weights_that_are_divided() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 5))
+
+    ours, theirs = build_seeded(make), build_seeded(make).double()
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    trainer = lockstep.Trainer(
+        ours,
+        train_step=penalised,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        strategy=lockstep.TensorParallelStrategy(2),
+        precision="fp64",
+    )
+    trainer.fit((NOISE, REAL), batch_size=BATCH, shuffle=False, verbose=0)
+    for start in range(0, 44, BATCH):
+        batch = NOISE[start : start + BATCH], REAL[start : start + BATCH]
+        optimizer.zero_grad()
+        penalised(theirs, batch).mean().backward()
+        optimizer.step()
+    assert_same(ours, theirs)
+
+
 def infinite(model: Gan, batch: tuple[Tensor, Tensor]) -> Tensor:
     loss: Tensor = model.generator(batch[0] / 0).mean()
     return loss

@@ -193,6 +193,27 @@ def test_validation_by_batches(strategy: lockstep.Strategy) -> None:
         np.testing.assert_allclose(other.history[key], values, rtol=1e-6, err_msg=key)
 
 
+@pytest.mark.thorough
+def test_batches_of_validation_may_be_larger_than_those_of_training() -> None:
+    """Their messages between stages are, too."""
+    plain = zoo.compiled(zoo.sequential)
+    with lockstep.PipelineStrategy(2, microbatches=2).scope():
+        model = zoo.compiled(zoo.sequential)
+    data = zoo.vectors(44), zoo.classes(44)
+    one, other = (
+        each.fit(
+            *(part[:6] for part in data),
+            batch_size=3,
+            validation_data=data,
+            validation_batch_size=44,
+            verbose=0,
+            shuffle=False,
+        )
+        for each in (plain, model)
+    )
+    np.testing.assert_allclose(other.history["val_loss"], one.history["val_loss"], rtol=1e-6)
+
+
 def test_shuffling_is_a_function_of_the_seed() -> None:
     """Of the seed alone, and not of the number of devices."""
     found = []

@@ -40,6 +40,22 @@ def test_a_keras_model_with_attention(product: str) -> None:
         assert zoo.distance(plain, model) < 1e-12
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["full", "activations"])
+def test_layers_that_are_computed_again(mode: str) -> None:
+    def make() -> Any:
+        with keras.RematScope(mode=mode):
+            return zoo.compiled(zoo.sequential)
+
+    with zoo.true_float64():
+        plain = make()
+        with PRODUCTS["2"]().scope():
+            model = make()
+        for one in (plain, model):
+            one.fit(zoo.vectors(17), zoo.classes(17), batch_size=7, shuffle=False, verbose=0)
+        assert zoo.distance(plain, model) < 1e-12
+
+
 def test_layers_of_keras_are_divided() -> None:
     sample = np.zeros((7, 6), int), zoo.classes(7)
     model = zoo.compiled(attending, sample[0])

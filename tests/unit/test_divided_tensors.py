@@ -486,7 +486,7 @@ CASES: dict[Callable[[Any, Tensor], Tensor], set[str]] = {
     summed_over_columns: {"softmax"},
     own_function: {"Double", END},
     own_product: {"Product", "linear", END},
-    checkpointed: {END},
+    checkpointed: {"checkpoint"},
     penalised: set(),
     changed_after_a_look: {"argmax", END},
     with_dropout_in_attention: set(),

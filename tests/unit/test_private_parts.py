@@ -57,6 +57,8 @@ FUNCTIONS = (
     "_ops.OpOverload",
     "_ops.OpOverloadPacket",
     "autograd.Variable._execution_engine.run_backward",
+    "autograd._engine_run_backward",
+    "utils.checkpoint._CheckpointFrame.save_inputs",
     "nn.modules.batchnorm._BatchNorm",
     "nn.modules.dropout._DropoutNd",
     "ops.aten._scaled_dot_product_attention_math",

@@ -90,6 +90,31 @@ def partition(plan: Plan, trace: Trace, value_bytes: Mapping[int, int]) -> Parti
     )
 
 
+def partitions(
+    plan: Plan,
+    traced: Iterable[tuple[Trace, Mapping[int, int]]],
+    num_samples: int,
+    evaluated: int,
+) -> dict[bool, Partition]:
+    """Cut traces of training and evaluation into the Plan's stages.
+
+    Args:
+        plan: one with a pipeline.
+        traced: the traces, each with the sizes of its values.
+        num_samples: of which these are the sizes.
+        evaluated: samples of the largest batch that is evaluated, which may be more.
+    """
+    more = max(-(-evaluated // (plan.num_shares * num_samples)), 1)
+    return {
+        trace.training: partition(
+            plan,
+            trace,
+            sizes if trace.training else {value: more * size for value, size in sizes.items()},
+        )
+        for trace, sizes in traced
+    }
+
+
 def stages_of_layers(plan: Plan, trace: Trace) -> list[int]:
     """The stage of each layer of a trace.
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 import lockstep.parallel.tensor.attention_rules
@@ -20,6 +21,7 @@ import lockstep.parallel.tensor.einsum_rules
 import lockstep.parallel.tensor.loss_rules
 import lockstep.parallel.tensor.rules
 import lockstep.parallel.tensor.shape_rules  # noqa: F401  # they fill the table of rules
+from lockstep.capture.calls import scripts_as_python
 from lockstep.errors import ModelError
 from lockstep.parallel.data_parallel.functional_patch import Redirection
 from lockstep.parallel.tensor.divided_tensor import (
@@ -33,7 +35,7 @@ from lockstep.parallel.tensor.divided_tensor import (
     named,
 )
 from lockstep.parallel.tensor.shard_exchange import ShardExchange, Tensors
-from lockstep.parallel.tensor.transfers import cut_own
+from lockstep.parallel.tensor.transfers import cut_own, gather
 from lockstep.plan.splits import Split
 
 
@@ -85,7 +87,11 @@ class DividedParameters(Owner):
                     stack.enter_context(one.to(partial(self._call, one)))
                 for one in _HOOKS:
                     stack.enter_context(one.to(partial(self._hook, one)))
+                stack.enter_context(_BACKWARD.to(self._backward))
+                for one in _CHECKPOINTS:
+                    stack.enter_context(one.to(partial(_keep_whole, one)))
                 stack.enter_context(_whole_in_functions())
+                stack.enter_context(scripts_as_python())
                 yield
         finally:
             self._is_running = before
@@ -93,10 +99,12 @@ class DividedParameters(Owner):
     def _call(self, function: Redirection, *args: Any, **kwargs: Any) -> Any:
         """Call a function that may have a weight of the model among its arguments.
 
-        Within a transform of ``torch.func`` weights are whole: ranks exchange nothing there.
+        Within a transform of ``torch.func`` weights are whole: ranks exchange nothing there. So
+        they are for nested tensors, which have no parts of one size.
         """
         is_inside = getattr(_functions, "is_inside", False) or is_transformed()
-        if not is_inside and any(self._is_ours(one) for one in args[:12]):
+        is_whole = is_inside or any(map(_is_nested, args[:12]))
+        if not is_whole and any(self._is_ours(one) for one in args[:12]):
             return dispatch(self, function.plain, args, kwargs)
         return function.plain(*args, **kwargs)
 
@@ -113,6 +121,53 @@ class DividedParameters(Owner):
         if name:
             self._hooked.add(place)
         return function.plain(tensor, *args, **kwargs)
+
+    def _backward(self, outputs: Any, *args: Any, **options: Any) -> Any:
+        """Go backward; asked for the gradient of a divided parameter, form it from its shards'."""
+        gradients, retains_graph, creates_graph, inputs, *allows = args
+        names = [self._names.get(id(one), "") for one in inputs]
+        leaves = {name: self._used_leaves(name) for name in names if self.is_divided(name)}
+        if not any(leaves.values()) or is_transformed():
+            return _BACKWARD.plain(outputs, *args, **options)
+        every = (*inputs, *(leaf for own in leaves.values() for leaf in own))
+        given = gradients, retains_graph, creates_graph, every
+        if options.get("accumulate_grad"):
+            return _BACKWARD.plain(outputs, *given, *allows, **options)
+        found = _BACKWARD.plain(outputs, *given, True, accumulate_grad=False)
+        of_leaf = dict(zip(map(id, every), found, strict=True))
+        whole = [
+            self._formed(name, of_leaf, gradient) if leaves.get(name) else gradient
+            for name, gradient in zip(names, found, strict=False)
+        ]
+        if not all(allows) and any(gradient is None for gradient in whole):
+            raise RuntimeError("One of the differentiated Tensors was not used in the graph.")
+        return tuple(whole)
+
+    def _used_leaves(self, name: str) -> list[torch.Tensor]:
+        """This rank's parts of a parameter that backward can come to."""
+        parts = self._parts.get(name, [])  # an observer has none yet
+        return [leaf for part in parts for leaf in part.leaves if leaf.requires_grad]
+
+    def _formed(
+        self, name: str, of_leaf: Mapping[int, torch.Tensor | None], rest: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """The gradient of a parameter from those of its leaves, and of its uses as a whole."""
+        own = [[of_leaf.get(id(leaf)) for leaf in part.leaves] for part in self._parts[name]]
+        if not any(gradient is not None for gradients in own for gradient in gradients):
+            return rest
+        split = self._splits[name]
+        parts = [
+            torch.cat(
+                [
+                    torch.zeros_like(leaf) if gradient is None else gradient
+                    for leaf, gradient in zip(part.leaves, gradients, strict=True)
+                ],
+                split.dim,
+            )
+            for part, gradients in zip(self._parts[name], own, strict=True)
+        ]
+        whole = gather(self.exchange, parts, split, self._parameters[name].shape)
+        return whole if rest is None else whole + rest
 
     def may_divide(self, name: str, view: torch.Tensor) -> bool:
         place = name, int(view.storage_offset())
@@ -238,6 +293,11 @@ class DividedParameters(Owner):
                 part.clear()
 
 
+def _is_nested(argument: Any) -> bool:
+    is_plain = isinstance(argument, torch.Tensor) and not isinstance(argument, DividedTensor)
+    return is_plain and argument.is_nested
+
+
 def _is_unchanged(tensor: torch.Tensor, reference: weakref.ref[torch.Tensor], version: int) -> bool:
     """Whether a tensor is the one that was noted, and nobody has changed or hooked it since."""
     is_same = reference() is tensor and tensor._version == version
@@ -311,6 +371,24 @@ _REDIRECTIONS = [
 
 
 _HOOKS = [Redirection(name, torch.Tensor) for name in ("register_hook", "retain_grad")]
+
+# What ``torch.autograd.grad`` and ``backward`` call, whatever names users have for them.
+_BACKWARD = Redirection("_engine_run_backward", torch.autograd)
+
+# Torch's checkpoints keep their arguments by it, and are computed again from these.
+_CHECKPOINTS = [
+    Redirection("save_inputs", kind)
+    for kind in named("_CheckpointFrame", torch.utils.checkpoint)
+    if hasattr(kind, "save_inputs")
+]
+
+
+def _keep_whole(function: Redirection, frame: Any, *args: Any) -> None:
+    """Keep whole tensors, which the checkpoint gets in the forward pass, too."""
+    asking = torch.utils.checkpoint.checkpoint
+    plain = [one.left_whole(asking) if isinstance(one, DividedTensor) else one for one in args]
+    function.plain(frame, *plain)
+
 
 _apply = torch.autograd.Function.__dict__["apply"]
 _functions = threading.local()  # ``is_inside`` one's forward, whose results autograd records

@@ -141,6 +141,12 @@ class Validation:
         return self.epochs is None or epoch in self.epochs
 
 
+def evaluated_samples(task: object) -> int:
+    """Samples of a batch that a task evaluates between epochs; 0 if it does not."""
+    validation: Validation | None = getattr(task, "validation", None)
+    return 0 if validation is None else validation.data.batch_size
+
+
 class Evaluation(ABC):
     """How batches are evaluated, and their losses so far."""
 

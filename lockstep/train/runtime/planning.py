@@ -46,7 +46,7 @@ from lockstep.parallel.data_parallel.forward import (
     narrowed,
     running_lstms,
 )
-from lockstep.parallel.pipeline.partition import Partition, partition
+from lockstep.parallel.pipeline.partition import Partition, partitions
 from lockstep.parallel.settings import num_threads
 from lockstep.parallel.storage.allocator import keep_freed_memory
 from lockstep.parallel.storage.cpu_quirks import breaks_channels_last
@@ -125,6 +125,7 @@ class Planning:
         check: Callable[[Plan], object] = _as_made,
         *,
         for_training: bool = False,
+        evaluated: int = 0,
     ) -> tuple[Plan, Partitions]:
         """A Plan, and the model's stages in training and in evaluation.
 
@@ -138,6 +139,7 @@ class Planning:
             announce: called with the name of a step that may take long.
             check: refuses Plans, if one is to be chosen.
             for_training: the call trains; a choice for other calls is then checked again.
+            evaluated: samples of a batch that is evaluated, if these may be more.
 
         Raises:
             OptionError: a sample is needed and there is none.
@@ -151,8 +153,9 @@ class Planning:
             return settle(maker(capture_layers(self._model), cluster, batch_size)), {}
         with self._inputs(source, size, precision) as inputs:
             traced, graph = self._capture(inputs, precision, announce)
+            num_samples = len(next(tensors_of(inputs)))
         plan = settle(maker(graph, cluster, batch_size))
-        return plan, {trace.training: partition(plan, trace, sizes) for trace, sizes in traced}
+        return plan, partitions(plan, traced, num_samples, evaluated)
 
     def _choose(
         self,

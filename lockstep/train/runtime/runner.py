@@ -43,7 +43,7 @@ from lockstep.train.checkpointing.run_state import set_state, state_of
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.fit.fit_task import FitResult, FitTask
 from lockstep.train.fit.pipeline_trials import stages_on_samples
-from lockstep.train.fit.tasks import Task
+from lockstep.train.fit.tasks import Task, evaluated_samples
 from lockstep.train.input.data_adapter import DEFAULT_BATCH_SIZE, DataPipeline
 from lockstep.train.input.stream_broadcast import sample_of
 from lockstep.train.optim.error_feedback import ErrorFeedback
@@ -366,6 +366,7 @@ class Runner:
                 announce,
                 check,
                 for_training=isinstance(task, FitTask),
+                evaluated=evaluated_samples(task),
             )
         before, self.last_plan = self.last_plan, self.update_config.plan(plan)
         if self.is_chief and self.last_plan != before:
