@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from lockstep.comm.collectives.gradients import cut_piece
+from lockstep.comm.collectives.overlapped_reduce import side_by_side
 from lockstep.comm.collectives.piece_memory import PieceMemory, piece_memory
 from lockstep.comm.collectives.sharded_reduce import ShardedReduce
 from lockstep.comm.shared_memory.status_board import StatusBoard
@@ -81,8 +82,11 @@ class UnitMemory:
             }
             self._memories.append(memory)
             self._places |= zip(cuts, memory.kept, strict=True)
-            receives = {rank: [*_cuts(own, theirs).values()] for rank, theirs in others.items()}
-            self._moves.append((dict.fromkeys(receives, memory.kept), receives))
+            receives = {
+                rank: side_by_side([*_cuts(own, theirs).values()])
+                for rank, theirs in others.items()
+            }
+            self._moves.append((dict.fromkeys(receives, side_by_side(memory.kept)), receives))
         self._updated = self._places_of(updated)
         places = [*self._updated.values()]
         self._copies = (
