@@ -1,6 +1,7 @@
 """How far apart a model's outputs for a share and for its halves may be."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from lockstep.data.map_style.sources import Batch
 from lockstep.errors import ModelError
 from lockstep.parallel.data_parallel import forward
 from lockstep.parallel.data_parallel.forward import ModelCall
+from lockstep.parallel.independence import gradient_trial, sample_independence, split_trial
 from lockstep.parallel.independence.sample_independence import check_sample_independence
 from lockstep.plan.makers.data_parallel import SingleDevice
 
@@ -60,6 +62,42 @@ def test_a_model_that_fails_on_halves_is_tried_on_as_many_samples(count: int) ->
         check_sample_independence(model := _Normalises(4), model, batch)
     batch = Batch(inputs=torch.randn(4, 3), targets=None, sample_weight=None, num_samples=4)
     check_sample_independence(model_of_pairs := _Pairs(), model_of_pairs, batch)
+
+
+class _Keeps(nn.Module):
+    """Has the last samples in an attribute."""
+
+    last = torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x
+        return x.exp()
+
+
+@pytest.mark.parametrize("model", [_Keeps(), _Pairs(), nn.Linear(3, 2)], ids=lambda one: str(one))
+def test_a_compiled_model_is_compiled_for_no_trial(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For other sizes than those of training: it would then be compiled for sizes of any kind."""
+    blocks: list[None] = []
+    called: list[bool] = []
+
+    @contextmanager
+    def uncompiled() -> Iterator[None]:
+        blocks.append(None)
+        yield
+        blocks.pop()
+
+    def call(x: Tensor) -> Tensor:
+        called.append(bool(blocks))
+        result: Tensor = model(x)
+        return result
+
+    for module in (sample_independence, split_trial, gradient_trial):
+        monkeypatch.setattr(module, "uncompiled", uncompiled)
+    batch = Batch(inputs=torch.randn(4, 3), targets=None, sample_weight=None, num_samples=4)
+    check_sample_independence(model, call, batch)
+    assert called == [True] * len(called) != []
 
 
 def test_a_single_sample_is_tried_beside_another() -> None:

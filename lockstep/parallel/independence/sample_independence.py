@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from lockstep.capture.calls import uncompiled
 from lockstep.capture.layers import FrontEndModel
 from lockstep.capture.state import ModelState, left_alone
 from lockstep.data.map_style.sources import Batch
@@ -49,8 +50,9 @@ def check_sample_independence(
         ModelError: the outputs differ.
     """
     has_rows: list[bool] = []
-    # With gradients: a model may compute some in its forward pass.
-    with left_alone(model) as state, torch.enable_grad():
+    # With gradients: a model may compute some in its forward pass. A compiled one is not compiled
+    # for the sizes of these trials, after which it would be compiled for sizes of any kind.
+    with left_alone(model) as state, torch.enable_grad(), uncompiled():
         try:
             error = _seen(model, call, batch, state, has_rows, is_low=is_low)
         except Exception:  # the model requires other batch sizes
