@@ -131,7 +131,7 @@ def test_a_gpu_that_is_there_is_taken() -> None:
         SingleDevice(device="cuda:0")(LayerGraph(layers=()), cluster, 8)
 
 
-@pytest.mark.parametrize("options", [{"checkpoint": "run"}, {"record": 3}])
+@pytest.mark.parametrize("options", [{"checkpoint": 3}, {"record": 3}])
 def test_what_names_no_place_to_keep_things_is_refused(options: dict[str, Any]) -> None:
     (option,) = options
     with pytest.raises(errors.OptionError, match=f"`{option}` must be .* Received: {option}="):
