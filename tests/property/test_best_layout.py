@@ -35,6 +35,7 @@ def assert_is_optimum(seed: int, most_units: int, most_devices: int) -> bool:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 def test_thousand_small_instances() -> None:
     fitted = [assert_is_optimum(seed, 5, 4) for seed in range(1000)]
     assert 20 < fitted.count(False) < 500
@@ -57,6 +58,7 @@ def test_ten_layers_on_eight_devices(seed: int) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 def test_ten_layers_on_eight_devices_a_thousand_times() -> None:
     fitted = [assert_is_optimum_of_many(seed) for seed in range(2000, 3000)]
     assert 20 < fitted.count(False) < 500

@@ -9,6 +9,7 @@ last process that has it.
 """
 
 import ctypes
+import errno
 import mmap
 import os
 import tempfile
@@ -135,7 +136,10 @@ class _Span:
         pages = memoryview((ctypes.c_char * size).from_address(memory.address + self.start))
         while done < size:
             descriptor = memory.descriptor if memory.direct < 0 else memory.direct
-            done += call(descriptor, [pages[done:]], self.start + done)
+            moved = call(descriptor, [pages[done:]], self.start + done)
+            if not moved:
+                raise OSError(errno.EIO, "a file of tensors has become shorter")
+            done += moved
 
     def _forget(self) -> None:
         """The kernel's cache keeps nothing of it."""
