@@ -85,6 +85,40 @@ def test_what_depends_on_no_sample_changes_once_per_batch(strategy: str) -> None
     assert report.passed, report
 
 
+class Grows(nn.Module):
+    """Its first pass gives a buffer its size, as those of torch's observers for quantization do."""
+
+    low: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.tensor([]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.low.resize_(x.shape[1:]).fill_(float(self.low.numel()))
+        return x + self.low.clone()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_buffer_that_the_first_pass_resizes(parts: int) -> None:
+    """Every part of a batch begins with its size before the batch."""
+    model = net(nn.Linear(6, 8), Grows())
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for x, y in zip(X.split(13), Y.split(13), strict=True):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(x), y).backward()
+        optimizer.step()
+    trainer = lockstep.Trainer(
+        model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        accumulate=parts,
+    )
+    trainer.fit((X, Y), batch_size=13, shuffle=False, verbose=0)
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+
+
 @pytest.mark.parametrize("strategy", FEWER)
 def test_what_depends_on_the_samples_is_refused(strategy: str) -> None:
     """Also where it begins late: steps 1, 2, 4, 8 and so on are looked at."""

@@ -5,7 +5,8 @@ a count of calls). So every share of a rank starts from the step's initial buffe
 after its first share are kept. In a pipeline the same holds for every microbatch, except for the
 statistics of BatchNorm.
 
-A ``forward`` may write to a buffer, or assign another tensor in its place. Both are restored.
+A ``forward`` may write to a buffer, resize it (as observers of quantization do in their first
+pass), or assign another tensor in its place. All of this is restored.
 """
 
 import operator
@@ -55,7 +56,7 @@ class Buffers:
     def keep(self, older: Kept | None = None) -> Kept:
         """A copy of all buffers; in the memory of an older copy, if it is of the same tensors."""
         tensors = [buffers.get(name) for buffers, name in self._places]
-        if older is not None and older.values and _are_same(tensors, older.tensors):
+        if older is not None and older.values and _fits(tensors, older):
             _copy([(values, buffer) for buffer, values in older.values])
             return older
         unique = list({id(one): one for one in tensors if one is not None}.values())
@@ -83,10 +84,13 @@ class Buffers:
             buffer.data.copy_(values)
 
     def _put_back(self, kept: Kept) -> None:
-        """Put the same tensors in the same places."""
+        """Put the same tensors in the same places, in the same sizes."""
         for (buffers, name), tensor in zip(self._places, kept.tensors, strict=True):
             if buffers.get(name) is not tensor:
                 buffers[name] = tensor
+        for buffer, values in kept.values:
+            if buffer.shape != values.shape:
+                buffer.resize_(values.shape)
 
     @torch.no_grad()
     def restore(self, kept: Kept) -> None:
@@ -119,10 +123,11 @@ class _SetWithin(AbstractContextManager[None]):
         self._buffers._set(self._before.pop())
 
 
-def _are_same(
-    tensors: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]
-) -> bool:
-    return len(tensors) == len(others) and all(map(operator.is_, tensors, others))
+def _fits(tensors: Sequence[torch.Tensor | None], older: Kept) -> bool:
+    """True if these are the tensors of an older copy, in the sizes that they had."""
+    sizes = [buffer.shape == values.shape for buffer, values in older.values]
+    own = older.tensors
+    return all(sizes) and len(tensors) == len(own) and all(map(operator.is_, tensors, own))
 
 
 def _is_written_unasked(buffer: torch.Tensor) -> bool:

@@ -163,7 +163,9 @@ def _mark(tensor: torch.Tensor) -> float:
     """A checksum: equal checksums almost surely mean equal bits."""
     if tensor.is_meta:
         return _UNUSED
-    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    # A copy: numpy would have torch refuse to resize the buffer from now on.
+    values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    values = values.reshape(-1).view(torch.uint8)
     return float(zlib.crc32(values.numpy().data))
 
 
