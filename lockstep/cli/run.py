@@ -228,9 +228,11 @@ def _refuse(
 
 
 def _check_target(script: Script) -> None:
-    if not script.is_module and not os.path.exists(script.target):
+    target = script.target  # of a folder Python runs __main__.py
+    path = os.path.join(target, "__main__.py") if os.path.isdir(target) else target
+    if not (script.is_module or os.path.exists(path)):
         raise OptionError(
             "SCRIPT must be a file.",
-            received=script.target,
+            received=target,
             fix="Check its path; a module's name goes with -m.",
         )

@@ -180,6 +180,7 @@ def test_a_strategy_has_the_devices_that_the_command_says(tmp_path: Path) -> Non
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "no script": ([], ["There must be a SCRIPT"]),
     "no such script": (["nowhere.py"], ["SCRIPT must be a file. Received: nowhere.py"]),
+    "a folder without a program": (["."], ["SCRIPT must be a file. Received: ."]),
     "numbers": (
         ["--devices", "0", "--hosts", "0", "--host-index", "-1", "{file}"],
         ["--devices must be at least 1", "--hosts must be at least 1", "Received: --host-index -1"],

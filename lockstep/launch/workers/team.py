@@ -39,7 +39,8 @@ from lockstep.launch.workers.link import Message, give_up
 from lockstep.launch.workers.process_state import is_stopped
 from lockstep.pickling import search_path
 
-START_TIMEOUT_SECONDS = 120.0
+# On a busy machine a helper imports TensorFlow or torch_tpu for minutes; one that dies is noticed.
+START_TIMEOUT_SECONDS = 600.0
 # Longest waits for processes that are slow to be scheduled; stopped ones are not waited for.
 _PING_TIMEOUT_SECONDS = 10.0
 _STACKS_TIMEOUT_SECONDS = 5.0
