@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -109,7 +110,9 @@ _nests: dict[str, socket.socket] = {}
 def _connected(kind: str) -> socket.socket:
     """A connection to the warm interpreter of a kind, which is started if there is none."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    address = f"\0lockstep tests {run} {kind}"
+    # A run of other tests within one of them, such as those on a stand-in, has other modules.
+    found = zlib.crc32(os.environ.get("PYTHONPATH", "").encode())
+    address = f"\0lockstep tests {run} {kind} {found:x}"
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with open(__file__) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
