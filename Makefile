@@ -125,18 +125,8 @@ clean:
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[demo]"
 	touch $@
 
-# What takes pip longest to unpack, on one core: CI does it beside what the demo needs.
-LARGEST := jax jaxlib keras kubernetes pyarrow ray tensorflow-cpu transformers wandb
-.venv/.unpacked: | .venv/bin/python
-	[ -e .venv/.installed-dev ] || $(BIN)/python -m pip install --quiet --no-compile --no-deps --target .venv/largest $(LARGEST)
-	touch $@
-
 # What tests and checks need is four times as large, and comes when they are asked for.
 .venv/.installed-dev: .venv/.installed-demo
-	if [ -d .venv/largest ]; then \
-	  mv .venv/largest/bin/* $(BIN) && rmdir .venv/largest/bin && \
-	  mv .venv/largest/* $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") && \
-	  rmdir .venv/largest; fi
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
 	touch $@
 

@@ -2,14 +2,13 @@
 
 import atexit
 import faulthandler
-import fcntl
 import gc
 import os
 import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -77,31 +76,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
+def pytest_collection() -> Generator[None, Any, Any]:
     """What collecting imports is here to stay: the collector need not look at it ever again."""
     gc.disable()
     try:
-        with one_compiles_first() if hasattr(session.config, "workerinput") else nullcontext():
-            return (yield)
+        return (yield)
     finally:
         gc.collect()
         gc.freeze()
         gc.enable()
-
-
-@contextmanager
-def one_compiles_first() -> Iterator[None]:
-    """In a fresh clone one worker collects, and compiles all that it imports, before the others."""
-    here = Path(__file__)
-    if (here.parent / "unit" / "__pycache__").exists():  # of the folder that comes last
-        yield
-        return
-    with here.open() as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fcntl.flock(lock, fcntl.LOCK_SH)
-        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures, which may start scripts for many tests
