@@ -21,6 +21,7 @@ from lockstep.errors import CheckpointError, WorkerError
 from lockstep.train.checkpointing import stored_parts
 from lockstep.train.checkpointing.partitioned_state import PartitionedCopy, write_requested
 from lockstep.train.checkpointing.training_state import TrainingState
+from lockstep.train.resume.part_loading import PartLoading
 from tests.faults.jobs import helpers_of
 from tests.parity.test_sharded import INPUTS, TARGETS, Norms
 from tests.thorough import core_of
@@ -129,6 +130,27 @@ def test_no_rank_writes_or_reads_more_than_its_part_of_a_checkpoint(
     read = bytes_read(caplog)
     assert sum(read) >= 3 * parameters
     assert max(read) <= parameters + HEADERS
+
+
+def test_the_process_that_resumes_keeps_no_divided_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = PartLoading.prepared
+    found: list[tuple[frozenset[str], set[str]]] = []
+
+    def noted(loading: PartLoading, place: str, state: TrainingState) -> Any:
+        state, waiting = prepared(loading, place, state)
+        found.append((waiting, {name for name, one in state.flat()[0].items() if one.is_meta}))
+        return state, waiting
+
+    monkeypatch.setattr(PartLoading, "prepared", noted)
+    for epochs in (1, 2):
+        make_trainer(2).fit(
+            (INPUTS, TARGETS), batch_size=20, epochs=epochs, checkpoint=tmp_path, verbose=0
+        )
+    ((waiting, without_memory),) = found
+    assert len(waiting) > 3
+    assert without_memory == waiting
 
 
 @pytest.mark.thorough

@@ -143,17 +143,15 @@ class PartLoading:
 
         with closing(PartReader(place)) as reader:
             found = {name: one for name, one in state.flat()[0].items() if name in reader.tensors}
-            waiting = {
-                pointer(path)
-                for path, one in leaves(state)
-                if pointer(path) in found and may_wait(path, one)
-            }
+            named = {pointer(path): (path, one) for path, one in leaves(state)}
+            waiting = {name for name in named if name in found and may_wait(*named[name])}
             trained = {name for name, one in parameters.items() if one.requires_grad}
             if not waiting >= {pointer(("parameters", name)) for name in trained}:
                 waiting.clear()  # ranks load all parameters or none
+            read = {name: reader.whole(name, found[name]) for name in found if name not in waiting}
             known = {
-                id(one): one.to("meta") if name in waiting else reader.whole(name, one)
-                for name, one in found.items()
+                id(one): one.to("meta") if name in waiting else read.get(name, one)
+                for name, (_, one) in named.items()
             }
         return TrainingState(**copied(state.parts(), known=known)), frozenset(waiting)
 
