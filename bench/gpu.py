@@ -87,7 +87,7 @@ def hardware() -> list[str]:
     """What it all ran on."""
     script = (
         "import torch\n"
-        "from lockstep.cli.examination import accelerator_lines, backend_line\n"
+        "from lockstep.cli.device_examination import accelerator_lines, backend_line\n"
         "from lockstep.cluster.devices import discover, processor_name\n"
         "host = discover().hosts[0]\n"
         "print('; '.join(accelerator_lines()) or f'No accelerator. {host.lack}')\n"

@@ -28,7 +28,6 @@ from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checkpoint.manifest import (
     NAME,
     FileEntry,
-    Saved,
     Span,
     TensorEntry,
     encode_manifest,
@@ -41,6 +40,7 @@ from lockstep.checkpoint.partitioned_files import (
     lay_out,
 )
 from lockstep.checkpoint.remote_storage import RemoteStorage
+from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.storage import GENERATION, AnyFolder, Create, Folder, Storage
 from lockstep.checkpoint.trees import Tensors
 from lockstep.checkpoint.weights import write_tensors

@@ -25,11 +25,11 @@ from lockstep.checkpoint.manifest import (
     NAME,
     FileEntry,
     Manifest,
-    Saved,
     Span,
     TensorEntry,
     decode_manifest,
 )
+from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.storage import Folder, Storage, folder_of
 from lockstep.checkpoint.trees import Tensors
 from lockstep.checkpoint.weights import as_written

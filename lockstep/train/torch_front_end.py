@@ -1,6 +1,6 @@
 """The front end of PyTorch models: loss, optimizer, schedule and metrics of a Trainer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn, optim
@@ -12,25 +12,13 @@ from lockstep.train.logging.metrics import Metrics
 from lockstep.train.optim.learning_rates import RunningSchedule
 from lockstep.train.optim.optimizers import each_optimizer
 from lockstep.train.optim.update_config import AnyUpdater, UpdateConfig
+from lockstep.train.preloadable_modules import known_modules
 from lockstep.train.resume.differences import Difference
 from lockstep.train.resume.fit_facts import Facts
 from lockstep.train.resume.fit_record import FitState
 from lockstep.train.resume.new_options import set_new_options
 from lockstep.train.runtime.front_end import FrontEnd
 from lockstep.train.validation.checks import check_names, log_names
-
-# --- Modules that helpers need, and that are safe to import before helpers fork -------------------
-# A helper imports the modules that define the classes of what it is sent: seconds, in every helper
-# of every Trainer. The template can import them once for all helpers. But it forks, and a user's
-# own modules may start threads or open files on import. So it imports only packages known not to.
-
-_PACKAGES = ("timm", "torchmetrics", "torchvision", "transformers")
-
-
-def known_modules(objects: Iterable[object]) -> tuple[str, ...]:
-    """The modules of the objects' classes that belong to well-known packages, in order."""
-    modules = {type(one).__module__ for one in objects}
-    return tuple(sorted(one for one in modules if one.partition(".")[0] in _PACKAGES))
 
 
 class TorchFrontEnd(FrontEnd):

@@ -10,8 +10,8 @@ from torch import nn
 
 import lockstep
 from lockstep.launch.workers import pool
+from lockstep.train.preloadable_modules import known_modules
 from lockstep.train.runtime import session
-from lockstep.train.torch_front_end import known_modules
 from tests.faults.jobs import fit, make_trainer
 from tests.faults.mishaps import fail
 from tests.faults.processes import run

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lockstep.parallel.loss.loss_options import JointAdapter
+from lockstep.parallel.loss.joint_losses import JointAdapter
 from tests.batches import batch_of
 from tests.property.test_loss_shares import TOLERANCE, Division, divisions, normal
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.cluster.environment import MAX_NODES, expand_counts, expand_nodes
+from lockstep.cluster.slurm_lists import MAX_NODES, expand_counts, expand_nodes
 
 NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,6}[a-z]", fullmatch=True)
 NUMBERS = st.lists(st.integers(0, 1200), min_size=1, max_size=12, unique=True).map(sorted)

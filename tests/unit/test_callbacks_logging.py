@@ -199,7 +199,7 @@ def test_tensorboard_shows_how_weights_are_distributed(tmp_path: Path) -> None:
 
 
 def test_a_histogram_is_that_of_the_values(tmp_path: Path) -> None:
-    from lockstep.callbacks.tensorboard_log import EventFile
+    from lockstep.callbacks.event_file import EventFile
 
     file = EventFile(tmp_path)
     values = torch.tensor([0.0, 0.0, 1.0, 3.0, float("nan"), float("inf")])
@@ -233,7 +233,7 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 import torch
 from lockstep.callbacks import TensorBoard
-from lockstep.callbacks.tensorboard_log import EventFile
+from lockstep.callbacks.event_file import EventFile
 
 TensorBoard(sys.argv[1])
 file = EventFile(Path(sys.argv[1]))

@@ -14,7 +14,7 @@ from torch import nn
 import lockstep
 from lockstep import data
 from lockstep.callbacks import CSVLogger
-from lockstep.callbacks.tensorboard_log import EventFile
+from lockstep.callbacks.event_file import EventFile
 from lockstep.capture.layers import capture_layers
 from lockstep.checkpoint import weights
 from lockstep.disk import writing

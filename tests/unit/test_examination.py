@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from lockstep.cli import examination
+from lockstep.cli import device_examination, examination
 from lockstep.cli.examination import HostReport, examine
 from lockstep.cluster import devices
 from lockstep.cluster.devices import usable_cores
@@ -21,8 +21,8 @@ from lockstep.comm.shared_memory import shared_region
 @pytest.mark.thorough
 def test_what_a_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [Device(kind="xpu", index=i, memory_bytes=1 << 30, model=f"GPU {i}") for i in (0, 1)]
-    monkeypatch.setattr(examination, "accelerators", lambda: found)
-    monkeypatch.setattr(examination, "described", lambda device: device)
+    monkeypatch.setattr(device_examination, "accelerators", lambda: found)
+    monkeypatch.setattr(device_examination, "described", lambda device: device)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.delenv("OMP_PROC_BIND", raising=False)
     threads = torch.get_num_threads()

@@ -23,13 +23,14 @@ import torch
 from lockstep.checkpoint import generations as writer
 from lockstep.checkpoint import local_storage
 from lockstep.checkpoint.generations import generations, write_generation, writing_alone
-from lockstep.checkpoint.manifest import NAME, Manifest, Saved, Summary
+from lockstep.checkpoint.manifest import NAME, Manifest, Summary
 from lockstep.checkpoint.reading import (
     DamagedCheckpointWarning,
     read_checkpoint,
     read_generation,
     read_newest,
 )
+from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.trees import flattened
 from lockstep.errors import CheckpointError
 from tests.thorough import core_of

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 import lockstep
 from lockstep import errors
 from lockstep.data.map_style.sources import Batch
-from lockstep.parallel.loss.loss_options import JointAdapter
+from lockstep.parallel.loss.joint_losses import JointAdapter
 from lockstep.parallel.loss.model_losses import OwnLossAdapter
 from lockstep.parallel.loss.share_losses import JointLoss, LossParts, ShareLoss
 from tests.batches import batch_of

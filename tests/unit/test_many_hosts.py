@@ -8,7 +8,7 @@ from lockstep.cluster.topology import Cluster, Host
 from lockstep.errors import DeviceError, OptionError, PlanError
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
 from lockstep.plan.decision import LocalUpdate
-from lockstep.plan.devices import ranks_per_host
+from lockstep.plan.host_ranks import ranks_per_host
 from lockstep.plan.makers.many_hosts import MirroredHosts
 from lockstep.plan.spec import Plan
 

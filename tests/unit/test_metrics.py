@@ -17,7 +17,7 @@ from lockstep.errors import ModelError, OptionError
 from lockstep.parallel.batch_run import ShareOutput
 from lockstep.parallel.exchange.control import Control, SoloControl
 from lockstep.train.checkpointing.training_state import copied
-from lockstep.train.logging import metric_states
+from lockstep.train.logging import metric_kinds
 from lockstep.train.logging.metrics import Metrics
 
 CLASSES = 4
@@ -269,7 +269,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 def counters() -> list[Metric]:
     made = []
-    for name in metric_states._COUNTERS:
+    for name in metric_kinds._COUNTERS:
         kind = getattr(classification, f"Multiclass{name}")
         needed = {"num_classes": CLASSES} | ({"beta": 0.5} if name == "FBetaScore" else {})
         for options in OPTIONS:
@@ -281,7 +281,7 @@ def counters() -> list[Metric]:
 
 
 def sums() -> list[Metric]:
-    kinds = [name.split(".") for name in metric_states._SUMS]
+    kinds = [name.split(".") for name in metric_kinds._SUMS]
     return [getattr(getattr(torchmetrics, module), name)() for module, name in kinds] + [
         torchmetrics.MeanSquaredError(num_outputs=CLASSES),
         Perplexity(ignore_index=2),
@@ -293,7 +293,7 @@ def sums() -> list[Metric]:
 def test_counts_of_samples_are_the_counts_of_a_batch(
     metric: Metric, shape: tuple[int, ...]
 ) -> None:
-    assert metric_states.counts_samples(metric)
+    assert metric_kinds.counts_samples(metric)
     generator = torch.Generator().manual_seed(1)
     scores = torch.randn(9, CLASSES, *shape, generator=generator)
     classes = torch.randint(CLASSES, (9, *shape), generator=generator)
@@ -302,7 +302,7 @@ def test_counts_of_samples_are_the_counts_of_a_batch(
 
 @pytest.mark.parametrize("metric", sums(), ids=lambda one: type(one).__name__)
 def test_sums_of_samples_are_the_sums_of_a_batch(metric: Metric) -> None:
-    assert metric_states.sums_samples(metric)
+    assert metric_kinds.sums_samples(metric)
     generator = torch.Generator().manual_seed(1)
     output = torch.rand(9, CLASSES, generator=generator, dtype=torch.float64)
     if isinstance(metric, Perplexity):
@@ -337,8 +337,8 @@ def assert_adds_up(metric: Metric, output: Tensor, target: Tensor) -> None:
     ids=lambda one: type(one).__name__,
 )
 def test_what_may_look_at_an_update_gets_whole_batches(metric: Metric) -> None:
-    assert not metric_states.counts_samples(metric)
-    assert not metric_states.sums_samples(metric)
+    assert not metric_kinds.counts_samples(metric)
+    assert not metric_kinds.sums_samples(metric)
 
 
 # --- outputs of other forms ----------------------------------------------------------------------

@@ -39,7 +39,7 @@ from lockstep.launch.workers.link import Message, give_up
 from lockstep.launch.workers.process_state import is_stopped
 from lockstep.pickling import search_path
 
-# On a busy machine a helper imports TensorFlow or torch_tpu for minutes; one that dies is noticed.
+# A helper may import TensorFlow or torch_tpu for minutes on a busy machine. A dead one is noticed.
 START_TIMEOUT_SECONDS = 600.0
 # Longest waits for processes that are slow to be scheduled; stopped ones are not waited for.
 _PING_TIMEOUT_SECONDS = 10.0

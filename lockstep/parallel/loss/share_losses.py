@@ -7,7 +7,7 @@ of the Trainer's loss:
 - a function of output and target (``parallel.loss.function_losses``), computed on the whole batch
   if its reduction is unknown (``parallel.loss.whole_batch``);
 - the loss that the model computes itself (``parallel.loss.model_losses``);
-- several functions with a factor each (``parallel.loss.loss_options``). Each has its own
+- several functions with a factor each (``parallel.loss.joint_losses``). Each has its own
   denominator, so a share's part requires the weights of all shares: ``JointLoss``.
 """
 

@@ -10,14 +10,11 @@ the file, which the receiver maps itself.
 import io
 import pickle
 import struct
-import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +26,7 @@ from lockstep import accelerators
 from lockstep.comm.shared_memory.shared_region import SharedRegion, dense_stride, tensor_in
 from lockstep.data.map_style.mapped_files import file_part
 from lockstep.parallel.transfer import torch_objects
+from lockstep.parallel.transfer.deep_stack import with_deep_stack
 from lockstep.pickling import Pickler
 from lockstep.plan.layout import align
 
@@ -272,42 +270,3 @@ def _is_large_and_numeric(array: np.ndarray[Any, Any]) -> bool:
 def _writable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     strides_fit = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
     return array if array.flags.writeable and strides_fit else array.copy()
-
-
-# --- Calls that need a deeper stack than a thread has ---------------------------------------------
-# pickle recurses from each object to those it refers to. Layers with references to their
-# neighbours, as in Keras, form a chain as long as the model is deep.
-
-_T = TypeVar("_T")
-
-_LEVELS = 100_000
-_STACK_BYTES = 1 << 29  # of addresses; memory is allocated as the stack grows
-_lock = threading.Lock()  # stack size and limit belong to the process
-
-
-def with_deep_stack(call: Callable[[], _T]) -> _T:
-    """Run a call in a thread with a stack of 100,000 levels; returns its result.
-
-    Raises:
-        BaseException: what the call raises.
-    """
-    outcome: Future[_T] = Future()
-    context = copy_context()
-
-    def run() -> None:
-        try:
-            outcome.set_result(context.run(call))
-        except BaseException as error:  # raised in the caller
-            outcome.set_exception(error)
-
-    with _lock:
-        limit, size = sys.getrecursionlimit(), threading.stack_size(_STACK_BYTES)
-        try:
-            thread = threading.Thread(target=run, name="lockstep deep stack")
-            sys.setrecursionlimit(max(limit, _LEVELS))
-            thread.start()
-            thread.join()
-        finally:
-            sys.setrecursionlimit(limit)
-            threading.stack_size(size)
-    return outcome.result()

@@ -13,7 +13,8 @@ from lockstep.errors import DeviceError, OptionError
 from lockstep.formatting import first_few
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.decision import LocalUpdate, SlicedUpdate
-from lockstep.plan.devices import device_names, ranks_per_host, threads_for
+from lockstep.plan.devices import device_names, threads_for
+from lockstep.plan.host_ranks import ranks_per_host
 from lockstep.plan.makers.data_parallel import Maker, placements, ties
 from lockstep.plan.mesh import Axis
 from lockstep.plan.sharding import is_in

@@ -17,7 +17,8 @@ from lockstep.errors import DeviceError, OptionError
 from lockstep.formatting import format_time
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.decision import Pipeline, Stage, StagedUpdate, StagePrediction
-from lockstep.plan.devices import device_names, is_cpu, ranks_per_host, threads_for
+from lockstep.plan.devices import device_names, is_cpu, threads_for
+from lockstep.plan.host_ranks import ranks_per_host
 from lockstep.plan.makers.data_parallel import Maker, Traits, placements, ties
 from lockstep.plan.makers.tensor import check_splits
 from lockstep.plan.mesh import Axis

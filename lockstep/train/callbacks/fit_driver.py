@@ -1,21 +1,20 @@
 """Rank 0's part between steps: callbacks, progress, history."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import nn
 
 from lockstep.data.map_style.sources import Source
-from lockstep.errors import OptionError
 from lockstep.parallel.training_step import StepResult
 from lockstep.train.callbacks.callback import Callback, acting
 from lockstep.train.callbacks.change_detection import ChangeWatch, SettingsWatch, fingerprint
 from lockstep.train.callbacks.driver import Logs, Snapshot
+from lockstep.train.callbacks.hidden_slots import hidden_slots
 from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.fault_tolerance.restarting import RestartingDriver
 from lockstep.train.input.input_wait import ClockedSource, InputClock
@@ -250,38 +249,3 @@ class FitDriver(RestartingDriver):
         """Close the display, also after an error."""
         if self._display is not None:
             self._display.close()
-
-
-# --- Within an epoch the optimizer's slots are in the ranks' memory: reading them is an error -----
-
-
-class _Hidden(defaultdict[Any, Any]):
-    """The state of an optimizer whose slots are elsewhere."""
-
-    def _refuse(self, *args: Any, **named: Any) -> NoReturn:
-        raise OptionError(
-            "Within an epoch the optimizer's slots are with the ranks that update by them.",
-            received="optimizer.state in a callback before or after a batch",
-            fix="Read it in on_epoch_end; or after a batch for which the callback's "
-            "takes_state(batch) has returned True.",
-        )
-
-    __getitem__ = __setitem__ = __contains__ = __iter__ = __len__ = __reduce__ = _refuse
-    get = items = keys = values = setdefault = update = pop = clear = copy = _refuse
-
-
-@contextmanager
-def hidden_slots(optimizers: Sequence[optim.Optimizer]) -> Iterator[None]:
-    """Within the block reading or setting the optimizers' ``state`` is an error."""
-    owners = [vars(one) for one in optimizers if "state" in vars(one)]
-    before, hidden = [own["state"] for own in owners], _Hidden()
-    for own in owners:
-        own["state"] = hidden
-    try:
-        yield
-        for own in owners:
-            if own["state"] is not hidden:  # the user has set another
-                hidden._refuse()
-    finally:
-        for own, state in zip(owners, before, strict=True):
-            own["state"] = state

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.generations import PartitionedGeneration, write_generation
-from lockstep.checkpoint.manifest import Manifest, Saved, Summary
+from lockstep.checkpoint.manifest import Manifest, Summary
 from lockstep.checkpoint.partitioned_files import WrittenSpan
+from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.storage import Folder
 from lockstep.checkpoint.trees import Tensors, flattened, pointer
 from lockstep.checkpoint.weights import mapped_tensors

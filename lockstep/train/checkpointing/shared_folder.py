@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.checkpoint.generations import generations
-from lockstep.checkpoint.manifest import Saved
 from lockstep.checkpoint.partitioned_files import PartitionedFile
 from lockstep.checkpoint.reading import first_whole, read_generation
+from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.storage import Folder
 from lockstep.checkpoint.trees import Tensors
 from lockstep.errors import CheckpointError

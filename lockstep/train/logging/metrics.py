@@ -2,7 +2,7 @@
 
 Rank 0 gathers the shares of a batch, and updates the user's own metrics: with outputs and targets
 of all samples, or, for a metric that is known to be a sum over samples
-(``train.logging.metric_states``), with the sum of the shares' amounts. Sums are taken in the same
+(``train.logging.metric_kinds``), with the sum of the shares' amounts. Sums are taken in the same
 tree as all sums (``plan.program.sum_tree``), so values have the same bits on any number of ranks.
 One message carries several batches, if these are small.
 
@@ -30,20 +30,22 @@ from lockstep.data.trees import Tree, map_tensors, tensors_of
 from lockstep.errors import DataError, OptionError
 from lockstep.parallel.batch_run import ShareOutput
 from lockstep.parallel.exchange.control import Control
-from lockstep.train.logging.metric_states import (
-    States,
-    add_sums,
-    all_states_of,
+from lockstep.train.logging.metric_kinds import (
     counts_samples,
     is_collection,
     is_metric,
     keeps_samples,
     parts_of,
+    sums_samples,
+)
+from lockstep.train.logging.metric_states import (
+    States,
+    add_sums,
+    all_states_of,
     plain_value,
     set_states,
     states_of,
     sums_of,
-    sums_samples,
     update_each,
 )
 from lockstep.train.logging.share_outputs import joined_trees

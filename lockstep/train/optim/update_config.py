@@ -19,8 +19,8 @@ from lockstep.parallel.data_parallel.step_functions import StepFunction
 from lockstep.parallel.loss.share_losses import ONE_LOSS, LossParts
 from lockstep.plan.makers.data_parallel import Accumulating, Maker
 from lockstep.plan.spec import Plan
-from lockstep.train.optim.combined_updater import UpdaterSet
 from lockstep.train.optim.optimizers import Optimizers, names_of
+from lockstep.train.optim.updater_sets import UpdaterSet
 from lockstep.train.optim.updaters import TorchUpdater
 from lockstep.train.optim.wrapped_updaters import (
     EMA,

@@ -4,7 +4,7 @@ The script's process makes one; helpers get a copy. On several hosts each makes 
 hosts compare them (``train.multihost.hosts``).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +16,7 @@ from lockstep.comm.exchange_spec import ExchangeSpec
 from lockstep.comm.shared_memory.shared_region import SharedRegion
 from lockstep.comm.transports.memfd_store import Meeting
 from lockstep.data.order import kept_streams
-from lockstep.errors import OptionError
-from lockstep.formatting import first_few
 from lockstep.launch.health.failure import add_note
-from lockstep.launch.workers.link import MOST_DESCRIPTORS
 from lockstep.parallel.build import build_worker
 from lockstep.parallel.exchange.control import Control
 from lockstep.parallel.exchange.engine import Endpoint, Neighbours
@@ -29,9 +26,6 @@ from lockstep.parallel.settings import TorchSettings, num_threads
 from lockstep.parallel.storage.allocator import keep_freed_memory
 from lockstep.parallel.storage.device_memory import noting_shortage, shortage_note
 from lockstep.parallel.storage.meta_init import initialize
-from lockstep.parallel.storage.store import TensorStore
-from lockstep.parallel.transfer.pickle_errors import pack_named
-from lockstep.parallel.transfer.serialization import SerializedObject, parameters_in
 from lockstep.parallel.worker import Worker
 from lockstep.parallel.workload import Workload
 from lockstep.plan.averaging import AveragedUpdate
@@ -161,72 +155,3 @@ def compute_settings(plan: Plan) -> Iterator[None]:
     keep_freed_memory()
     with kept_streams(), num_threads(plan.threads_per_device or torch.get_num_threads()):
         yield
-
-
-# --- as one message, without the tensors that ranks share ----------------------------------------
-
-
-def pack_assignment(assignment: Assignment, stores: Sequence[TensorStore]) -> SerializedObject:
-    """Serialize an assignment without what is in the stores.
-
-    Raises:
-        ShippingError: a part of it, named in the message, cannot be sent.
-    """
-    parts: dict[str, Any] = {
-        "the model": assignment.model,
-        "the loss": assignment.loss and assignment.loss.loss,
-        **{f"the {name}": value for name, value in vars(assignment.task).items()},
-        "the optimizer": assignment.updater,
-        "train_step": [each.function for each in assignment.functions],
-    }
-    parameters = dict(assignment.model.named_parameters())
-    known = [
-        parameters.get(spec.name, view)
-        for store in stores
-        for spec, view in zip(store.specs, store.views, strict=True)
-    ]
-    return pack_named(assignment, parts, known)
-
-
-def check_loss(assignment: Assignment) -> None:
-    """Refuse a loss that uses parameters which its stage lacks.
-
-    Raises:
-        OptionError: with their names.
-    """
-    pipeline = assignment.plan.pipeline
-    if pipeline is None or assignment.loss is None:
-        return
-    last = set(pipeline.stages[-1].ranks)
-    elsewhere = {
-        name for group in assignment.groups if not last <= set(group.ranks) for name in group.names
-    }
-    named = list(assignment.model.named_parameters())
-    try:
-        numbers = parameters_in(assignment.loss.loss, [parameter for _, parameter in named])
-    except Exception:  # it cannot be sent: pack_assignment says what and why
-        return
-    strange = [named[number][0] for number in numbers if named[number][0] in elsewhere]
-    if strange:
-        raise OptionError(
-            "In a pipeline the loss is computed by the last stage, which has its own "
-            "parameters only.",
-            received=f"a loss that uses {first_few(strange)}",
-            fix="Leave penalties on weights to the optimizer (weight_decay), or use a data "
-            "parallel strategy.",
-        )
-
-
-def check_number(num_regions: int) -> None:
-    """Refuse more regions than one message carries; that is enough for a hundred stages.
-
-    Raises:
-        OptionError: there are more.
-    """
-    if num_regions > MOST_DESCRIPTORS:
-        raise OptionError(
-            f"A plan can have at most {MOST_DESCRIPTORS} regions of shared memory: two for "
-            "each set of stages that have parameters in common.",
-            received=f"{num_regions}",
-            fix="Use fewer stages.",
-        )

@@ -22,18 +22,14 @@ from lockstep.cluster.place import Reach
 from lockstep.cluster.topology import Cluster
 from lockstep.errors import LockstepError, ModelError, OptionError
 from lockstep.parallel.updater_interface import Updater
-from lockstep.plan.devices import is_cpu
 from lockstep.plan.makers.data_parallel import Maker
 from lockstep.plan.spec import Plan
-from lockstep.train.fit.fit_task import FitTask
-from lockstep.train.fit.tasks import Task
 from lockstep.train.input.data_adapter import DataPipeline
 from lockstep.train.input.same_data import check_same_data
 from lockstep.train.input.stream_broadcast import SharedStream
 from lockstep.train.multihost.discovery import find_follower, find_hosts
 from lockstep.train.multihost.followers import Follower
 from lockstep.train.multihost.hosts import Hosts
-from lockstep.train.runtime.session import Session
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
@@ -246,31 +242,3 @@ def _telling_of_inference_tensors() -> Iterator[None]:
             received=str(error).partition(".")[0],
             fix="Make the model, the loss and the optimizer outside of it, and compile there.",
         ) from error
-
-
-# A callback's own ``evaluate`` or ``predict``: it runs on rank 0, while the other ranks wait.
-
-
-def nested_session(task: Task, plan: Plan | None) -> Session:
-    """The session of a call within a training.
-
-    Args:
-        task: of the call.
-        plan: of the training.
-
-    Raises:
-        OptionError: a ``fit`` within a ``fit``, or rank 0 does not hold the whole model.
-    """
-    if plan is not None and plan.pipeline is not None and not is_cpu(plan.devices):
-        raise OptionError(
-            "During pipeline training on accelerators, rank 0 does not hold the whole model.",
-            received="evaluate or predict in a callback",
-            fix="Pass validation_data to fit, or call it after fit.",
-        )
-    if isinstance(task, FitTask):
-        raise OptionError(
-            "A callback cannot train the model that is being trained.",
-            received="fit within fit",
-            fix="Call evaluate or predict, or train another model with another Trainer.",
-        )
-    return Session(DEFAULT_TIMEOUT_SECONDS)

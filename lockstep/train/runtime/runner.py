@@ -52,7 +52,8 @@ from lockstep.train.optim.update_config import AnyUpdater, UpdateConfig
 from lockstep.train.runtime.assignment import Assignment, is_made_in_parts
 from lockstep.train.runtime.call_cache import CallCache
 from lockstep.train.runtime.front_end import FrontEnd
-from lockstep.train.runtime.job_context import JobContext, StrategyLike, nested_session
+from lockstep.train.runtime.job_context import JobContext, StrategyLike
+from lockstep.train.runtime.nested_call import nested_session
 from lockstep.train.runtime.planning import Partitions, Planning
 from lockstep.train.runtime.session import Session
 from lockstep.train.validation.checks import check_backend, device_of, place_model

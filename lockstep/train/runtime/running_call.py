@@ -13,7 +13,8 @@ from lockstep.formatting import first_few
 from lockstep.launch.health.failure import add_note
 from lockstep.launch.workers.team import Team
 from lockstep.parallel.data_parallel.batch_norm import note_lone_sample
-from lockstep.parallel.exchange.control import HostControl, LeaderControl
+from lockstep.parallel.exchange.control import LeaderControl
+from lockstep.parallel.exchange.host_control import HostControl
 from lockstep.parallel.parameter_server.async_worker import AsyncWorker
 from lockstep.parallel.worker import Worker
 from lockstep.plan.averaging import AveragedUpdate

@@ -51,19 +51,25 @@ from lockstep.train.multihost.host_channels import HostChannels
 from lockstep.train.multihost.hosts import Hosts
 from lockstep.train.runtime.assignment import (
     Assignment,
-    check_loss,
-    check_number,
     compute_settings,
     initialize_own,
     make_worker,
-    pack_assignment,
     run_task,
+)
+from lockstep.train.runtime.assignment_serialization import (
+    check_loss,
+    check_number,
+    pack_assignment,
 )
 from lockstep.train.runtime.call_cache import CallCache, CallSignature, CallUpdate, is_cacheable
 from lockstep.train.runtime.helper_session import TaskRequest, serve, serve_again
 from lockstep.train.runtime.helper_watchdog import HelperWatchdog, Position
 from lockstep.train.runtime.running_call import RunningCall, check_not_lost
-from lockstep.train.runtime.stores import Mapped, Stores, has_options
+from lockstep.train.runtime.stores import (
+    Mapped,
+    Stores,
+    has_options,
+)
 
 _Files = Sequence[PartitionedFile]
 

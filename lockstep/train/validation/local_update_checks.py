@@ -8,7 +8,7 @@ from lockstep.parallel.exchange.exchange_layout import sparse_weights
 from lockstep.parallel.updater_interface import Updater
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.spec import Plan
-from lockstep.train.optim.combined_updater import UpdaterSet
+from lockstep.train.optim.updater_sets import UpdaterSet
 from lockstep.train.optim.wrapped_updaters import Averages, WrappedUpdater
 
 _MIRRORED = "Use MirroredStrategy"

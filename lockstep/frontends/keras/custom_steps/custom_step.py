@@ -1,9 +1,9 @@
 """Custom steps: a model's own ``train_step``, ``test_step`` or ``compute_metrics``.
 
-A step runs unchanged on every part of a batch (``custom_step_tasks.ShareSteps``). Gradients that it
-applies are summed over the parts; what it passes to metrics is joined. So both must be means or
-sums over the samples. A trial on a few samples and their halves checks this (``step_trial``),
-before training begins and now and then afterwards.
+A step runs unchanged on every part of a batch (``share_steps``). Gradients that it applies are
+summed over the parts; what it passes to metrics is joined. So both must be means or sums over the
+samples. A trial on a few samples and their halves checks this (``step_trial``), before training
+begins and now and then afterwards.
 """
 
 from dataclasses import dataclass, field

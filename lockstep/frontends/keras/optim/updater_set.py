@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from lockstep.frontends.keras.optim.updater import KerasUpdater
-from lockstep.train.optim.combined_updater import UpdaterSet
+from lockstep.train.optim.updater_sets import UpdaterSet
 
 
 class OptimizerList(list[Any]):
