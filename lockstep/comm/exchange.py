@@ -329,6 +329,8 @@ class Exchange:
 
     def close(self) -> None:
         """End a task. Every rank calls it: none leaves a group while others still receive."""
+        for gradients in self.gradients.values():
+            gradients.free()
         if self._groups is not None:
             self.barrier()
 

@@ -97,7 +97,11 @@ def wide() -> nn.Module:
 
 def resident_part(model: nn.Module) -> float:
     """Of the memory in which the parameters lie, the part whose pages this process has."""
-    place, wanted = next(model.parameters()).data_ptr(), ""
+    return resident_part_around(next(model.parameters()))
+
+
+def resident_part_around(tensor: Tensor) -> float:
+    place, wanted = tensor.data_ptr(), ""
     found: dict[str, int] = {}
     for line in Path("/proc/self/smaps").read_text().splitlines():
         start, _, stop = line.partition(" ")[0].partition("-")
@@ -132,6 +136,28 @@ def test_no_process_has_all_of_a_divided_model_that_a_function_makes(tmp_path: P
     alone.fit((inputs, inputs), batch_size=8, verbose=0)
     for one, other in zip(trainer.model.parameters(), alone.model.parameters(), strict=True):
         assert one.equal(other)
+
+
+@pytest.mark.exhaustive
+def test_the_script_has_no_pages_of_the_one_copy_when_others_have_left_it() -> None:
+    trainer = lockstep.Trainer(
+        wide(),
+        loss=nn.MSELoss(),
+        optimizer=partial(torch.optim.Adam, lr=1e-3),
+        strategy=lockstep.FullyShardedStrategy(2),
+    )
+    inputs = torch.randn(16, 512, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        trainer.fit((inputs, inputs), batch_size=8, verbose=0)
+        assert resident_part(trainer.model) < 0.1
+        slots = next(iter(trainer.optimizer.state.values()))
+        assert resident_part_around(slots["exp_avg"]) < 0.1
+    before = [one.clone() for one in trainer.model.parameters()]
+    assert resident_part(trainer.model) == 1
+    trainer.fit((inputs, inputs), batch_size=8, verbose=0)
+    assert not any(
+        one.equal(other) for one, other in zip(before, trainer.model.parameters(), strict=True)
+    )
 
 
 def test_first_values_depend_on_the_seed_and_not_on_the_global_stream() -> None:

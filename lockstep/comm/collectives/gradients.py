@@ -155,6 +155,10 @@ class GroupGradients(ABC):
         """The sums of the last ``reduce_scatter`` are used, and not thrown away."""
         return
 
+    def free(self) -> None:
+        """Free what is kept of sums until the next step."""
+        return
+
     def weigh(self, factors: Sequence[float] | None) -> None:
         """Before ``reduce_scatter``: set the factor of each row; None for no factors."""
         assert factors is None, "a rank alone has nothing to weigh its gradients against"

@@ -42,7 +42,8 @@ class TensorStore:
     """A region that holds tensors, and views of it in their shapes.
 
     Attributes:
-        is_elsewhere: only other ranks use them, or all but a part of them.
+        is_elsewhere: the host's other ranks use them, or all but a part: between calls, and until
+            it uses them, this process has no pages of them.
     """
 
     is_elsewhere = False
@@ -71,6 +72,11 @@ class TensorStore:
         if directory is not None:
             return cls(specs, FileRegion.create_in(directory, num_bytes))
         return cls(specs, SharedRegion.create(num_bytes, [] if is_reserved else [(0, num_bytes)]))
+
+    def release_pages(self) -> None:
+        """Release this process's pages, if other ranks use the tensors."""
+        if self.is_elsewhere:
+            self.region.release_pages()
 
     def copy(self) -> "TensorStore":
         """A new store with the same values."""

@@ -74,6 +74,13 @@ class RunningCall:
         """The states of the ranks of this host."""
         return states_of(self.team, self.worker.board, self.worker.rank)
 
+    def close(self) -> None:
+        """End the task; before other ranks leave, release pages that would be only here then."""
+        for mapped in self.stores:
+            if mapped.access == "shared":
+                mapped.store.release_pages()
+        self.worker.close()
+
     def look_at_ranks(self, error: BaseException, driver: TaskDriver) -> None:
         """After a failure, while the helpers live: add to the error what the ranks were doing."""
         if self.assignment.plan.pipeline is not None:

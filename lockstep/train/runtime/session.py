@@ -342,7 +342,7 @@ class Session:
                 driver.begin_run(assignment.task.start, part.states)
             with limit.watched() if may_hang else nullcontext():
                 result = run_task(assignment, worker, part.control, driver)
-            worker.close()
+            part.close()
             team.finish(self._timeout)
             part.control.bring_groups()
             _stop_on_interrupt(TaskDriver(), worker)  # a cached call must not refer to its driver

@@ -87,8 +87,8 @@ class Stores:
         check_attributes(assignment.model)
         is_apart = isinstance(assignment.plan.update, AveragedUpdate)
         sharding = assignment.plan.sharding
-        is_shared = sharding is not None and sharding.shares_parameters
-        shares = (assignment.plan.engine.shares_memory or is_shared) and not is_apart
+        shares_memory = assignment.plan.engine.shares_memory or _has_one_copy(assignment)
+        shares = shares_memory and not is_apart
         if not is_cpu(assignment.plan.devices):
             with noting_shortage(assignment.device):
                 return self._adopt_on_device(assignment, leader)
@@ -185,7 +185,7 @@ class Stores:
             give_back_freed_memory()
         for store, own, group in zip(self._parameters, members, groups, strict=True):
             store.readopt(own)
-            is_divided = divides_parameters(assignment)
+            is_divided = divides_parameters(assignment) or _has_one_copy(assignment)
             store.is_elsewhere = is_divided or leader not in group.ranks
         self.release_pages()
         return self._parameters
@@ -214,7 +214,8 @@ class Stores:
         _store_slots(assignment, self._slots)
         write_behind(view for store in self._slots for view in store.views)
         for slots, group in zip(self._slots, assignment.groups, strict=True):
-            slots.is_elsewhere = leader not in group.ranks
+            is_divided = assignment.plan.sharding is not None and directory is None
+            slots.is_elsewhere = is_divided or leader not in group.ranks
         self.release_pages()
         return self._slots
 
@@ -239,8 +240,7 @@ class Stores:
     def release_pages(self) -> None:
         """Release this process's pages of what only other ranks have."""
         for store in (*self._parameters, *self._slots):
-            if store.is_elsewhere:
-                store.region.release_pages()
+            store.release_pages()
 
 
 def _slots(assignment: Assignment) -> tuple[list[list[SlotKey]], list[tuple[TensorSpec, ...]]]:
@@ -270,6 +270,12 @@ def _is_reserved(assignment: Assignment, group: ParameterGroup, leader: int) -> 
     if assignment.blank and divides_parameters(assignment):
         return False
     return not assignment.blank or leader in group.ranks
+
+
+def _has_one_copy(assignment: Assignment) -> bool:
+    """True if ranks that divide the training have one copy of the parameters."""
+    sharding = assignment.plan.sharding
+    return sharding is not None and sharding.shares_parameters
 
 
 def _directory_of(assignment: Assignment) -> str | None:
