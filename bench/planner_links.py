@@ -22,6 +22,7 @@ import planner
 import torch
 from host_contenders import PORT
 from hosts import NUM_HOSTS, environments, task
+from planner_nets import ALL
 
 import lockstep
 from lockstep.cluster.topology import Cluster, Link, Network
@@ -58,7 +59,7 @@ class Clock(lockstep.Callback):
 
 def train(name: str, plan_name: str, steps: int) -> dict[str, Any]:
     """Train a net on this host."""
-    net, clock = planner.ALL[name], Clock()
+    net, clock = ALL[name], Clock()
     torch.manual_seed(1)  # all hosts have the same data
     data = net.make_data(min(net.num_samples, 8 * net.batch_size))
     trainer = lockstep.Trainer(
@@ -123,19 +124,19 @@ def predicted_seconds(found: dict[str, Any], measured: dict[str, Any], cluster: 
     """Of a training's step, by its Plan."""
     plan = msgspec.convert(measured["plan"], Plan)
     graph = msgspec.convert(found["graph"], LayerGraph)
-    return cost_of(plan, graph, cluster, planner.ALL[measured["net"]].batch_size).step.total
+    return cost_of(plan, graph, cluster, ALL[measured["net"]].batch_size).step.total
 
 
 def row(name: str, rate: str, predicted: dict[str, float], measured: dict[str, float]) -> str:
     pick, best = min(predicted, key=predicted.__getitem__), min(measured, key=measured.__getitem__)
     times = " | ".join(f"{1e3 * predicted[one]:.0f}, {1e3 * measured[one]:.0f}" for one in PLANS)
     lost = f"{100 * (measured[pick] / measured[best] - 1):.0f} %"
-    return f"| {planner.ALL[name].title} | {rate} | {times} | {pick} | {best} | {lost} |"
+    return f"| {ALL[name].title} | {rate} | {times} | {pick} | {best} | {lost} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--nets", nargs="+", choices=planner.ALL, default=list(NAMES))
+    parser.add_argument("--nets", nargs="+", choices=ALL, default=list(NAMES))
     parser.add_argument("--rates", nargs="+", default=list(RATES))
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--train", nargs=2, metavar=("NET", "PLAN"), help=argparse.SUPPRESS)

@@ -73,12 +73,12 @@ def _values(case: Any) -> tuple[Any, ...]:
 
 
 def covering(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Tests of the core, and as many others as it takes for every value of every argument.
+    """Tests of the core and rows that are named for CI; of functions without any, two cases.
 
-    Of a test with one argument, a quarter of the others. The whole product of strategies x models x
-    options says little more, and takes a multiple of the time: the fuzzer crosses them at random,
-    and ``--exhaustive`` runs them all. The choice is the same every day: it depends on the tests'
-    names only.
+    These two have as many different values of arguments as can be. The whole product of strategies
+    x models x options says little more, and takes a multiple of the time: the fuzzer crosses them
+    at random, and ``--exhaustive`` runs them all. The choice is the same every day: it depends on
+    the tests' names only.
     """
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -89,21 +89,13 @@ def covering(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 
 def _cover(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of the cases of one test: next is always one with the most values that none has yet."""
+    """The cases of one test that are not open, else two of them."""
     values = {item: set(_arguments(item).items()) for item in items}
     chosen = [item for item in items if not (_is_open(item) and values[item])]
-    others = [item for item in items if _is_open(item) and values[item]]
-    rest = sorted(others, key=lambda item: crc32(item.nodeid.encode()))
-    if rest and max(map(len, values.values())) == 1:
-        return chosen + rest[: len(rest) - len(rest) * 3 // 4]
-    seen = {value for item in chosen for value in values[item]}
-    while rest:
-        item = max(rest, key=lambda item: len(values[item] - seen))
-        if values[item] <= seen:
-            break
-        chosen.append(item)
-        seen |= values[item]
-    return chosen
+    if chosen:
+        return chosen
+    first, *others = sorted(items, key=lambda item: crc32(item.nodeid.encode()))
+    return [first, *sorted(others, key=lambda item: len(values[item] & values[first]))[:1]]
 
 
 def _arguments(item: pytest.Item) -> dict[str, Hashable]:

@@ -89,6 +89,24 @@ def profile_graph(
     return msgspec.structs.replace(graph, layers=tuple(counted), samples=many)
 
 
+def with_total_seconds(graph: LayerGraph, forward: float, backward: float) -> LayerGraph:
+    """The graph, whose layers take so long together, each as much of it as before."""
+    costs = [layer.costs for layer in graph.layers if layer.costs is not None]
+    forward /= sum(one.forward_seconds for one in costs) or 1.0
+    backward /= sum(one.backward_seconds for one in costs) or 1.0
+    layers = [
+        _with_costs(
+            layer,
+            forward_seconds=forward * one.forward_seconds,
+            forward_fixed_seconds=forward * one.forward_fixed_seconds,
+            backward_seconds=backward * one.backward_seconds,
+            backward_fixed_seconds=backward * one.backward_fixed_seconds,
+        )
+        for layer, one in zip(graph.layers, costs, strict=True)
+    ]
+    return msgspec.structs.replace(graph, layers=tuple(layers))
+
+
 def _measured_if_possible(model: nn.Module, trace: Trace, few: Tree) -> list[LayerCosts] | None:
     """The costs for a few samples; None if the model needs more, as BatchNorm does of one pixel."""
     try:

@@ -1,4 +1,4 @@
-"""Measures the cost of each layer of a traced model: times, and bytes kept for backward.
+"""Measures a traced model: times of each layer and of the whole, and bytes kept for backward.
 
 Layers run one by one, forward and at once backward, each detached from those before. On the
 meta device nothing can be timed: there, floating point operations are counted.
@@ -7,7 +7,8 @@ meta device nothing can be timed: there, floating point operations are counted.
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,27 +64,70 @@ def measure_layers(
     is_meta = any(one.is_meta for one in (*tensors_of(inputs), *model.parameters()))
     layers = _layer_runs(model, trace, map_tensors(_copied, inputs))
     count: _Count = _count_operations if is_meta else timed
-    state = ModelState(model)
-    try:
-        set_mode(model, training=trace.training)
-        with torch.set_grad_enabled(trace.training):
-            kept = _run(layers, _activation_counter(model))  # and everything is warm
-            began, runs = time.perf_counter(), [_run(layers, count)]
-            while not is_meta and _needs_more(runs, repeats):
-                if time.perf_counter() - began > _ENOUGH_SECONDS:
-                    break
-                runs.append(_run(layers, count))
-    finally:
-        state.restore()
+    with _as_trained(model, trace):
+        kept = _run(layers, _activation_counter(model))  # and everything is warm
+        runs = _repeated(layers, count, 1 if is_meta else repeats)
     return [
         LayerCosts(
-            forward_seconds=_lower_quartile(run[layer][0] for run in runs),
-            backward_seconds=_lower_quartile(run[layer][1] for run in runs),
+            forward_seconds=runs[layer][0],
+            backward_seconds=runs[layer][1],
             activation_bytes=round(kept[layer][0]),
             gradient_bytes=layers[layer].gradient_bytes,
             is_estimated=is_meta,
         )
         for layer in range(len(trace.layers))
+    ]
+
+
+def measure_model(model: nn.Module, trace: Trace, call: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds of a forward pass of the whole model, and of its backward pass; lower quartiles.
+
+    They are more than those of the layers one by one: backward begins when all have gone forward,
+    and caches no longer have what the first layers kept.
+
+    Args:
+        model: the model; it and random streams are left as found.
+        trace: of the model.
+        call: calls it.
+    """
+    whole = _ModelRun(
+        model=model,
+        trace=trace,
+        inputs=(),
+        members=(),
+        outputs=(0,),
+        parameters=[*model.parameters()],
+        changes_inputs=False,
+        call=call,
+    )
+    with _as_trained(model, trace):
+        _run([whole], timed)  # everything is warm
+        (found,) = _repeated([whole], timed, None)
+    return found
+
+
+@contextmanager
+def _as_trained(model: nn.Module, trace: Trace) -> Iterator[None]:
+    """Within the block the model is in the trace's mode; after it, it is as before."""
+    state = ModelState(model)
+    try:
+        set_mode(model, training=trace.training)
+        with torch.set_grad_enabled(trace.training):
+            yield
+    finally:
+        state.restore()
+
+
+def _repeated(
+    layers: Sequence["_LayerRun"], count: _Count, repeats: int | None
+) -> list[tuple[float, float]]:
+    """Lower quartiles of what ``count`` says of each layer's forward and backward pass."""
+    began, runs = time.perf_counter(), [_run(layers, count)]
+    while _needs_more(runs, repeats) and time.perf_counter() - began <= _ENOUGH_SECONDS:
+        runs.append(_run(layers, count))
+    return [
+        (_lower_quartile(forward), _lower_quartile(backward))
+        for forward, backward in (zip(*own, strict=True) for own in zip(*runs, strict=True))
     ]
 
 
@@ -308,6 +352,20 @@ class _LayerRun:
         self._values, self._leaves = {}, []
         self._roots, self._directions, self._wanted = [], [], []
         return results
+
+
+@dataclass(kw_only=True)
+class _ModelRun(_LayerRun):
+    """Runs the model as it is, in place of one layer.
+
+    Attributes:
+        call: calls the model.
+    """
+
+    call: Callable[[], Any]
+
+    def forward(self) -> None:
+        self._values[0] = self.call()
 
 
 def _bare(tensor: torch.Tensor) -> torch.Tensor:

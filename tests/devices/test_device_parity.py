@@ -113,7 +113,9 @@ def test_replicas_that_train_apart_equal_their_simulation(model: str, strategy: 
     assert report.passed, str(report)
 
 
-@pytest.mark.parametrize("name", ["cnn_batch_norm", "cnn_dropout", "gpt_tied"])
+@pytest.mark.parametrize(
+    "name", core_of(["cnn_batch_norm", "cnn_dropout", "gpt_tied"], ["cnn_dropout"])
+)
 def test_the_bits_do_not_depend_on_the_number_of_ranks(name: str) -> None:
     """Nor on the run: deterministic kernels, and random draws of the device by share."""
     runs = [_trained(name, count) for count in (1, 1, 2, 4)]
@@ -147,6 +149,7 @@ def test_a_loop_of_ones_own_equals_one_device(count: int, loops: Sequence[str]) 
     assert_exact(run_as_torchrun(words, count), list(loops))
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(find_spec("keras") is None, reason="no Keras here")
 def test_a_loop_of_keras_equals_one_device() -> None:
     loops = ("mlp, Adam", "mlp, averaged", "words", "cnn")

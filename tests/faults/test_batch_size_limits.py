@@ -78,7 +78,7 @@ def kills(group: Path) -> int:
     return int(dict(lines)["oom_kill"])
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_trial_that_the_kernel_kills_is_too_large(group: Path, tmp_path: Path) -> None:
     limit = JOIN.format(group=group)
     source = script(limit, most=6, ballast=2 * LIMIT_BYTES, search="largest=8")

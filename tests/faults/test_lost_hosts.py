@@ -96,7 +96,7 @@ def whole_epochs(strategy: str) -> object:
     return expected(strategy, EPOCHS, "epoch", LONG_EPOCH)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("strategy", "host", "is_empty"),
     core_of(

@@ -127,7 +127,7 @@ def test_two_hosts_with_a_slow_link(make_hosts: MakeHosts, tmp_path: Path) -> No
     assert "The slowest link is that between host 0 and host 1" in out
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_hosts_that_must_agree(make_hosts: MakeHosts, tmp_path: Path) -> None:
     """Under TF_CONFIG; the verdict of host 0 is that of all."""
     hosts = make_hosts(2)

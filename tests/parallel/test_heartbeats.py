@@ -63,6 +63,7 @@ def test_a_host_that_is_stopped_is_not_heard(pair: Pair) -> None:
     os.kill(theirs._monitor.pids()[0], signal.SIGCONT)
 
 
+@pytest.mark.exhaustive
 def test_who_does_not_wait_misses_nothing(pair: Pair) -> None:
     ours, _ = pair
     time.sleep(3.5)  # computes

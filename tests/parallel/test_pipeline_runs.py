@@ -139,7 +139,7 @@ def records(path: Path) -> list[dict[str, int]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("schedule", "wanted"),
     [
@@ -599,7 +599,7 @@ print(len(trainer.fit(data, batch_size=10, verbose=0).history["loss"]))
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_an_output_may_be_of_a_class_of_the_script(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(

@@ -57,7 +57,7 @@ print([name for name in {slow} if name in sys.modules])
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("strategy", "optimizer", "loss"),
     [

@@ -54,6 +54,7 @@ def make(name: str) -> tuple[nn.Module, Any]:
     return model, ({"input_ids": tokens, "attention_mask": padding}, tokens)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", core_of(MODELS, ["BartForConditionalGeneration"], []))
 def test_a_model_as_it_is_trains_in_two_stages(name: str) -> None:
     model, data = make(name)

@@ -121,7 +121,7 @@ def test_a_script_that_is_started_again_goes_on(
         assert torch.equal(model.state_dict()[name], value), name
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_every_second_attempt_may_have_another_number_of_devices(tmp_path: Path) -> None:
     def make(devices: int, seed: int = 1) -> lockstep.Trainer:
         torch.manual_seed(seed)

@@ -74,7 +74,7 @@ class _CompileCounter(lockstep.Callback):
         self.counts.append(self.count)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("quick_compilation")
 def test_nothing_is_compiled_again_after_the_first_epoch() -> None:

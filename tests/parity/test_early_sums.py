@@ -135,6 +135,7 @@ def test_buckets_are_sent_while_backward_runs(
     assert {each.count("send") for each in after} == {0}
 
 
+@pytest.mark.exhaustive
 def test_what_changes_after_it_was_sent_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     marks: list[int] = []
     mark = SharedGradientBuffer.mark

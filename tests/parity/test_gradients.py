@@ -179,7 +179,7 @@ def test_clipping_by_value(strategy: str) -> None:
     assert_same(ours, theirs)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", core_of(["mlp", "wide", "cnn_batch_norm"], ["wide"]))
 def test_bits_of_a_clipped_run_do_not_depend_on_the_number_of_devices(model: str) -> None:
     one = case(model)

@@ -26,7 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return folder, run("keras_tensorflow.py", folder, like="keras")
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.timeout(400)
 def test_data_of_tensorflow(trained: tuple[Path, list[str]]) -> None:
     said = [f"once {name} same" for name in ("mirrored", "pipeline", "hybrid")]

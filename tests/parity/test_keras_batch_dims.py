@@ -262,6 +262,7 @@ class Timed(TimeFirst):
         return super().call(inputs)
 
 
+@pytest.mark.exhaustive
 def test_a_plan_of_a_model_with_time_first() -> None:
     model = compiled(Timed(flipped=False), swapped(X[:2]))
     TIMES.clear()

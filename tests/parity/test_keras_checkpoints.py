@@ -291,7 +291,7 @@ def focal(target: Any, output: Any) -> Any:
     return keras.losses.sparse_categorical_crossentropy(target, output, from_logits=True) ** 2
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_what_has_changed_is_named(tmp_path: Path) -> None:
     """One folder for all: what is refused writes nothing."""
     adam, decay = keras.optimizers.Adam, keras.optimizers.schedules.CosineDecay

@@ -71,6 +71,7 @@ def test_training_without_meeting_equals_a_plain_loop(model: str, every: Any) ->
     torch.testing.assert_close(trainer.predict(one.inputs, batch_size=7), alone, rtol=0, atol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_a_second_fit_and_a_loaded_state_go_on() -> None:
     one = replace(case("gpt_tied"), optimizer=partial(torch.optim.SGD, lr=1e-2))
     make = partial(local_trainer, one, STRATEGIES["diloco-on-2x2"])
@@ -100,6 +101,7 @@ class _Stop(lockstep.Callback):
             raise KeyError("the end")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("outer", core_of([None, lockstep.Nesterov()], [lockstep.Nesterov()], []))
 def test_a_checkpoint_has_the_optimizer_of_each_replica(outer: Any, tmp_path: Path) -> None:
     one = case("gpt_tied")

@@ -112,7 +112,7 @@ def test_slots_in_a_file_have_the_same_bits(
     assert not os.listdir(tmp_path)  # it has no name
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_checkpoints_resume_wherever_the_slots_are(tmp_path: Path) -> None:
     slots, kept = tmp_path / "slots", tmp_path / "kept"
     slots.mkdir()

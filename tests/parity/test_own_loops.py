@@ -50,7 +50,7 @@ def test_replicas_train_what_one_device_trains(layout: str) -> None:
     assert_exact(run_as_torchrun([*STRICT, SCRIPT, engine, *loops], count), loops)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", core_of(KERAS_LAYOUTS, ["2 of torchrun"], []))
 def test_replicas_of_a_keras_loop_train_what_one_device_trains(layout: str) -> None:
     count, engine, loops = KERAS_LAYOUTS[layout]

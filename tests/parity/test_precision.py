@@ -423,7 +423,7 @@ class Attending(nn.Module):
         return nn.functional.scaled_dot_product_attention(query, key, value)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_attention_that_is_computed_again_is_the_same() -> None:
     found = {}
     for precision in ("fp32", "bf16-mixed"):

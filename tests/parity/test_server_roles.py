@@ -85,6 +85,7 @@ def test_the_tasks_of_tf_config_are_workers_and_servers(staleness: int, tmp_path
             assert_near(own, alone)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("staleness", core_of([0, 2], [2], []))
 def test_lockstep_run_says_how_many_there_are(staleness: int, tmp_path: Path) -> None:
     command = ["-m", "lockstep", "run", "--devices", "2", "--servers", "3", "script.py"]

@@ -347,7 +347,7 @@ def test_options_do_what_they_do_on_one_device(name: str, strategy: str) -> None
     check_equal(trained(model, STRATEGIES[strategy](), **options), expected)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_ranks_with_several_shares_meet_in_batch_norm() -> None:
     """A rank with one share goes backward alone, and the others layer by layer."""
     options: dict[str, Any] = {"accumulate": 2, "batch_size": 7, **SGD}

@@ -92,7 +92,7 @@ ROWS = {
     ),
 }
 
-MORE = ("replicas of a stage on both hosts, gloo", "layers divided within each host")
+MORE = ("replicas of a stage on both hosts, gloo",)
 
 SCRIPT = f"""{BEGINNING}
 from tests.zoo import case

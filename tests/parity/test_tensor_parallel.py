@@ -257,7 +257,7 @@ class WithoutBatchNorm(Residual):
         self.norm = nn.LayerNorm(12)  # type: ignore[assignment]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options",
     [{}, pytest.param({"accumulate": 2}, marks=pytest.mark.exhaustive)],

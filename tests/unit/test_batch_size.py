@@ -125,7 +125,7 @@ def test_a_size_is_found_said_and_trained_with(
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_trials_change_nothing_in_the_script() -> None:
     """The weights are, bit by bit, those of a fit that was given the size."""
     first, second = make_trainer(), make_trainer()

@@ -391,7 +391,7 @@ def test_wandb_offline_has_the_values_and_the_plan(tmp_path: Path) -> None:
     assert end.exit_code == 0
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("wandb_settings")
 def test_wandb_knows_of_an_error(tmp_path: Path) -> None:
     logger = WandB("digits", mode="offline", folder=tmp_path)

@@ -34,6 +34,8 @@ SCRIPTS = [
     if name not in PROGRAMS and any(block.is_python for block in page.blocks)
 ]
 CORE = ("README.md",)
+# That they run takes long.
+LONG = ("docs/batch-size.md", "docs/callbacks.md", "docs/hosts.md", "docs/training.md")
 # The page's script is one for several hosts, and so it is run.
 LOCAL_HOSTS = ["-m", "lockstep", "run", "--hosts", "2", "--local"]
 
@@ -41,6 +43,7 @@ LOCAL_HOSTS = ["-m", "lockstep", "run", "--hosts", "2", "--local"]
 CASES = core_of(
     [(name, need) for name in SCRIPTS for need in ("", *PAGES[name].needs)],
     lambda name, need: name in CORE and not need,
+    lambda name, need: name not in LONG and not need,
 )
 COMMANDS = [
     (name, command)

@@ -16,8 +16,13 @@ from torch import Tensor, nn
 import lockstep
 from lockstep import accelerators
 from lockstep.capture import measuring
-from lockstep.capture.graph import capture_graph, value_bytes
-from lockstep.capture.measuring import measure_layers
+from lockstep.capture.graph import (
+    capture_graph,
+    profile_graph,
+    value_bytes,
+    with_total_seconds,
+)
+from lockstep.capture.measuring import measure_layers, measure_model
 from lockstep.capture.tracing import trace_model
 from lockstep.data.order import stream_states
 from lockstep.data.trees import map_tensors
@@ -121,6 +126,38 @@ def test_time_is_that_of_the_layer_that_takes_it(monkeypatch: pytest.MonkeyPatch
     assert [one.forward_seconds for one in found.values()] == [2.0, 1.0, 0.5]
     assert [one.backward_seconds for one in found.values()] == [0.0, 0.0, 0.0]
     assert [one.activation_bytes for one in found.values()] == [0, 0, 0]
+
+
+def test_of_the_whole_model_all_layers_go_forward_before_one_goes_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_clock(monkeypatch)
+    layers, x = [Timed(2.0, 5.0), Timed(1.0, 0.25)], torch.randn(4, 3)
+    model, order = nn.Sequential(*layers), list[str]()
+    trace = trace_model(model, x, training=True)
+    for number, layer in enumerate(layers):
+        layer.linear.register_forward_hook(lambda *_, n=number: order.append(f"forward {n}"))
+        layer.linear.weight.register_hook(lambda _, n=number: order.append(f"backward {n}"))
+    assert measure_model(model, trace, lambda: model(x)) == (3.0, 5.25)
+    assert order[:4] == ["forward 0", "forward 1", "backward 1", "backward 0"]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_time_of_the_whole_model_is_shared_out_over_its_layers() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(4, 3)
+    trace = trace_model(model, x, training=True)
+    graph = profile_graph(model, trace, x, x[:1], value_bytes(trace, model, x), (4, 1))
+    before, after = (
+        [layer.costs for layer in one.layers if layer.costs is not None]
+        for one in (graph, with_total_seconds(graph, 6.0, 9.0))
+    )
+    assert sum(one.forward_seconds for one in after) == pytest.approx(6.0)
+    assert sum(one.backward_seconds for one in after) == pytest.approx(9.0)
+    for one, other in zip(before, after, strict=True):
+        longer = other.forward_seconds / one.forward_seconds
+        assert longer == pytest.approx(6.0 / sum(cost.forward_seconds for cost in before))
+        assert other.forward_fixed_seconds == pytest.approx(longer * one.forward_fixed_seconds)
+        assert other.activation_bytes == one.activation_bytes
 
 
 def test_times_are_medians_without_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from lockstep.capture.graph import profile_graph
 from lockstep.data.map_style.sources import as_source
 from lockstep.launch.health.machine_measuring import busy_cores
-from lockstep.train.runtime import planning
+from lockstep.train.runtime import model_profile, planning
 from lockstep.train.runtime.planning import Planning, _place_of
 
 
@@ -75,7 +75,7 @@ def test_no_process_that_keeps_a_core_busy_is_left_where_another_cannot_start(
     assert started[0].returncode == -signal.SIGKILL
 
 
-def test_layers_are_timed_again_while_other_cores_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_timed_again_while_other_cores_work(monkeypatch: pytest.MonkeyPatch) -> None:
     working: list[int] = []
 
     @contextmanager
@@ -84,8 +84,8 @@ def test_layers_are_timed_again_while_other_cores_work(monkeypatch: pytest.Monke
             working.append(count)
             yield
 
-    monkeypatch.setattr(planning, "usable_cores", lambda: 2)
-    monkeypatch.setattr(planning, "busy_cores", busy)
+    monkeypatch.setattr(model_profile, "usable_cores", lambda: 2)
+    monkeypatch.setattr(model_profile, "busy_cores", busy)
     graph = Planning(nn.Linear(2, 2)).graph(as_source((torch.ones(4, 2),)), 4, "fp32")
     assert working == [1]
     assert 0 < graph.speed_together <= 1

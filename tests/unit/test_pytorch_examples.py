@@ -28,6 +28,7 @@ def test_every_program_is_run_here_and_is_in_the_index() -> None:
             assert f'"{path.name}"' in own
 
 
+@pytest.mark.exhaustive
 def test_a_net_resumes_from_its_checkpoint_to_the_same_end(tmp_path: Path) -> None:
     """The newest checkpoint, of the end, is lost: the second run resumes within the last epoch."""
     first = run("digits_cnn.py", tmp_path, 2)

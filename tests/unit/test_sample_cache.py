@@ -362,7 +362,7 @@ def start_filling(path: Path) -> "subprocess.Popen[str]":
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_processes_make_and_fill_one_file(tmp_path: Path) -> None:
     started = [start_filling(tmp_path / "cached") for _ in range(2)]
     for process in started:

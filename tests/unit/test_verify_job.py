@@ -378,7 +378,7 @@ assert callable(verify)
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "first",
     ["", "import lockstep.proof.report", "import lockstep.cli.verify"],

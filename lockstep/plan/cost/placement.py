@@ -15,15 +15,16 @@ from lockstep.errors import DeviceError
 # Where nothing is known of links: a copy to memory that all processes of a host see, and a
 # network of 10 Gbit/s. The first was measured at 5 to 6 GB/s.
 SHARED_MEMORY = Link(latency_seconds=2e-5, bytes_per_second=5e9)
-# A collective call of gloo beside ranks that compute, whose threads wait for a core.
-PROCESS_GROUP = Link(latency_seconds=2.5e-3, bytes_per_second=1e9)
+# A collective call of gloo beside ranks that compute, whose threads wait for a core; what is moved
+# is packed, unpacked and added up as well, in memory that is mapped anew.
+PROCESS_GROUP = Link(latency_seconds=2.5e-3, bytes_per_second=4e8)
 DEFAULT_NETWORK = Link(latency_seconds=5e-5, bytes_per_second=1.25e9)
 
 # Memory of processes without a model, as measured on Linux with torch 2.13: the script's, and what
-# training adds to it; the process that helpers are forked from, and what each adds to its pages;
-# a member of a process group; a process with a CUDA context.
+# training adds to it; the process that helpers are forked from, and what each adds to its pages,
+# with 12 MiB for the workspaces of libraries; a member of a process group; one with a CUDA context.
 _SCRIPT_BYTES, _TRAINING_BYTES = 224 << 20, 35 << 20
-_TEMPLATE_BYTES, _HELPER_BYTES = 157 << 20, 34 << 20
+_TEMPLATE_BYTES, _HELPER_BYTES = 157 << 20, 46 << 20
 _MEMBER_BYTES = 8 << 20
 ACCELERATOR_BASE_BYTES = 600 << 20
 

@@ -16,14 +16,19 @@ import msgspec
 import torch
 from torch import nn
 
-from lockstep.capture.measuring import timed
-from lockstep.cluster.devices import processor_name
+from lockstep.capture.graph import with_total_seconds
+from lockstep.capture.measuring import measure_model, timed
+from lockstep.capture.tracing import Trace
+from lockstep.cluster.devices import processor_name, usable_cores
 from lockstep.cluster.topology import Cluster, Host
 from lockstep.comm.shared_memory.memory_usage import resident_memory
+from lockstep.data.trees import Tree
 from lockstep.disk import CacheFile, cache_folder
 from lockstep.errors import PlanError
 from lockstep.graph.layer_graph import LayerGraph, OptimizerCosts
-from lockstep.launch.health.machine_measuring import measured
+from lockstep.launch.health.machine_measuring import busy_cores, measured
+from lockstep.parallel.data_parallel.forward import call_model
+from lockstep.parallel.settings import num_threads
 from lockstep.plan.cost.corrections import RunCost, learned
 from lockstep.train.optim.fused_step import step_in_fastest_form
 
@@ -91,6 +96,30 @@ def known_runs(host: Host) -> list[RunCost]:
 
 def _machine() -> str:
     return f"{processor_name()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def timed_graph(graph: LayerGraph, model: nn.Module, trace: Trace, inputs: Tree) -> LayerGraph:
+    """The graph with times of the whole model: alone, beside busy cores, and with all threads.
+
+    Args:
+        graph: with the costs of layers one by one.
+        model: the graph's, not on the meta device.
+        trace: of the model, in training.
+        inputs: as many samples as the costs are for.
+    """
+    measure = partial(measure_model, model, trace, partial(call_model, model, inputs))
+    with num_threads(1):  # as ranks on cores have
+        alone = measure()
+    graph, seconds = with_total_seconds(graph, *alone), sum(alone)
+    on_cores = all(one.is_cpu for one in model.parameters())
+    if on_cores and (others := usable_cores() - 1):
+        with num_threads(1), busy_cores(others):
+            together = sum(measure())
+        graph = msgspec.structs.replace(graph, speed_together=min(seconds / together, 1.0))
+    if torch.get_num_threads() > 1:
+        with_threads = sum(measure())
+        graph = msgspec.structs.replace(graph, threads_speed=max(seconds / with_threads, 1.0))
+    return graph
 
 
 def profile_optimizer(optimizer: Any) -> OptimizerCosts:

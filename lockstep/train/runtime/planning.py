@@ -8,7 +8,6 @@ while model and inputs are the same but for the values of tensors.
 """
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -26,9 +25,8 @@ from lockstep.capture.graph import (
     value_bytes,
 )
 from lockstep.capture.layers import capture_layers, functions_of
-from lockstep.capture.measuring import measure_layers
 from lockstep.capture.tracing import Trace, trace_modes
-from lockstep.cluster.devices import discover, usable_cores
+from lockstep.cluster.devices import discover
 from lockstep.cluster.topology import Cluster
 from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.map_style.sources import Source
@@ -36,7 +34,6 @@ from lockstep.data.order import holds_streams, kept_streams
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 from lockstep.errors import OptionError
 from lockstep.graph.layer_graph import Division, LayerGraph
-from lockstep.launch.health.machine_measuring import busy_cores
 from lockstep.parallel.data_parallel.batch_norm import note_lone_sample
 from lockstep.parallel.data_parallel.forward import (
     DTYPES,
@@ -60,7 +57,12 @@ from lockstep.plan.spec import Plan
 from lockstep.plan.splits import DivisionOptions, TensorSplits
 from lockstep.train.batch_size_search.batch_size_cache import key_of
 from lockstep.train.fit.failing_layer import naming_layer
-from lockstep.train.runtime.model_profile import cached_graph, profile_optimizer, this_machine
+from lockstep.train.runtime.model_profile import (
+    cached_graph,
+    profile_optimizer,
+    this_machine,
+    timed_graph,
+)
 
 Partitions = Mapping[bool, Partition]
 
@@ -272,24 +274,8 @@ class Planning:
                 sizes,
                 (many, few),
             )
-        if (others := usable_cores() - 1) and _place_of(self._model).type == "cpu":
-            with num_threads(1), busy_cores(others):
-                speed = self._speed(graph, trace, given)
-            graph = msgspec.structs.replace(graph, speed_together=min(speed, 1.0))
-        if torch.get_num_threads() > 1:
-            speed = self._speed(graph, trace, given)
-            graph = msgspec.structs.replace(graph, threads_speed=max(speed, 1.0))
-        return graph
-
-    def _speed(self, graph: LayerGraph, trace: Trace, inputs: Tree) -> float:
-        """How fast the layers are now, relative to their costs in the graph."""
-        known = [layer.costs for layer in graph.layers if layer.costs is not None]
-        now = measure_layers(self._model, trace, inputs, repeats=None)
-        before, after = (
-            math.fsum(one.forward_seconds + one.backward_seconds for one in costs)
-            for costs in (known, now)
-        )
-        return before / after if after else 1.0
+        is_meta = _place_of(self._model).type == "meta"
+        return graph if is_meta else timed_graph(graph, self._model, trace, given)
 
     @contextmanager
     def _inputs(
