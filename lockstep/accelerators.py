@@ -146,13 +146,6 @@ def current(kind_: str) -> torch.device:
 # --- random numbers -------------------------------------------------------------------------------
 
 
-def seed(number: int) -> None:
-    """Seed the device's own random stream, if it is in use."""
-    module = in_use()
-    if module is not None:
-        module.manual_seed(number)
-
-
 def random_state() -> torch.Tensor | None:
     """The state of the device's random stream; None if no device is in use."""
     module = in_use()

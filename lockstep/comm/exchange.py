@@ -69,7 +69,7 @@ class Exchange:
     Attributes:
         bounds_gradients: compute ``gradient_bound``.
         gradient_bound: as of ``collect``, at least the norm of the sum of all ranks' gradients;
-            infinite if it is unknown, NaN if a gradient has one.
+            infinite if it is unknown, NaN if a gradient has one, 0 if no rank has any.
         rank: this rank.
         gradients: of the groups that this rank holds, by number.
         ranks_here: those of this host.
@@ -189,12 +189,16 @@ class Exchange:
 
     # --- results of passes -----------------------------------------------------------------------
 
-    def begin_pass(self) -> None:
-        """Begin the next pass over a batch. Every rank calls it, also without shares."""
+    def begin_pass(self, num_filled: int = 0) -> None:
+        """Begin the next pass over a batch. Every rank calls it, also without shares.
+
+        Args:
+            num_filled: of the shares, in a training step.
+        """
         self._pass += 1
         self._offers = [0] * len(self._offers)
         self._is_used = False
-        self._late_losses.begin()
+        self._late_losses.begin(bisect_left(self._own_shares, num_filled))
         if self._groups is not None:
             self.open()
         for gradients in self.gradients.values():
@@ -238,7 +242,6 @@ class Exchange:
 
     def expect(self, num_filled: int) -> None:
         """A step begins in which so many shares are filled."""
-        self._late_losses.expect(bisect_left(self._own_shares, num_filled))
         for number, gradients in self.gradients.items():
             gradients.expect(self._spec.groups[number].num_filled_rows(num_filled))
 
@@ -284,7 +287,7 @@ class Exchange:
         for gradients, num_rows in groups:
             gradients.hand_over(num_rows)
         late = None
-        if self._late_losses.are_coming:
+        if self._late_losses.coming:
             is_hasty = not needs_totals and self.board is None
             late = self._late_losses.leave(num_filled) if is_hasty else None
             self._late_losses.settle(look_around_of(self.board))
@@ -297,11 +300,8 @@ class Exchange:
 
     def _meet(self) -> None:
         """Wait for all ranks; afterwards their results are visible here."""
-        self.barrier()
-
-    def is_any_used(self) -> bool:
-        """Whether any rank has a gradient of any parameter, as ``collect`` has found."""
-        return any(self._bounds.tolist())
+        if self.board is not None:
+            self.board.barrier()
 
     def _own_bound(self) -> float:
         """A bound of this rank's gradients, not 0."""

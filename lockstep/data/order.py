@@ -63,7 +63,8 @@ def evaluation_seed(seed: int, first: int) -> int:
 def seed_streams(seed: int) -> None:
     """Seed the global random streams of this process: torch's, its device's, NumPy's, Python's."""
     torch.default_generator.manual_seed(seed)
-    accelerators.seed(seed)
+    if (device := accelerators.in_use()) is not None:
+        device.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
 

@@ -1,7 +1,7 @@
 """A global batch in training, evaluation or prediction: its shares and their random seeds."""
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -10,7 +10,7 @@ from lockstep.data.order import evaluation_seed, share_seed
 from lockstep.data.trees import Tree
 from lockstep.parallel.independence.split_trial import is_tried
 from lockstep.parallel.loss.share_losses import Sums
-from lockstep.plan.shares import num_filled_shares, share_bounds
+from lockstep.plan.shares import share_bounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,6 @@ class StepBatch:
     batch_size: int = 0
 
 
-@dataclass(eq=False)
 class Run:
     """A batch that is being processed: its shares and their results so far.
 
@@ -83,40 +82,30 @@ class Run:
         is_observed: outputs are passed to ``observe``.
     """
 
-    source: Source | None
-    indices: torch.Tensor
-    num_shares: int
-    _: KW_ONLY
-    step: int | None = None
-    observe: Observe | None = None
-    turn: int = 0
-    first_share: int = 0
-    batch_size: int = 0
-    parts: list[Sums] = field(default_factory=list, init=False)  # of several losses, by share
-    _observed: list[ShareOutput] = field(default_factory=list, init=False)
-
-    @classmethod
-    def of_step(cls, batch: StepBatch, num_shares: int) -> "Run":
-        """A batch that is trained on."""
-        return cls(
-            batch.source,
-            batch.indices,
-            num_shares,
-            step=batch.step,
-            observe=batch.observe,
-            turn=batch.turn,
-            first_share=batch.first_share,
-            batch_size=batch.batch_size,
-        )
-
-    def __post_init__(self) -> None:
-        self.num_samples = self.indices.shape[0]
-        self.batch_size = self.batch_size or self.num_samples
-        self.bounds = share_bounds(self.num_samples, self.num_shares)
-        self.num_filled = num_filled_shares(self.num_samples, self.num_shares)
-        self.is_training = self.step is not None
-        self.is_tried = is_tried(self.step)
-        self.is_observed = self.observe is not None
+    def __init__(
+        self,
+        source: Source | None,
+        indices: torch.Tensor,
+        num_shares: int,
+        *,
+        step: int | None = None,
+        observe: Observe | None = None,
+        turn: int = 0,
+        first_share: int = 0,
+        batch_size: int = 0,
+    ) -> None:
+        self.source, self.indices, self.num_shares = source, indices, num_shares
+        self.step, self.observe = step, observe
+        self.turn, self.first_share = turn, first_share
+        self.num_samples = indices.shape[0]
+        self.batch_size = batch_size or self.num_samples
+        self.bounds = share_bounds(self.num_samples, num_shares)
+        self.num_filled = min(self.num_samples, num_shares)
+        self.is_training = step is not None
+        self.is_tried = is_tried(step)
+        self.is_observed = observe is not None
+        self.parts: list[Sums] = []  # of several losses, by share
+        self._observed: list[ShareOutput] = []
 
     def show(self, share: int, output: Tree, batch: Batch) -> None:
         """Keep an output for ``observe``, which is called at the end of the batch."""

@@ -9,11 +9,12 @@ from typing import Any, SupportsFloat
 import torch
 
 from lockstep.comm.exchange import ShareTotals
-from lockstep.parallel.batch_run import Run
+from lockstep.parallel.batch_run import Run, StepBatch
 from lockstep.parallel.data_parallel.late_check import LateCheck
 from lockstep.parallel.loss.share_losses import Sums
 
 _NO_SPAN = nullcontext()
+_NO_TOTALS = ShareTotals([], [])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,26 +54,27 @@ class TrainingStep:
         totals: the losses of all shares.
         weight: their weight.
         is_skipped: a value was not finite: nothing is updated.
+        is_void: nothing is updated, for that reason or because the weight is 0.
         late: the check of its values, if the host learns the verdict later.
     """
 
-    def __init__(self, batch: Run, step: int, late: LateCheck | None = None) -> None:
-        self.batch = batch
-        self.step = step
+    totals = _NO_TOTALS
+    weight = 0.0
+    is_skipped = is_void = False
+
+    def __init__(self, batch: StepBatch, num_shares: int, late: LateCheck | None = None) -> None:
+        self.batch = Run(
+            batch.source,
+            batch.indices,
+            num_shares,
+            step=batch.step,
+            observe=batch.observe,
+            turn=batch.turn,
+            first_share=batch.first_share,
+            batch_size=batch.batch_size,
+        )
+        self.step = batch.step
         self.late = late
-        self.totals = ShareTotals([], [])
-        self.weight = 0.0
-        self.is_skipped = False
-
-    def take(self, totals: ShareTotals) -> None:
-        """Take the losses of all shares."""
-        self.totals = totals
-        self.weight = math.fsum(totals.weights)
-
-    @property
-    def is_void(self) -> bool:
-        """True if the step updates nothing."""
-        return self.is_skipped or not self.weight
 
     def result(self) -> StepResult:
         """The result; a skipped step has no loss."""

@@ -202,20 +202,23 @@ class UpdateWorker:
         board = self.board if self._changes_weights else None
         if self._residency is not None:
             self._residency.release()
-        with nullcontext() if board is None else board.updating(step):
-            self.updater.step()
-            for group in self._groups:
-                exchanged = self.exchange.gradients[group.number]
-                exchanged.commit()
-                if group.is_scattered:
-                    parameters = {
-                        number: one.detach()
-                        for number, one in enumerate(group.members)
-                        if number not in self._away
-                    }
-                    exchanged.all_gather(parameters, all_pieces=not self.updater.is_known)
-            if self._residency is not None:
-                self._residency.memory.exchange_copies()
+        if board is not None:
+            board.begin_update(step)
+        self.updater.step()
+        for group in self._groups:
+            exchanged = self.exchange.gradients[group.number]
+            exchanged.commit()
+            if group.is_scattered:
+                parameters = {
+                    number: one.detach()
+                    for number, one in enumerate(group.members)
+                    if number not in self._away
+                }
+                exchanged.all_gather(parameters, all_pieces=not self.updater.is_known)
+        if self._residency is not None:
+            self._residency.memory.exchange_copies()
+        if board is not None:
+            board.end_update(step)
 
     def _update_if_finite(self, step: int, check: LateCheck, totals: torch.Tensor) -> None:
         """Update the pieces if the device finds all values finite."""

@@ -11,6 +11,7 @@ Tasks (``train.fit.fit_task``, ``train.fit.tasks``) call a Worker and do not dep
 divides the model.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from lockstep.parallel.data_parallel.late_check import LateCheck, LateStep
 from lockstep.parallel.data_parallel.passes import Passes
 from lockstep.parallel.independence.split_trial import is_tried
 from lockstep.parallel.local_steps import LocalSteps
-from lockstep.parallel.loss.loss_checks import check_used, refuses, unequal_scale
+from lockstep.parallel.loss.loss_checks import refuses, unequal_scale, unused
 from lockstep.parallel.loss.share_losses import Sums
 from lockstep.parallel.loss.whole_batch import SharePart
 from lockstep.parallel.storage.allocator import temporary_memory
@@ -155,11 +156,12 @@ class Worker(UpdateWorker):
         return temporary_memory() if is_scarce else nullcontext()
 
     def _train_once_or_twice(self, batch: StepBatch) -> StepResult:
-        check = self._check_of(batch)
+        check = self._check_of(batch) if self._may_be_late else None
         if check is None:
-            self.settle()
+            if self._unsettled is not None:
+                self.settle()
             return self._train_checked(batch)
-        now = self._begun(batch, check)
+        now = TrainingStep(batch, self.plan.num_shares, check)
         try:
             result = self._train(now)
         except _RepeatStepError:
@@ -175,9 +177,7 @@ class Worker(UpdateWorker):
 
     def _check_of(self, batch: StepBatch) -> LateCheck | None:
         """The check of a step whose verdict the host may learn later; None if it must wait."""
-        if not self._may_be_late or is_tried(batch.step):
-            return None
-        if is_traced() or self.passes.has_turns:
+        if is_tried(batch.step) or is_traced() or self.passes.has_turns:
             return None
         if self._check is None and self.updater is not None:
             self._check = LateCheck.of(self.updater, self._rules, self.passes.device)
@@ -194,24 +194,25 @@ class Worker(UpdateWorker):
 
     def _train_checked(self, batch: StepBatch) -> StepResult:
         try:
-            return self._train(self._begun(batch))
+            return self._train(TrainingStep(batch, self.plan.num_shares))
         except _UnknownReductionError:
             self._end_repeated()  # all ranks know it
             self.passes.use_whole_batch()
-            return self._train(self._begun(batch))
+            return self._train(TrainingStep(batch, self.plan.num_shares))
 
     def _end_repeated(self) -> None:
         """End a step that is made again, before its update."""
         self.passes.restore_buffers()
         self.exchange.end_step()
 
-    def _begun(self, batch: StepBatch, late: LateCheck | None = None) -> TrainingStep:
-        return TrainingStep(Run.of_step(batch, self.plan.num_shares), batch.step, late)
-
     def _train(self, now: TrainingStep) -> StepResult:
         self.passes.begin(now.batch)
+        program = self.passes.program(now.batch.num_samples)
+        if program is not self._program:
+            self._program = program
+            self._calls = [self._bound(actions) for actions in program]
         try:
-            for call in self._calls_of(now.batch.num_samples):
+            for call in self._calls:
                 if self.board is not None:
                     self.board.note(call.phase)
                 if is_traced():
@@ -228,14 +229,6 @@ class Worker(UpdateWorker):
         else:
             self.passes.settle_buffers()
         return now.result()
-
-    def _calls_of(self, num_samples: int) -> list["_Call"]:
-        """The rank's program for a batch as bound calls; made once."""
-        program = self.passes.program(num_samples)
-        if program is not self._program:
-            self._program = program
-            self._calls = [self._bound(actions) for actions in program]
-        return self._calls
 
     def _bound(self, actions: tuple[Action, ...]) -> "_Call":
         # No method of this object: a cycle would keep shared memory until garbage collection.
@@ -265,30 +258,34 @@ class Worker(UpdateWorker):
         batch = now.batch
         self.passes.hand_in()
         needs_totals = self._rules.on_nonfinite != "ignore" and now.late is None
-        now.take(self.exchange.collect(batch.num_filled, needs_totals=needs_totals))
-        if now.totals.is_guess:
+        totals = now.totals = self.exchange.collect(batch.num_filled, needs_totals=needs_totals)
+        now.weight = math.fsum(totals.weights)
+        if totals.is_guess:
             raise _UnknownReductionError
-        if now.late is not None and now.totals.late is None:
+        if now.late is not None and totals.late is None:
             raise _RepeatStepError  # the weight of the loss must be read from the device
-        self.passes.check_side_effects()
+        self.passes.side_effects.settle(self.board)
         if batch.is_observed and now.late is None:
             batch.end_observing()
-        if now.totals.is_refused:
+        if totals.is_refused:
             self.passes.call.give_up_format()
-        if now.weight:
-            check_used(now.step, self.exchange.is_any_used())
-        if now.weight and now.late is None:
+        if now.weight and not self.exchange.gradient_bound:
+            raise unused(now.step)
+        if now.weight and now.late is None and not math.isfinite(sum(totals.totals)):
             now.is_skipped = refuses(
                 self._rules.on_nonfinite,
                 now.step,
                 batch.bounds,
-                now.totals.totals,
+                totals.totals,
                 lambda share: self.passes.diagnose(batch, share),
             )
+        now.is_void = now.is_skipped or not now.weight
         factor = 1.0 if batch.num_filled == 1 or not now.weight else batch.num_samples / now.weight
         if factor != 1.0 and not self.passes.is_linear:
             raise unequal_scale(now.step)
-        self._sum_gradients(factor / self._rules.scale, is_void=now.is_void)
+        if self._rules.loss_scale is not None:
+            factor /= self._rules.scale
+        self._sum_gradients(factor, is_void=now.is_void)
 
     def show_parameters(self) -> None:
         """Bring parameters of other ranks to where rank 0 reads them; collective."""

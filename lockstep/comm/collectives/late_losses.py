@@ -44,64 +44,59 @@ class LateLosses:
 
     Args:
         lines: in host memory, by share.
+
+    Attributes:
+        coming: numbers that a device computes and that are not in the lines yet, by share and
+            place in its line.
     """
 
     def __init__(self, lines: torch.Tensor) -> None:
         self._lines = lines.numpy()
         self._num_due = 0
-        self._numbers: dict[tuple[int, int], torch.Tensor] = {}  # by share and place in its line
+        self.coming: dict[tuple[int, int], torch.Tensor] = {}
         self._fetch: accelerators.Fetch | None = None
         self._values = torch.empty(0)  # what it fetches
 
-    def begin(self) -> None:
-        """A new pass: nothing has been put yet."""
-        self._num_due = 0
-        self._numbers.clear()
-        self._fetch = None
-
-    def expect(self, num_shares: int) -> None:
-        """Expect the losses of this number of shares."""
+    def begin(self, num_shares: int) -> None:
+        """A new pass, of so many shares in training: nothing has been put yet."""
         self._num_due = num_shares
+        self.coming.clear()
+        self._fetch = None
 
     def put(self, share: int, *numbers: torch.Tensor | float) -> None:
         """Put the first numbers of a share's line."""
         for place, number in enumerate(numbers):
-            if accelerators.computes(number):
-                self._numbers[share, place] = number
+            if isinstance(number, torch.Tensor) and accelerators.computes(number):
+                self.coming[share, place] = number
             else:
                 self._lines[share, place] = float(number)  # takes a tenth of the tensor's time
         self._num_due -= 1
-        if self._numbers and not self._num_due:
+        if self.coming and not self._num_due:
             self._fetch = self._fetched()
-
-    @property
-    def are_coming(self) -> bool:
-        """True if a device computes some that are not in the lines yet."""
-        return bool(self._numbers)
 
     def settle(self, look_around: Callable[[float], None]) -> None:
         """Bring all numbers to the lines; for ``look_around`` see ``accelerators.await_event``."""
-        if self._numbers:
+        if self.coming:
             found = (self._fetch or self._fetched()).wait(look_around).numpy()
-            for place, number in zip(self._numbers, found, strict=True):
+            for place, number in zip(self.coming, found, strict=True):
                 self._lines[place] = number
-            self._numbers.clear()
+            self.coming.clear()
 
     def leave(self, num_shares: int) -> LateTotal | None:
         """The total of the first shares, for later, which ``settle`` then does not wait for.
 
         None if no copy is pending, or one of weights is.
         """
-        if not self._numbers or any(place for _, place in self._numbers):
+        if not self.coming or any(place for _, place in self.coming):
             return None
-        known = [share for share in range(num_shares) if (share, 0) not in self._numbers]
+        known = [share for share in range(num_shares) if (share, 0) not in self.coming]
         fetch = self._fetch or self._fetched()
         total = LateTotal(fetch, self._lines[known, 0].tolist(), self._values)
-        self._numbers.clear()
+        self.coming.clear()
         return total
 
     def _fetched(self) -> accelerators.Fetch:
-        numbers = list(self._numbers.values())
+        numbers = list(self.coming.values())
         if len(numbers) == 1 and numbers[0].dtype in _OF_NUMPY:
             self._values = numbers[0].reshape(1)
         else:

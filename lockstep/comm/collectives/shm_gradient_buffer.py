@@ -20,8 +20,10 @@ has one number everywhere. The table and the factors of other hosts' shares are 
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -47,6 +49,8 @@ from lockstep.plan.program.sum_tree import subtrees
 # Kinds of what a share has published for a parameter.
 _NOTHING, _GRADIENT, _FACTORS, _BFLOAT16_FACTORS, _ROWS = range(5)
 _PRODUCTS = (_FACTORS, _BFLOAT16_FACTORS)
+# Of factors, by kind; None for the parameter's.
+_DTYPES = {_FACTORS: None, _BFLOAT16_FACTORS: torch.bfloat16}
 
 
 @dataclass
@@ -55,9 +59,6 @@ class _Own:
 
     kind: int = _NOTHING
     num_rows: int = 0
-
-
-_UNUSED = _Own()
 
 
 class SharedGradientBuffer(GroupGradients):
@@ -100,7 +101,13 @@ class SharedGradientBuffer(GroupGradients):
             else row_apart(spec, device)
             for share in range(spec.num_shares)
         ]
-        self._own: dict[tuple[int, int], _Own] = {}
+        self._own: defaultdict[tuple[int, int], _Own] = defaultdict(_Own)  # by row and parameter
+        self._sparse = [spec.is_sparse(number) for number in range(len(spec.tensors))]
+        self._capacities = [spec.capacity(number) for number in range(len(spec.tensors))]
+        # Views take longer to make than small ones to fill. As many as two sizes of batches have.
+        kept = lru_cache(2 * spec.num_shares * len(spec.tensors))
+        self._factors = kept(self._memory.factors)
+        self._to_fill = kept(self._memory.factors_to_fill)
         self._found: list[list[tuple[int, int, int]]] = []
         self._pattern: object = None  # the contents of the table behind ``_found``
         self._prepared: tuple[Sequence[Piece], PreparedSums] | None = None
@@ -108,20 +115,20 @@ class SharedGradientBuffer(GroupGradients):
         self._factors_of_rows: Sequence[float] | None = None
 
     def begin_pass(self) -> None:
-        self._own.clear()
+        for own in self._own.values():
+            own.kind, own.num_rows = _NOTHING, 0
 
     # --- publishing ------------------------------------------------------------------------------
 
     def write_product(
         self, row: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
     ) -> None:
-        own = self._own_of(row, parameter)
+        own = self._own[row, parameter]
         kind = _BFLOAT16_FACTORS if inputs.dtype == torch.bfloat16 else _FACTORS
-        start, stop = own.num_rows, own.num_rows + len(inputs)
-        if own.kind in (_NOTHING, kind) and stop <= self._spec.capacity(parameter):
+        start, stop = own.num_rows, own.num_rows + inputs.shape[0]
+        if own.kind in (_NOTHING, kind) and stop <= self._capacities[parameter]:
             own.kind, own.num_rows = kind, stop
-            self._memory.reserve_factors(row, parameter, stop)
-            kept_inputs, kept_gradients = self._factors(row, parameter, kind, stop)
+            kept_inputs, kept_gradients = self._to_fill(row, parameter, stop, _DTYPES[kind])
             kept_inputs[start:].copy_(inputs)
             kept_gradients[start:].copy_(output_gradients)
         else:
@@ -131,7 +138,7 @@ class SharedGradientBuffer(GroupGradients):
 
     def write(self, row: int, gradients: Gradients) -> None:
         self.take({(row, number): one for number, one in enumerate(gradients) if one is not None})
-        found = [self._own.get((row, number), _UNUSED) for number in range(len(gradients))]
+        found = [self._own[row, number] for number in range(len(gradients))]
         entries = [(one.kind, one.num_rows) for one in found]
         if self._published.get(row) != entries:
             self._published[row] = entries
@@ -141,13 +148,15 @@ class SharedGradientBuffer(GroupGradients):
         """Add gradients, by row and parameter; the next ``write`` publishes them."""
         targets, sources = [], []
         for (row, parameter), gradient in gradients.items():
-            own = self._own_of(row, parameter)
-            if self._spec.is_sparse(parameter):
+            own = self._own[row, parameter]
+            if self._sparse[parameter]:
                 before = own.num_rows if own.kind == _ROWS else 0
                 own.num_rows = self._touched.add(row, parameter, before, gradient)
                 own.kind = _ROWS
                 continue
-            target = self._gradient_row(row, parameter, own)
+            target = self._rows[row][parameter]
+            if self._spec.row_limits[parameter]:  # else it has memory, and there are no factors
+                self._gradient_row(row, parameter, own)
             if own.kind == _GRADIENT and gradient.data_ptr() != target.data_ptr():
                 target.add_(gradient)
             elif gradient.data_ptr() != target.data_ptr():  # else it was formed in its place
@@ -167,17 +176,14 @@ class SharedGradientBuffer(GroupGradients):
             if own.kind == _GRADIENT:
                 formed.append(self._rows[row][parameter])
             elif own.kind in _PRODUCTS:
-                factors += self._factors(row, parameter, own.kind, own.num_rows)
+                factors += self._factors(row, parameter, own.num_rows, _DTYPES[own.kind])
             elif own.kind == _ROWS:
                 return math.inf
-        bound, norms = sum(norms_on_host(formed)), norms_on_host(factors)
-        for inputs, gradients in zip(norms[::2], norms[1::2], strict=True):
+        norms = norms_on_host(formed + factors)
+        bound, of_factors = sum(norms[: len(formed)]), norms[len(formed) :]
+        for inputs, gradients in zip(of_factors[::2], of_factors[1::2], strict=True):
             bound += inputs * gradients
         return bound
-
-    def _own_of(self, share: int, parameter: int) -> _Own:
-        own = self._own.get((share, parameter))
-        return self._own.setdefault((share, parameter), _Own()) if own is None else own
 
     def _gradient_row(self, share: int, parameter: int, own: _Own) -> torch.Tensor:
         """Where a share's whole gradient goes; factors that it has published become one first."""
@@ -185,17 +191,10 @@ class SharedGradientBuffer(GroupGradients):
         if share != self.base_row and self._spec.row_limits[parameter]:
             self._memory.reserve_row(share, parameter)
         if own.kind in _PRODUCTS:
-            inputs, gradients = self._factors(share, parameter, own.kind, own.num_rows)
+            inputs, gradients = self._factors(share, parameter, own.num_rows, _DTYPES[own.kind])
             multiply(row, gradients, inputs, adds=False)
             own.kind = _GRADIENT
         return row
-
-    def _factors(
-        self, share: int, parameter: int, kind: int, num_rows: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A share's inputs (num_rows, ins) and output gradients (num_rows, outs)."""
-        dtype = torch.bfloat16 if kind == _BFLOAT16_FACTORS else None
-        return self._memory.factors(share, parameter, num_rows, dtype)
 
     # --- summing ---------------------------------------------------------------------------------
 
@@ -229,14 +228,15 @@ class SharedGradientBuffer(GroupGradients):
         results = list(prepared.targets)
         for number in prepared.sparse:
             results[number] = self._sum_touched(pieces[number])
-        self._weigh_rows(pieces)
+        if self._factors_of_rows is not None:
+            self._weigh_rows(pieces)
         add_levels(prepared.levels)
         for piece, target, adds in prepared.products:
             self._add_product(target, piece, adds=adds)
         return results
 
     def _prepared_sums(self, pieces: Sequence[Piece]) -> PreparedSums:
-        is_sparse = [self._spec.is_sparse(piece.parameter) for piece in pieces]
+        is_sparse = [self._sparse[piece.parameter] for piece in pieces]
         targets = [
             self.target(piece) if self._found[piece.parameter] and not sparse else None
             for piece, sparse in zip(pieces, is_sparse, strict=True)
@@ -292,7 +292,7 @@ class SharedGradientBuffer(GroupGradients):
         if len(rows) == 1:
             return
         for piece in pieces:
-            put = [row for row in rows if self._own_of(row, piece.parameter).kind == _GRADIENT]
+            put = [row for row in rows if self._own[row, piece.parameter].kind == _GRADIENT]
             if put:
                 (total,) = add_up([{row: self.cut(row, piece) for row in put}])
                 if put[0] != rows.start:
@@ -363,7 +363,7 @@ class SharedGradientBuffer(GroupGradients):
     def published_factors(self, rows: range) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The factors of these rows, parameter by parameter: inputs and output gradients."""
         return [
-            self._factors(row, parameter, kind, num_rows)
+            self._factors(row, parameter, num_rows, _DTYPES[kind])
             for parameter, found in enumerate(self._found)
             for row, kind, num_rows in found
             if row in rows and kind in _PRODUCTS
@@ -397,7 +397,7 @@ class SharedGradientBuffer(GroupGradients):
         and with them the order of their sums, do not depend on the number of ranks.
         """
         factors = [
-            self._factors(share, piece.parameter, kind, num_rows)
+            self._factors(share, piece.parameter, num_rows, _DTYPES[kind])
             for share, kind, num_rows in self._found[piece.parameter]
             if kind in _PRODUCTS
         ]
@@ -414,7 +414,7 @@ class SharedGradientBuffer(GroupGradients):
 
     def is_sparse(self, parameter: int) -> bool:
         """Whether shares hand in rows of a parameter."""
-        return self._spec.is_sparse(parameter)
+        return self._sparse[parameter]
 
     @property
     def has_touched(self) -> bool:

@@ -60,6 +60,13 @@ class GradientMemory:
             self._tensor(middle, dtype or tensor.dtype, (num_rows, outs), (outs, 1)),
         )
 
+    def factors_to_fill(
+        self, share: int, parameter: int, num_rows: int, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, with memory."""
+        self.reserve_factors(share, parameter, num_rows)
+        return self.factors(share, parameter, num_rows, dtype)
+
     def reserve_factors(self, share: int, parameter: int, num_rows: int) -> None:
         """Take memory for so many rows of factors."""
         tensor = self._spec.tensors[parameter]

@@ -143,11 +143,12 @@ class StatusBoard:
         """Seconds that another rank has slept here."""
         return float(self._lines[rank].waited)
 
-    @contextmanager
-    def updating(self, step: int) -> Iterator[None]:
-        """Within the block this rank changes its slice of the weights."""
+    def begin_update(self, step: int) -> None:
+        """From now on this rank changes its slice of the weights."""
         self._own.update = 2 * step + 1
-        yield
+
+    def end_update(self, step: int) -> None:
+        """This rank has changed its slice of the weights."""
         self._own.update = 2 * step + 2
 
     def own_nothing(self) -> None:

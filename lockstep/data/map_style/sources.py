@@ -132,7 +132,7 @@ class ArraySource(Source):
             inputs=map_tensors(pick, self.inputs),
             targets=map_tensors(pick, self.targets),
             sample_weight=None if weight is None else pick(weight).to(dtype or weight.dtype),
-            num_samples=len(indices),
+            num_samples=indices.shape[0],
             least_target=self.least_target(),
         )
 

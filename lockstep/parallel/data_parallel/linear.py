@@ -89,32 +89,30 @@ class LinearLayers:
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The replacement of ``F.linear`` while a pass runs."""
+        output: torch.Tensor
         number = self._numbers.get(id(weight))
-        if number is None or not _is_ordinary(input, weight, weight.shape[1], bias):
-            plain: torch.Tensor = _linear.plain(input, weight, bias)
-            return plain
-        dtype = _autocast_dtype(input.device.type)
-        if dtype is not None and weight.dtype == torch.float32:
-            input, bias = input.to(dtype), None if bias is None else bias.to(dtype)
-        output: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-            input, weight, bias, self, number, False
-        )
+        if number is not None and not torch.compiler.is_compiling():
+            dtype = _autocast_dtype(input.device.type)
+            if _is_ordinary(input, weight, weight.shape[1], dtype, bias):
+                if dtype is not None and weight.dtype == torch.float32:
+                    input, bias = input.to(dtype), None if bias is None else bias.to(dtype)
+                layer = self, number, False
+                output = _Linear.apply(input, weight, bias, layer)  # type: ignore[no-untyped-call]
+                return output
+        output = _linear.plain(input, weight, bias)
         return output
 
     def matmul(self, input: torch.Tensor, other: torch.Tensor, **out: Any) -> torch.Tensor:
         """The replacement of ``torch.matmul`` while a pass runs."""
+        output: torch.Tensor
         number = self._numbers.get(id(other))
-        if (
-            number is None
-            or out
-            or not _is_ordinary(input, other, other.shape[0])
-            or _autocast_dtype(input.device.type) is not None
-        ):
-            plain: torch.Tensor = _matmul.plain(input, other, **out)
-            return plain
-        output: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-            input, other, None, self, number, True
-        )
+        if not (number is None or out or torch.compiler.is_compiling()):
+            dtype = _autocast_dtype(input.device.type)
+            if dtype is None and _is_ordinary(input, other, other.shape[0], None):
+                layer = self, number, True
+                output = _Linear.apply(input, other, None, layer)  # type: ignore[no-untyped-call]
+                return output
+        output = _matmul.plain(input, other, **out)
         return output
 
 
@@ -132,16 +130,22 @@ class _Redirected(AbstractContextManager[None]):
 
 
 def _is_ordinary(
-    input: torch.Tensor, weight: torch.Tensor, ins: int, bias: torch.Tensor | None = None
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    ins: int,
+    autocast: torch.dtype | None,
+    bias: torch.Tensor | None = None,
 ) -> bool:
     """True for a call on plain tensors, in a pass that may go backward."""
+    fits = input.dtype == weight.dtype
+    if autocast is not None and weight.dtype == torch.float32:
+        fits |= input.dtype == autocast
     return (
-        not torch.compiler.is_compiling()
+        fits
         and torch.is_grad_enabled()
         and type(input) is torch.Tensor
         and input.layout == torch.strided
         and input.is_floating_point()
-        and input.dtype in _dtypes(weight, input.device.type)
         and input.numel() > 0
         and input.shape[-1:] == (ins,)
         and (bias is None or bias.shape == weight.shape[:1])
@@ -156,14 +160,6 @@ def _is_reached(end: torch.autograd.graph.Node) -> bool:
         return bool(torch._C._will_engine_execute_node(end))
     except RuntimeError:  # this backward returns the gradient
         return False
-
-
-def _dtypes(weight: torch.Tensor, device_type: str) -> tuple[torch.dtype, ...]:
-    """The input types that fit a weight."""
-    dtype = _autocast_dtype(device_type)
-    if dtype is not None and weight.dtype == torch.float32:
-        return weight.dtype, dtype
-    return (weight.dtype,)
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -183,14 +179,12 @@ class _Linear(torch.autograd.Function):
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        layers: LinearLayers,
-        number: int,
-        is_turned: bool,
+        layer: tuple[LinearLayers, int, bool],
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
-        ctx.cast, ctx.layers, ctx.number = layers.cast(number, input.dtype), layers, number
-        ctx.is_turned = is_turned
-        return _product(input, ctx.cast.t() if is_turned else ctx.cast, bias)
+        ctx.layers, ctx.number, ctx.is_turned = layer
+        ctx.cast = ctx.layers.cast(ctx.number, input.dtype)
+        return _product(input, ctx.cast.t() if ctx.is_turned else ctx.cast, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -209,7 +203,7 @@ class _Linear(torch.autograd.Function):
         if needs_weight and not (is_last and ctx.layers.take(ctx.number, factors)):
             weight_gradient = (factors[1].t() @ factors[0]).to(weight.dtype)
         bias_gradient = gradients.sum(0) if needs_bias else None
-        return input_gradient, weight_gradient, bias_gradient, None, None, None
+        return input_gradient, weight_gradient, bias_gradient, None
 
 
 def _product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

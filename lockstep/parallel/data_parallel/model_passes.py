@@ -62,8 +62,7 @@ class ModelPasses(Passes):
         super().__init__(work, **options)
         self._group = group
         self._mine = self._plan.shares_of_rank(self._rank)
-        self._has_buffers, self._has_norms = bool(self._buffers), bool(self._norms)
-        self._has_linears = bool(self._linears)
+        self.has_turns = bool(work.functions)
         self._hands_over = self._exchange.gradients[_GROUP].is_early
         self._functions = work.functions
         self._interleaver = Interleaver(
@@ -99,10 +98,6 @@ class ModelPasses(Passes):
 
     # Whether the exchange may send a gradient as soon as this rank's last share has computed it.
     _completes_gradients = True
-
-    @property
-    def has_turns(self) -> bool:  # type: ignore[override]  # of others it is fixed
-        return bool(self._functions)
 
     def in_turn(self, turn: int) -> AbstractContextManager[Any]:
         return self._functions[turn].training(self._model)
@@ -148,23 +143,25 @@ class ModelPasses(Passes):
             self._refused[share] = self.call.attempt(partial(body, run, share))
         else:
             body(run, share)
-        if self._side_effects.is_due:
-            self._side_effects.note()
+        if self.side_effects.is_due:
+            self.side_effects.note()
 
     def _compute_by_function(self, run: Run, share: int) -> None:
         batch = self._read(run, share)
         with self.call.computing():
-            self._try_on_halves(run, batch)
+            if run.is_tried:
+                self._try_on_halves(run, batch)
             self._losses[share] = self._loss_by_function(run, batch)
 
     def _compute(self, run: Run, share: int) -> None:
         batch, output = self._output(run, share)
         if run.is_observed:
             run.show(share, self.shown(output), batch)
-        if self._uses_whole_batch and run.num_filled > 1:
+        assert self._loss is not None
+        if run.num_filled > 1 and self._loss.uses_whole_batch:
             self._apart[share] = SharePart(output=output, batch=batch)
             return
-        loss = self.loss_of(output, batch)
+        loss = self._loss(output, batch)
         if loss.is_guess:
             loss = replace(nothing(output), is_guess=True)
         if isinstance(loss, JointLoss):
@@ -391,7 +388,8 @@ class ModelPasses(Passes):
     def _output(self, run: Run, share: int) -> tuple[Batch, Tree]:
         """A share's samples and outputs."""
         batch = self._read(run, share)
-        self._try_on_halves(run, batch)
+        if run.is_tried:
+            self._try_on_halves(run, batch)
         output = self._watched_call(batch)
         if self._loss is not None and run.num_filled > 1 and self._loss.newly_adds(output):
             self._check_added(self._loss, batch)
@@ -401,7 +399,9 @@ class ModelPasses(Passes):
         check_added(self._model, loss, self.call, batch)
 
     def _watched_call(self, batch: Batch) -> Tree:
-        with nullcontext() if self._loss is None else self._loss.watching():
+        if self._loss is None or not self._loss.is_inside:
+            return self.call(batch.inputs)
+        with self._loss.watching():
             return self.call(batch.inputs)
 
     def _loss_by_function(self, run: Run, batch: Batch) -> ShareLoss:
@@ -409,7 +409,7 @@ class ModelPasses(Passes):
 
     def _try_on_halves(self, run: Run, batch: Batch) -> None:
         """Test a loss computed inside the model, else whether outputs mix samples."""
-        if self.watch is not None or not (run.is_tried and run.num_filled > 1):
+        if self.watch is not None or run.num_filled == 1:
             return
         if not run.is_training:
             if isinstance(self._model, FrontEndModel):  # its front end has tested it

@@ -60,6 +60,7 @@ class Passes(ABC):
         is_linear: gradients are linear in the loss, as far as was tried.
         watch: records what modules compute in this step; or None.
         leads: this rank gives the results of its shares, which others may compute as well.
+        side_effects: checks the model's state in a step.
     """
 
     leads: bool = True
@@ -91,11 +92,12 @@ class Passes(ABC):
         self._buffers = Buffers(model)
         self.first_buffers: Kept | None = None  # at the beginning of the step
         self._norms = BatchNorms(model)
+        self._has_buffers, self._has_norms = bool(self._buffers), bool(self._norms)
         holders = [plan.num_ranks]
         if plan.pipeline is not None:
             holders = [len(stage.ranks) for stage in plan.pipeline.stages]
         is_shared = max(holders) > 1
-        self._side_effects = SideEffects(model, self._norms.buffer_names, is_shared=is_shared)
+        self.side_effects = SideEffects(model, self._norms.buffer_names, is_shared=is_shared)
         self._programs: dict[int, Sequence[tuple[Action, ...]]] = {}
         self._linears = LinearLayers(
             {
@@ -106,6 +108,7 @@ class Passes(ABC):
                 and self._forms_gradients
             }
         )
+        self._has_linears = bool(self._linears)
 
     @property
     def _forms_gradients(self) -> bool:
@@ -147,16 +150,17 @@ class Passes(ABC):
         if not run.is_training and self._offers_rows:
             self._exchange.barrier()  # other ranks may still read rows of the last pass
         torch.clear_autocast_cache()
-        self._linears.begin_pass()
-        self._exchange.begin_pass()
+        if self._has_linears:
+            self._linears.begin_pass()
+        self._exchange.begin_pass(run.num_filled if run.is_training else 0)
         if self._loss is not None:
             is_part = run.batch_size > run.num_samples
             self._loss.begin(run.batch_size, run.num_filled, is_part=is_part)
         if run.is_training:
             self._exchange.expect(run.num_filled)
-            if self._buffers:
+            if self._has_buffers:
                 self.first_buffers = self._buffers.keep(self.first_buffers)
-            self._side_effects.begin(is_divided=run.num_filled > 1)
+            self.side_effects.begin(is_divided=run.num_filled > 1)
             self._clear_gradients()
 
     @property
@@ -167,14 +171,6 @@ class Passes(ABC):
     def hand_in(self) -> None:
         """After all passes: give the exchange the gradients that it does not have yet."""
         return
-
-    def check_side_effects(self) -> None:
-        """After all passes, before the update: check the model; every rank calls it.
-
-        Raises:
-            ModelError: the model's state depends on the samples.
-        """
-        self._side_effects.settle(self._exchange.board)
 
     def restore_buffers(self, kept: Kept | None = None) -> None:
         """The step is skipped: restore the buffers from its beginning, or ``kept`` ones."""
@@ -324,7 +320,7 @@ class Passes(ABC):
                 raise
         if board is not None:
             board.note("forward")
-        return moved(batch, self.device)
+        return batch if self.device.type == "cpu" else moved(batch, self.device)
 
     def _denominator(self, run: Run, loss: ShareLoss | None) -> torch.Tensor | float:
         """The denominator of a share's loss before backward; 0 for a batch of weight 0.
@@ -335,10 +331,9 @@ class Passes(ABC):
         weight: torch.Tensor | float = float(run.num_samples)
         if loss is not None and run.num_filled == 1:
             weight = loss.weight
-            if not accelerators.computes(weight):
-                weight = float(weight)
-            else:  # with weight 0 gradients are 0 and unused
-                weight = weight.where(weight > 0, math.inf)
+            if isinstance(weight, torch.Tensor):  # with weight 0 gradients are 0 and unused
+                is_late = accelerators.computes(weight)
+                weight = weight.where(weight > 0, math.inf) if is_late else float(weight)
         return weight if self._rules.loss_scale is None else weight / self._rules.scale
 
 

@@ -51,18 +51,13 @@ def _nonfinite_loss(
     )
 
 
-def check_used(step: int, is_any_used: bool) -> None:
-    """Check that the loss depends on a trainable parameter.
-
-    Raises:
-        LossError: it does not.
-    """
-    if not is_any_used:
-        raise LossError(
-            f"The loss of step {step} must depend on a trainable parameter.",
-            received="a loss that needs no gradient",
-            fix="Look for detach(), no_grad() or frozen parameters on the way to it.",
-        )
+def unused(step: int) -> LossError:
+    """The error for a loss that depends on no trainable parameter."""
+    return LossError(
+        f"The loss of step {step} must depend on a trainable parameter.",
+        received="a loss that needs no gradient",
+        fix="Look for detach(), no_grad() or frozen parameters on the way to it.",
+    )
 
 
 def unequal_scale(step: int) -> ModelError:

@@ -242,7 +242,7 @@ class LossAdapter(ABC):
         self.sees_all = self.uses_whole_batch or (self.is_alone and not is_part)
 
     def watching(self) -> AbstractContextManager[Any]:
-        """Entered around the model's forward pass, which may compute the loss."""
+        """Entered around the model's forward pass if the loss ``is_inside``."""
         return nullcontext()
 
     def newly_adds(self, output: Tree) -> bool:

@@ -92,7 +92,7 @@ class ClassLoss:
 
     @classmethod
     def _of_module(cls, loss: nn.Module) -> "ClassLoss | None":
-        forward = _forward_of(loss)
+        forward = type(loss).forward
         options: dict[str, Any] = {}
         function: Callable[..., torch.Tensor]
         if forward is nn.CrossEntropyLoss.forward:

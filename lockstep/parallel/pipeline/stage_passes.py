@@ -158,7 +158,7 @@ class StagePasses(Passes):
         )
         with self._stage_buffers[stage].in_microbatch():
             output = self._output(microbatch_run, batch, recompute=self._stages[stage].recompute)
-            self._side_effects.note(self._partitions[True].parts[stage].buffers)
+            self.side_effects.note(self._partitions[True].parts[stage].buffers)
         if stage == self._last_stage:
             assert batch is not None
             if self._is_settled:

@@ -27,7 +27,7 @@ class ShardedPasses(ModelPasses):
     def __init__(self, work: Workload, *, residency: Residency, **options: Any) -> None:
         super().__init__(work, **options)
         self._residency = residency
-        self._side_effects.gathered = residency.gathered
+        self.side_effects.gathered = residency.gathered
 
     def begin(self, run: Run) -> None:
         # First: what is gathered is not a change by the model.

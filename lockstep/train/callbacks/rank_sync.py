@@ -158,7 +158,7 @@ class RankSync:
         changed = updater.options()
         directive = CallbackOutcome(
             stop=driver.stop_training,
-            halt=driver.is_interrupted or self._is_halted,
+            halt=driver.is_interrupted or self.worker.is_halted,
             renew=renew,
             options=changed if changed != options else None,
             values=values,
@@ -208,12 +208,8 @@ class RankSync:
             Halt: the user has pressed Ctrl-C.
         """
         alone = self.control.num_ranks == 1 and self.driver.is_interrupted
-        if alone or self._is_halted:
+        if alone or self.worker.is_halted:
             raise Halt
-
-    @property
-    def _is_halted(self) -> bool:
-        return self.worker.is_halted
 
     def begin_validation(self) -> None:
         """Show the weights if they may be read while the model is evaluated, or free them."""

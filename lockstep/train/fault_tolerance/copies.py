@@ -158,7 +158,7 @@ class Copies:
             num_steps: made so far, those before the ``fit`` included.
         """
         self._began = time.monotonic()
-        if self.journal.is_replaying:
+        if self.journal.is_kept and self.journal.is_replaying:
             return False
         self._due = [one for one in self._memory.destinations if one.is_due(num_steps)]
         kept_bytes = sum(stream.kept_bytes for stream in self._streams)

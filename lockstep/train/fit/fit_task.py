@@ -235,8 +235,8 @@ class FitTask(Task):
                 if stops and self.stops_before_steps:
                     break
             results.append(self._make_step(run, batch, bad_records))
-            if len(results) > 1:  # a device has computed it by now
-                results[-2] = results[-2].settled()
+            if len(results) > 1 and not isinstance(results[-2].total, float):
+                results[-2] = results[-2].settled()  # a device has computed it by now
             run.num_epochs = epoch + 1
             if reports.are_wanted:
                 reports.end_batch(partial(self._report, rank_sync, results))
@@ -284,7 +284,7 @@ class FitTask(Task):
         if num_taken > num_samples:
             result = replace(result, num_bad=num_taken - num_samples)
         run.num_steps += 1
-        if worker.leaves_a_rank_idle(num_samples):
+        if rank_sync.control.num_ranks > 1 and worker.leaves_a_rank_idle(num_samples):
             rank_sync.share_buffers()
         if self.snapshots is not None:
             self.snapshots.take(rank_sync, step, result, noted)
@@ -307,8 +307,8 @@ class FitTask(Task):
         if not self.hooks.step_end:
             if index >= begun.num_ended and rank_sync.control.rank == 0:
                 rank_sync.act(end_step)
-            rank_sync.act(rank_sync.driver.take_copies)
             if run.is_taken:
+                rank_sync.act(rank_sync.driver.take_copies)
                 rank_sync.write_parts()
             rank_sync.check_halt()
             return begun.stops
@@ -407,7 +407,7 @@ class FitTask(Task):
         worker = rank_sync.worker
         if not batch.indices.shape[0] and self._skips_bad_records:
             return StepResult(total=0.0, weight=0.0, num_samples=0)
-        if not self.turns:
+        if not self.turns.names:
             return worker.train_step(batch)
         turns = range(len(self.turns.names))
         results = [worker.train_step(replace(batch, turn=turn)) for turn in turns]

@@ -73,7 +73,7 @@ def fastest_form(optimizer: optim.Optimizer) -> Iterator[None]:
             group["fused"] = True
             groups.append(group)
             for parameter, slots in used:
-                if slots:
+                if slots and not parameter.is_cpu:
                     _bring_count(parameter, slots)
     try:
         yield
@@ -100,7 +100,8 @@ def step_adam(optimizer: optim.Optimizer) -> bool:
         for parameter, slots in used:
             if not slots:
                 return False
-            _bring_count(parameter, slots)
+            if not parameter.is_cpu:
+                _bring_count(parameter, slots)
             parameters.append(parameter)
             gradients.append(parameter.grad)  # type: ignore[arg-type]  # it has one
             means.append(slots["exp_avg"])
@@ -111,7 +112,7 @@ def step_adam(optimizer: optim.Optimizer) -> bool:
         if used:
             calls.append((group, tensors))
     guard = vars(optimizer).get(_GUARD)
-    with torch.no_grad():
+    with torch.set_grad_enabled(False):  # half the calls of no_grad
         for group, tensors in calls:
             kernel = torch._fused_adam_
             if group["decoupled_weight_decay"]:
@@ -204,7 +205,7 @@ def _supported(optimizer: optim.Optimizer, group: Mapping[str, Any]) -> list[_Us
 
 def _bring_count(parameter: torch.Tensor, slots: dict[str, Any]) -> None:
     """Bring the count of steps to where the kernel reads it: an accelerator's memory."""
-    if not parameter.is_cpu and slots["step"].is_cpu:
+    if slots["step"].is_cpu:
         slots["step"] = slots["step"].to(parameter.device, torch.float32)
 
 

@@ -12,7 +12,6 @@ user's own object on the user's own Parameters, which is always exact.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -215,16 +214,21 @@ class TorchUpdater(Updater):
                 self._shared_options.read_into(self._active.param_groups)
             elif self._is_alone:
                 self.set_options(self.options())
-            memory = temporary_memory() if self._unstored else nullcontext()
-            with memory:
-                for pieces in self._turns():
-                    step_in_fastest_form(self._active, partial(step_plainly, self._active))
-                    self._store_new_slots(pieces)
             if self._unstored:
+                with temporary_memory():
+                    self._step_pieces()
                 self._unstored = [one for one in self._unstored if self._has_unstored_slots(one)]
+            else:
+                self._step_pieces()
             vars(self.optimizer)["_opt_called"] = True  # torch's schedulers check it
         elif self._pieces:
             self._step_itself()
+
+    def _step_pieces(self) -> None:
+        for pieces in self._turns():
+            step_in_fastest_form(self._active, partial(step_plainly, self._active))
+            if self._unstored:
+                self._store_new_slots(pieces)
 
     def _turns(self) -> Iterable[Sequence[BoundPiece]]:
         """The pieces that are stepped together, one after the other."""
@@ -237,7 +241,7 @@ class TorchUpdater(Updater):
 
     def _store_new_slots(self, pieces: Sequence[BoundPiece]) -> None:
         """Move slots to the store that the optimizer has made at a piece's first step."""
-        for bound in pieces if self._unstored else ():
+        for bound in pieces:
             slots = self._active.state.get(bound.tensor, {})
             for slot, place in self._places_of(bound).items():
                 if isinstance(slots.get(slot), torch.Tensor) and not _is_placed(slots[slot], place):
