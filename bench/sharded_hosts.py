@@ -25,6 +25,7 @@ from tests.netns import connected_hosts
 FEW, MANY = 2, 6  # steps
 STRATEGIES: dict[str, Callable[..., lockstep.Strategy]] = {
     "sharded": partial(lockstep.FullyShardedStrategy, 2),
+    "sharded, units": partial(lockstep.FullyShardedStrategy, 2, units=["0", "1", "2", "3"]),
     "sharded gradients": partial(lockstep.FullyShardedStrategy, 2, level="gradients"),
     "sharded slots": partial(lockstep.FullyShardedStrategy, 2, level="slots"),
     "data 2, shard 2": partial(lockstep.HybridStrategy, 2, shard=2),

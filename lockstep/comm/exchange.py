@@ -184,6 +184,7 @@ class Exchange:
         if group.gradients.buckets:
             names = [tensor.name for tensor in group.gradients.tensors]
             options["keeps_on_host"] = group.keeps_on_host
+            options["keeps_memory"] = group.keeps_memory
             return ShardedReduce(rows, names=names, divisions=group.divisions, **options)
         return OverlappedReduce(rows, **options)
 

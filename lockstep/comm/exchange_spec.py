@@ -26,6 +26,7 @@ class GroupSpec:
         divisions: where ranks keep their part of the gradients only, the groups of consecutive
             ranks of which each divides the parameters.
         keeps_on_host: sums of gradients are kept in host memory, whatever device computes them.
+        keeps_memory: the memory of gradients is not freed.
     """
 
     ranks: tuple[int, ...]
@@ -35,6 +36,7 @@ class GroupSpec:
     compressions: tuple[Compression | None, ...] = ()
     divisions: tuple[tuple[int, ...], ...] = ()
     keeps_on_host: bool = False
+    keeps_memory: bool = False
 
     @property
     def num_bytes(self) -> int:

@@ -33,6 +33,7 @@ from lockstep.parallel.sharding.offloaded_memory import OffloadedMemory
 from lockstep.parallel.sharding.parameter_offload import ParameterOffload
 from lockstep.parallel.sharding.residency import Residency
 from lockstep.parallel.sharding.sharded_passes import ShardedPasses
+from lockstep.parallel.sharding.step_residency import StepResidency
 from lockstep.parallel.sharding.unit_memory import UnitMemory
 from lockstep.parallel.sharding.units import (
     modules_of_units,
@@ -156,7 +157,7 @@ def residency_of(
         board=exchange.board,
         **_kept_pieces(work.plan, group, exchange.rank),
     )
-    return Residency(
+    return (StepResidency if sharding.is_small else Residency)(
         work.model,
         modules=modules_of_units(sharding, work.model),
         names=[names[0] for names in sharding.units],

@@ -26,6 +26,8 @@ class Sharding(PlanPart, frozen=True, kw_only=True):
             piece by piece while they are stepped. ``"parameters"``: so do these, in one copy, and
             gradients; units come to the accelerators while they are used. The directory of a file:
             slots lie there. None: all lies where it is used.
+        is_small: what a device gathers stays until the update, and the memory of gradients from
+            step to step: it is so little that to free it and gather it again costs more.
     """
 
     level: str
@@ -33,6 +35,7 @@ class Sharding(PlanPart, frozen=True, kw_only=True):
     recompute: tuple[str, ...] = ()
     shares_parameters: bool = False
     offload: str | None = None
+    is_small: bool = False
 
     @property
     def directory(self) -> str | None:

@@ -111,8 +111,13 @@ def _sharding(plan: Decision) -> str:
     place = _place(plan.sharding)
     if plan.num_ranks == 1:
         return f"\nSharding: on one device{place}"
+    units += " that are gathered once in each step" if _gathers_once(plan.sharding) else ""
     divided = f"{parts[plan.sharding.level]}{units}"
     return f"\nSharding: each rank keeps its part of {divided}{shared}{place}"
+
+
+def _gathers_once(sharding: Sharding) -> bool:
+    return bool(sharding.units) and sharding.divides_parameters and sharding.is_small
 
 
 def _place(sharding: Sharding) -> str:

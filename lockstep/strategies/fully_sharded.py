@@ -42,7 +42,8 @@ class FullyShardedStrategy(Strategy):
             ``"parameters"``, gradients and slots (levels 1, 2 and 3 of ZeRO).
         units: names of the modules whose parameters are gathered together; a list of names for
             several modules in one unit. None takes the entries of lists of modules, and the layers
-            outside of lists. What is in no unit, or used by several, stays on every device.
+            outside of lists; a model of at most 64 MiB is gathered on cores once in each step then,
+            and not for each use. What is in no unit, or used by several, stays on every device.
         recompute: activations are not kept from forward to backward, but computed again, with the
             same random numbers and buffers: True for each module of a unit, or names of modules.
         offload: ``"slots"``: the optimizer's slots lie in the memory of the accelerators' host, and
@@ -65,6 +66,7 @@ class FullyShardedStrategy(Strategy):
 
     reach: Reach = "all hosts"
     _groups: Mapping[str, int] = {}  # see FullySharded
+    _small_bytes = 1 << 26  # likewise; a process with torch takes several times as much
 
     def __init__(
         self,
@@ -137,6 +139,7 @@ class FullyShardedStrategy(Strategy):
             recompute=self.recompute,
             shares_parameters=self._shares_parameters,
             offload=self.offload,
+            small_bytes=self._small_bytes,
             **self._groups,
         )
 
@@ -166,6 +169,7 @@ def sharded_replicas(
     on_hosts = devices is None and find_place(os.environ) is not None
     made = FullyShardedStrategy(devices or (None if on_hosts else data * shard), **options)
     made._groups, made._shares_parameters = {"data": data, "shard": shard}, False
+    made._small_bytes = 0
     if isinstance(made._mirrored, MirroredHosts):
         made._mirrored = replace(made._mirrored, num_devices=data * shard)
     return made

@@ -11,6 +11,7 @@ import tempfile
 import pytest
 
 import lockstep
+from tests.sharding import UnitByUnit
 from tests.thorough import core_of
 from tests.zoo import case, cases, make_job
 
@@ -28,7 +29,7 @@ STRATEGIES = {
     "servers-2-of-3": lockstep.ParameterServerStrategy(2, 3),
     "mirrored-2-gloo": lockstep.MirroredStrategy(2, engine="gloo"),
     "mirrored-3-gloo": lockstep.MirroredStrategy(3, engine="gloo"),
-    "sharded-3": lockstep.FullyShardedStrategy(3, engine="gloo"),
+    "sharded-3": UnitByUnit(3, engine="gloo"),
     "sharded-2-recomputed": lockstep.FullyShardedStrategy(2, recompute=True),
     "sharded-2-offloaded": lockstep.FullyShardedStrategy(2, offload=tempfile.gettempdir()),
     "data-2-shard-2": lockstep.HybridStrategy(2, shard=2),

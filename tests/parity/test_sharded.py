@@ -22,9 +22,10 @@ from lockstep.errors import ModelError, NonFiniteLossError, OptionError
 from lockstep.parallel.sharding.recomputation import Recomputation
 from lockstep.train.optim import slot_windows
 from lockstep.train.optim.slot_windows import SlotWindows
+from tests.sharding import UnitByUnit
 from tests.thorough import core_of
 
-SHARDED = partial(lockstep.FullyShardedStrategy, 2, engine="gloo")  # units come and go
+SHARDED = partial(UnitByUnit, 2, engine="gloo")
 REPLICAS = partial(lockstep.HybridStrategy, 2, shard=2)
 INPUTS = torch.randn(48, 12, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randint(0, 5, (48,), generator=torch.Generator().manual_seed(2))
@@ -279,6 +280,8 @@ STRATEGIES: dict[str, Callable[[], lockstep.Strategy]] = {
     "parameters": SHARDED,
     "one copy": partial(SHARDED, engine=None),
     "replicas": REPLICAS,
+    "gathered once": partial(lockstep.FullyShardedStrategy, 2, engine="gloo"),
+    "one copy, gathered once": partial(lockstep.FullyShardedStrategy, 2),
 }
 
 
@@ -352,7 +355,7 @@ def test_ranks_with_several_shares_meet_in_batch_norm() -> None:
     """A rank with one share goes backward alone, and the others layer by layer."""
     options: dict[str, Any] = {"accumulate": 2, "batch_size": 7, **SGD}
     expected = trained(Norms, lockstep.SingleDeviceStrategy(), **options)
-    strategy = lockstep.FullyShardedStrategy(3, level="gradients", timeout_seconds=60)
+    strategy = UnitByUnit(3, level="gradients", timeout_seconds=60)
     check_equal(trained(Norms, strategy, **options), expected)
 
 
@@ -370,10 +373,24 @@ def test_ranks_with_several_shares_meet_in_batch_norm() -> None:
 )
 def test_same_shares_give_the_same_bits(level: str, devices: int, engine: str | None) -> None:
     """Also several shares on a rank, of which each has its gradients."""
-    expected = trained(mlp, lockstep.MirroredStrategy(1, num_shares=4), precision="fp32")
-    strategy = lockstep.FullyShardedStrategy(devices, level=level, num_shares=4, engine=engine)
+    strategy = UnitByUnit(devices, level=level, num_shares=4, engine=engine)
+    check_bits(strategy, lockstep.MirroredStrategy(1, num_shares=4))
+
+
+def check_bits(strategy: lockstep.Strategy, alone: lockstep.Strategy) -> None:
+    expected = trained(mlp, alone, precision="fp32")
     found = trained(mlp, strategy, precision="fp32")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("level", ["gradients", "parameters"])
+@pytest.mark.parametrize(("devices", "engine"), [(2, None), (3, "gloo"), (4, "gloo")])
+def test_models_that_are_gathered_once_have_the_same_bits(
+    level: str, devices: int, engine: str | None
+) -> None:
+    strategy = lockstep.FullyShardedStrategy(devices, level=level, num_shares=4, engine=engine)
+    check_bits(strategy, lockstep.MirroredStrategy(1, num_shares=4))
 
 
 @pytest.mark.parametrize(
@@ -391,10 +408,8 @@ def test_same_shares_give_the_same_bits(level: str, devices: int, engine: str | 
     ),
 )
 def test_sharded_replicas_give_the_same_bits(data: int, shard: int, level: str) -> None:
-    expected = trained(mlp, lockstep.MirroredStrategy(1, num_shares=5), precision="fp32")
     strategy = lockstep.HybridStrategy(data, shard=shard, level=level, num_shares=5)
-    found = trained(mlp, strategy, precision="fp32")
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    check_bits(strategy, lockstep.MirroredStrategy(1, num_shares=5))
 
 
 @pytest.mark.thorough

@@ -40,10 +40,11 @@ class ShardedReduce(OverlappedReduce):
         names: of the parameters.
         divisions: the groups of ranks that divide the parameters; empty for one of all ranks.
         keeps_on_host: sums are kept in host memory, also where gradients are on a device.
+        keeps_memory: the memory of gradients is not freed, and no rank waits for a bucket before it
+            sends the next one.
         options: see ``OverlappedReduce``.
     """
 
-    _keeps_incoming = False
     takes_all = True
     waits_in_backward = True
     """False if ranks wait for each other in backward, in layers with statistics over the batch: a
@@ -55,11 +56,13 @@ class ShardedReduce(OverlappedReduce):
         names: Sequence[str],
         divisions: Sequence[Sequence[int]] = (),
         keeps_on_host: bool = False,
+        keeps_memory: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self._names = names
         self._keeps_on_host = keeps_on_host
+        self._keeps_memory = self._keeps_incoming = keeps_memory
         self._divisions = divisions or [[rank for ranks in self._domains for rank in ranks]]
         self._near = self._group_of(self._rank)
         self._far = [rank for rank in self._keeping_as(self._rank) if rank != self._rank]
@@ -159,7 +162,7 @@ class ShardedReduce(OverlappedReduce):
         for rows in self._filled_of([self._rank]):
             self._rows.sum_own_rows(self._all_pieces(bucket), rows)
             self._zero_unused(rows, bucket)
-        if self.waits_in_backward:  # before it takes memory for the next
+        if self.waits_in_backward and not self._keeps_memory:  # before it takes memory for the next
             self._advance()
         pieces = [one for one in self._summed_by(self._rank) if one.parameter in bucket.parameters]
         own = {
@@ -167,7 +170,8 @@ class ShardedReduce(OverlappedReduce):
             for rows in self._filled_of([self._rank])
         }
         outgoing = self._filled(bucket.outgoing)
-        self._begin_transfer(bucket, own, outgoing, self._all_incoming(bucket.parameters))
+        incoming = bucket.incoming or self._all_incoming(bucket.parameters)
+        self._begin_transfer(bucket, own, outgoing, incoming)
 
     def _begin_transfer(
         self,
@@ -235,7 +239,8 @@ class ShardedReduce(OverlappedReduce):
             place = self._rows.cut(self._sums_row, piece)
             if place is not total:
                 place.copy_(total)
-        self._memories[transfer.bucket.number].free()
+        if not self._keeps_memory:
+            self._memories[transfer.bucket.number].free()
 
     @torch.no_grad()
     def _send_sums(self, transfer: "_Transfer") -> None:
@@ -269,7 +274,7 @@ class ShardedReduce(OverlappedReduce):
 
     def free(self) -> None:
         """Free the sums: the step has used them."""
-        for memory in self._memories.values():
+        for memory in () if self._keeps_memory else self._memories.values():
             memory.drop()
 
     def _finish(self) -> None:

@@ -212,6 +212,7 @@ def group_spec(
         compressions=compressions(plan, group.ranks, tensors),
         divisions=_divisions(plan) if units else (),
         keeps_on_host=plan.sharding is not None and plan.sharding.streams_parameters,
+        keeps_memory=plan.sharding is not None and plan.sharding.is_small,
     )
 
 

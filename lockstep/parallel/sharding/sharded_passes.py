@@ -8,6 +8,7 @@ from lockstep.data.map_style.sources import Batch
 from lockstep.parallel.batch_run import Run, Take
 from lockstep.parallel.data_parallel.model_passes import ModelPasses
 from lockstep.parallel.sharding.residency import Residency
+from lockstep.parallel.sharding.step_residency import StepResidency
 from lockstep.parallel.training_step import TrainingStep
 from lockstep.parallel.workload import Workload
 
@@ -21,16 +22,16 @@ class ShardedPasses(ModelPasses):
         options: see ``ModelPasses``.
     """
 
-    # Other ranks may go backward more often. The residency has units sent in one order.
-    _completes_gradients = False
-
     def __init__(self, work: Workload, *, residency: Residency, **options: Any) -> None:
         super().__init__(work, **options)
         self._residency = residency
+        # Other ranks may go backward more often: else the residency has units sent in one order.
+        self._completes_gradients = isinstance(residency, StepResidency)
         self.side_effects.gathered = residency.gathered
 
     def begin(self, run: Run) -> None:
         # First: what is gathered is not a change by the model.
+        self._exchange.open()
         self._residency.begin(
             self._most_shares(run.num_filled),
             is_training=run.is_training,

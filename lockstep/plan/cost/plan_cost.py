@@ -58,6 +58,7 @@ def _modelled(plan: Plan, graph: LayerGraph, cluster: Cluster, batch_size: int) 
             batch_size,
             has_one_copy=plan.sharding.shares_parameters,
             replicas=len(plan.ranks_along("data", 0)),
+            is_small=plan.sharding.is_small,
         )
     if plan.tensor is not None and plan.num_replicas > 1:
         layout = Layout((0,), (plan.num_replicas,), plan.num_shares)

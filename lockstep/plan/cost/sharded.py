@@ -30,6 +30,7 @@ def sharded_cost(
     *,
     has_one_copy: bool = False,
     replicas: int = 1,
+    is_small: bool = False,
 ) -> PlanCost:
     """What a sharded Plan costs for batches of ``batch_size``.
 
@@ -42,6 +43,7 @@ def sharded_cost(
         batch_size: of the global batch.
         has_one_copy: ranks have one copy of the parameters, and gather none.
         replicas: groups of ranks that divide parameters among themselves.
+        is_small: units are gathered once in a step, and the memory of gradients is kept.
     """
     ranks, costs = len(placement), profile.whole
     place = placement.place(0, ranks)
@@ -59,11 +61,12 @@ def sharded_cost(
     exchange += gather_seconds(divided / shard, copies)
     forward = forward_seconds(costs, samples, placed)
     backward = backward_seconds(costs, samples, placed)
-    gathers = 2 * turns * gather
+    num_gathers = 1 if is_small else 2 * turns
+    exchange += num_gathers * gather
     step = StepTime(
         forward=turns * forward,
         backward=turns * backward,
-        exchange=float(exposed(exchange + gathers, turns * (forward + backward), placed)),
+        exchange=float(exposed(exchange, turns * (forward + backward), placed)),
         update=update_seconds(costs.trainable / ranks, profile.optimizer, placed),
     )
     largest = max(unit_bytes, default=0.0)
@@ -72,17 +75,19 @@ def sharded_cost(
     memory = Memory(
         parameters=costs.parameter_bytes / ranks if has_one_copy else own,
         # Autograd makes gradients beside the rows from which they are sent.
-        gradients=2 * whole if level == "slots" else kept + sum(unit_bytes) / ranks,
+        gradients=2 * whole
+        if level == "slots"
+        else kept + sum(unit_bytes) / (1 if is_small else ranks),
         slots=profile.optimizer.slots * whole / ranks,
         activations=HEAP**placed.is_core
         * samples
         * (costs.activation_bytes + profile.gradient_bytes),
-        gathered=largest if divided else 0.0,
+        gathered=(divided - divided / shard if is_small else largest) if divided else 0.0,
         buffers=whole / 8 if level == "slots" else largest,
         base=placed.base_bytes,
     )
     sent = (ranks - 1) * (whole + (not has_one_copy) * (whole - divided))
-    sent += (replicas - 1 + 2 * turns * replicas * (shard - 1)) * divided
+    sent += (replicas - 1 + num_gathers * replicas * (shard - 1)) * divided
     return PlanCost(
         step=step,
         memory=(memory,) * ranks,

@@ -40,6 +40,7 @@ class FullySharded(Wrapping):
             those of all units.
         shares_parameters: ranks have one copy of the parameters if all are cores of one host.
         offload: see ``Sharding``; what is in host memory anyway is not offloaded.
+        small_bytes: on cores, default units of so many bytes together are small: see ``Sharding``.
     """
 
     level: str
@@ -47,6 +48,7 @@ class FullySharded(Wrapping):
     recompute: bool | tuple[str, ...] = False
     shares_parameters: bool = False
     offload: str | None = None
+    small_bytes: int = 0
     data: int = 1
     shard: int | None = None
 
@@ -96,6 +98,7 @@ class FullySharded(Wrapping):
             recompute=self._recomputed(graph),
             shares_parameters=self._has_one_copy(plan),
             offload=offload,
+            is_small=self._is_small(plan, graph),
         )
         norms = [layer.name for layer in graph.layers if layer.uses_batch_statistics]
         if sharding.divides_parameters and norms and plan.num_shares > plan.num_replicas:
@@ -122,6 +125,12 @@ class FullySharded(Wrapping):
 
     def _has_one_copy(self, plan: Plan) -> bool:
         return self.shares_parameters and plan.num_hosts == 1 and is_cpu(plan.devices)
+
+    def _is_small(self, plan: Plan, graph: LayerGraph) -> bool:
+        has_default_units = self.units is None and self.level != "slots" and plan.tensor is None
+        sizes = {one.name: one.num_bytes for layer in graph.layers for one in layer.parameters}
+        fits = sum(sizes.values()) <= self.small_bytes
+        return has_default_units and fits and is_cpu(plan.devices)
 
     def _recomputed(self, graph: LayerGraph) -> tuple[str, ...]:
         if isinstance(self.recompute, bool):
