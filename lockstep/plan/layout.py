@@ -189,8 +189,9 @@ def _flat_slices(extents: Sequence[Extent], num_ranks: int) -> list[list[Piece]]
     unit = _unit(total)
     slices: list[list[Piece]] = [[] for _ in range(num_ranks)]
     for low, high in pairwise([*_bucket_starts([extents[index] for index in free]), total]):
-        first = [low + -(-(high - low) * rank // num_ranks) for rank in range(num_ranks)]
-        cuts = [low, *(min(-(-at // unit) * unit, high) for at in first[1:]), high]
+        first = [low + (high - low) * rank // num_ranks for rank in range(1, num_ranks)]
+        nearest = [(at + unit // 2) // unit * unit for at in first]
+        cuts = [low, *(min(max(at, low), high) for at in nearest), high]
         for pieces, (start, stop) in zip(slices, pairwise(cuts), strict=True):
             pieces += _pieces_between(start, stop, free, offsets, extents)
     return slices

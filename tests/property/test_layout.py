@@ -89,6 +89,19 @@ def test_slices_are_balanced_within_one_unit_of_alignment(
     assert max(loads) - min(loads) <= ALIGNMENT_BYTES
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_buckets_of_a_weight_and_a_bias_are_balanced_together(num_ranks: int) -> None:
+    """A little more than so many units: to round up would give the first ranks more of each."""
+    layers = [
+        Extent(num_elements=size, element_bytes=4, bucket=bucket)
+        for bucket in range(8)
+        for size in (3072 * 3072, 3072)
+    ]
+    slices = elementwise_slices(layers, num_ranks, num_ranks)
+    loads = [sum(piece.stop - piece.start for piece in own) for own in slices]
+    assert max(loads) < 1.01 * sum(loads) / num_ranks
+
+
 @given(parameters=extents(), num_ranks=RANKS)
 def test_blocks_do_not_depend_on_the_number_of_ranks(
     parameters: list[Extent], num_ranks: int
