@@ -27,9 +27,16 @@ SHORTAGES = (errno.ENOSPC, errno.EDQUOT)
 
 
 def cache_folder() -> Path:
-    """``lockstep`` in the user's cache folder: ``$XDG_CACHE_HOME``, or ``~/.cache``."""
+    """``lockstep`` in the user's cache folder: ``$XDG_CACHE_HOME``, or ``~/.cache``.
+
+    Raises:
+        FileNotFoundError: the user has no home, as in a container without an entry for the user.
+    """
     folder = os.environ.get("XDG_CACHE_HOME")
-    return (Path(folder) if folder else Path.home() / ".cache") / "lockstep"
+    try:
+        return (Path(folder) if folder else Path.home() / ".cache") / "lockstep"
+    except RuntimeError as error:
+        raise FileNotFoundError(errno.ENOENT, "The user has no home folder", "~") from error
 
 
 @contextmanager

@@ -100,7 +100,11 @@ def trace_modes(model: nn.Module, inputs: Tree, given: Given = _as_is) -> tuple[
     while True:
         training = trace_model(model, inputs, training=True, atomic=known, given=given)
         known |= _atomic_of(training)
-        evaluation = trace_model(model, inputs, training=False, atomic=known, given=given)
+        try:
+            evaluation = trace_model(model, inputs, training=False, atomic=known, given=given)
+        except Exception as error:
+            error.add_note("This was a pass in evaluation mode, under torch.no_grad().")
+            raise
         if _atomic_of(evaluation).keys() <= known.keys():
             return training, evaluation
         known |= _atomic_of(evaluation)

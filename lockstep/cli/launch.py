@@ -38,8 +38,8 @@ def run(options: argparse.Namespace) -> int:
         OptionError: options are invalid.
         HostError: there is no cluster, or it is too small.
     """
-    _, add_options, launch = _CLUSTERS[options.cluster]
-    script = take_script(options, partial(_add_options, add_options))
+    *_, launch = _CLUSTERS[options.cluster]
+    script = take_script(options)
     problems = Problems()
     for name in ("hosts", "devices"):
         number = getattr(options, name)

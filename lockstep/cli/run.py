@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
         OptionError: options are invalid, or contradict each other.
         HostError: a host cannot be reached, or the hosts' secret is invalid.
     """
-    script = take_script(options, _add_options)
+    script = take_script(options)
     rendezvous = _check(options)
     if options.ssh is None:
         _check_target(script)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from lockstep.errors import OptionError, Problems
 from lockstep.launch.script import Script
 
+_OF_SCRIPTS = ("-m", "-h", "--help")  # after SCRIPT they are the script's
+
 AddOptions = Callable[[argparse.ArgumentParser], None]
 
 
@@ -32,9 +34,10 @@ def add_script(parser: argparse.ArgumentParser, add_options: AddOptions) -> None
         help="the script to run; options may also follow SCRIPT directly",
     )
     add_options(parser)
+    parser.set_defaults(parser=parser)
 
 
-def take_script(options: argparse.Namespace, add_options: AddOptions) -> Script:
+def take_script(options: argparse.Namespace) -> Script:
     """The script; options after SCRIPT are added to ``options``.
 
     Raises:
@@ -45,28 +48,19 @@ def take_script(options: argparse.Namespace, add_options: AddOptions) -> Script:
         raise OptionError(
             "There must be a SCRIPT to run.",
             received="nothing",
-            fix=f"For example: {_example(options)} train.py",
+            fix=f"For example: {options.parser.prog} train.py",
         )
-    parser = argparse.ArgumentParser(
-        f"lockstep {options.command}", add_help=False, allow_abbrev=False
-    )
-    add_options(parser)
-    actions = parser._option_string_actions
+    options_of_all = options.parser._option_string_actions
+    actions = {name: one for name, one in options_of_all.items() if name not in _OF_SCRIPTS}
     target, *rest = words
     num_option_words = _num_option_words(rest, actions)
-    parser.parse_args(rest[:num_option_words], namespace=options)
+    options.parser.parse_args(rest[:num_option_words], namespace=options)
     arguments = rest[num_option_words:]
     if arguments[:1] == ["--"]:
         arguments = arguments[1:]
     else:
         _check_arguments(arguments, actions)
     return Script(target=target, is_module=options.is_module, arguments=tuple(arguments))
-
-
-def _example(options: argparse.Namespace) -> str:
-    if options.command == "launch":
-        return f"lockstep launch {options.cluster}"
-    return f"lockstep {options.command} --devices 2"
 
 
 def _num_option_words(words: Sequence[str], actions: Mapping[str, argparse.Action]) -> int:

@@ -18,6 +18,8 @@ Tree = Any
 
 _T = TypeVar("_T")
 
+_LARGEST_COPY_BYTES = 1 << 17
+
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
     """The same structure with ``function`` applied to every tensor."""
@@ -105,9 +107,10 @@ def with_fields(record: Any, values: dict[str, Any]) -> Any:
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's bytes, in which different NaN, and 0 and -0, differ."""
-    return (
-        tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    )
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    if plain.nbytes <= _LARGEST_COPY_BYTES:
+        plain = plain.clone()  # numpy would have torch refuse to resize a buffer from now on
+    return plain.view(-1).view(torch.uint8)
 
 
 def concatenate(trees: list[Tree], join: Callable[[list[Any]], Any] | None = None) -> Tree:

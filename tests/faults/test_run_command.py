@@ -293,6 +293,15 @@ def test_mistakes_are_told(
     assert len(told.splitlines()) == (1 if len(messages) == 1 else len(messages) + 1)
 
 
+@pytest.mark.exhaustive
+def test_a_wrong_value_after_the_script_shows_no_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "script.py", "--devices", "two"])
+    told = capsys.readouterr().err
+    assert told.startswith("lockstep run: error: argument --devices: invalid int value: 'two'")
+    assert told.endswith("\nlockstep run --help shows its use.\n")
+
+
 def test_what_follows_two_dashes_is_the_script_s(tmp_path: Path) -> None:
     write(tmp_path / "script.py", SHOW)
     words = ["--devices", "2", "script.py", "--", "--devices", "7", "--"]

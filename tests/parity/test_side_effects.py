@@ -119,6 +119,61 @@ def test_a_buffer_that_the_first_pass_resizes(parts: int) -> None:
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
 
 
+class Observes(nn.Module):
+    """Resizes a buffer as torch's observers of each channel do, and those of histograms."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.detach_().resize_(x.shape[1:]).fill_(0.5)
+        return x * self.scale.clone()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ["mirrored-2", "shares-5", "pipeline-2"])
+def test_every_rank_may_resize_a_buffer(strategy: str) -> None:
+    job = job_of(net(nn.Linear(6, 8), Observes(), nn.Linear(8, 8), Observes()))
+    report = lockstep.verify(job, STRATEGIES[strategy](), steps=2)
+    assert report.passed, report
+
+
+class Largest(nn.Module):
+    """Calibrates: keeps the largest value that it has seen."""
+
+    largest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest.copy_(torch.maximum(self.largest, x.detach().max()))
+        return x
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+@pytest.mark.parametrize("strategy", ["one", *STRATEGIES])
+def test_calibration_sees_all_samples_or_is_refused(strategy: str, call: str) -> None:
+    model = net(nn.Linear(6, 8), Largest())
+    expected = copy.deepcopy(model).eval()
+    expected(X)
+    strategies = {**STRATEGIES, "one": lockstep.SingleDeviceStrategy}
+    trainer = lockstep.Trainer(model, loss=nn.CrossEntropyLoss(), strategy=strategies[strategy]())
+    run = getattr(trainer, call)
+    data = (X, Y) if call == "evaluate" else X
+    if strategy == "one":
+        run(data, batch_size=13)
+        torch.testing.assert_close(model.state_dict(), expected.state_dict())
+        return
+    with pytest.raises(ModelError, match=r"buffer '1.largest'.*does not train"):
+        run(data, batch_size=13)
+
+
 @pytest.mark.parametrize("strategy", FEWER)
 def test_what_depends_on_the_samples_is_refused(strategy: str) -> None:
     """Also where it begins late: steps 1, 2, 4, 8 and so on are looked at."""

@@ -65,6 +65,20 @@ def test_a_file_that_cannot_be_read_is_told_and_written_anew(content: bytes) -> 
     assert recall("a") == FOUND
 
 
+@pytest.mark.exhaustive
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs as any user."""
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert recall("a") is None
+    with pytest.warns(UserWarning, match="cannot be remembered: .*The user has no home folder"):
+        assert not remember("a", FOUND)
+
+
 def test_a_folder_that_cannot_be_written_to_is_told(folder: Path) -> None:
     (folder / "lockstep").write_text("a file where the folder should be")
     with pytest.warns(UserWarning, match="cannot be remembered"):

@@ -157,7 +157,7 @@ BAD_BATCHES: dict[str, tuple[Any, str]] = {
     "other lengths": ((X, Y[:3]), "inputs 10, targets 3"),
     "no samples": ((X[:0], Y[:0]), "must hold a sample"),
     "a sample": ((X[0], Y[0]), "targets of `data` must have one row per sample"),
-    "texts": ((["a", "b"], [0, 1]), "cannot read.*<U1"),
+    "texts": ((["a", "b"], [0, 1]), "holds texts.*'a', 'b'"),
     "a negative weight": ((X, Y, -torch.ones(10)), "not negative"),
 }
 

@@ -22,6 +22,9 @@ def torch_dtypes() -> dict[str, torch.dtype]:
     return {str(dtype).removeprefix("torch."): dtype for dtype in found}
 
 
+_LARGEST_COPY_BYTES = 1 << 17
+
+
 def is_sendable(tensor: torch.Tensor) -> bool:
     """Whether a tensor is its bytes, and a shape: neither sparse, quantised, nested, nor meta."""
     return (
@@ -39,6 +42,8 @@ def describe_tensor(tensor: torch.Tensor) -> tuple[str, list[int], list[int], me
     plain = tensor.detach().cpu().resolve_conj().resolve_neg()
     if not _fills_memory(plain.shape, plain.stride()):
         plain = plain.contiguous()
+    elif plain.nbytes <= _LARGEST_COPY_BYTES:
+        plain = plain.clone()  # numpy would have torch refuse to resize a buffer from now on
     flat = plain.as_strided((plain.numel(),), (1,))
     data = flat.view(torch.uint8).numpy().data
     name = str(plain.dtype).removeprefix("torch.")

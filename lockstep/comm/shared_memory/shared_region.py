@@ -194,7 +194,7 @@ def tensor_in(
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)
     flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset_bytes)
-    return flat.as_strided(tuple(shape), tuple(stride))
+    return flat.as_strided_(tuple(shape), tuple(stride))  # no view: users may call `detach_`
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

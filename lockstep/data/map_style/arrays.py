@@ -1,5 +1,6 @@
 """Arrays of numpy, and what becomes one, as tensors."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 
 from lockstep.data.map_style.mapped_files import remember_file, shared_with
 from lockstep.errors import DataError
+from lockstep.formatting import first_few
 
 
 def as_array(value: Any, name: str) -> np.ndarray[Any, Any]:
@@ -39,8 +41,20 @@ def from_numpy(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
     try:
         return remember_file(shared_with(array), array)
     except TypeError as error:
+        if array.dtype.kind in "SU":
+            raise holds_texts(name, array.ravel().tolist()) from error
         raise DataError(
             f"`{name}` holds an array that torch cannot read.",
             received=f"dtype {array.dtype}, shape {array.shape}",
             fix="Convert it to numbers, for example with .astype('float32').",
         ) from error
+
+
+def holds_texts(name: str, texts: Sequence[object]) -> DataError:
+    """The error of arrays, or of a stream's batches, with texts among them."""
+    return DataError(
+        f"`{name}` holds texts, of which no tensor can be made.",
+        received=first_few([repr(text) for text in texts]),
+        fix="Leave them out of the samples, or in the collate_fn of a DataLoader. Or pass a "
+        "map-style Dataset: the model gets lists of texts.",
+    )

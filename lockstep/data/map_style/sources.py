@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from lockstep.data.iterable.read_ahead import Prefetch, ReadAhead
-from lockstep.data.map_style.arrays import as_array, from_numpy
+from lockstep.data.map_style.arrays import as_array, from_numpy, holds_texts
 from lockstep.data.map_style.huggingface import collate_rows, has_plain_rows
 from lockstep.data.map_style.map_datasets import name_of, read_items
 from lockstep.data.map_style.sent_order import SentOrder
@@ -380,6 +380,8 @@ def _as_tensors(value: Any, name: str) -> Tree:
         return Constant(_as_tensors(value.value, name))
     if isinstance(value, list) or hasattr(value, "__array__"):
         return from_numpy(as_array(value, name), name)
+    if isinstance(value, str | bytes):
+        raise holds_texts(name, [value])
     raise DataError(
         f"`{name}` must be {SUPPORTED}.",
         received=_describe(value),

@@ -19,6 +19,9 @@ from torch import nn
 
 from lockstep import accelerators
 
+# Constants of a model (a mask, a table of positions) may be larger; nobody resizes them.
+_LARGEST_OWN_BYTES = 1 << 17
+
 
 class Kept(NamedTuple):
     """A model's buffers at one moment.
@@ -121,6 +124,14 @@ class _SetWithin(AbstractContextManager[None]):
 
     def __exit__(self, *error: object) -> None:
         self._buffers._set(self._before.pop())
+
+
+def give_own_memory(model: nn.Module) -> None:
+    """Move small buffers that came in another process's memory, so that passes may resize them."""
+    for buffer in model.buffers():
+        is_small = buffer.layout == torch.strided and buffer.nbytes <= _LARGEST_OWN_BYTES
+        if is_small and not buffer.untyped_storage().resizable():
+            buffer.data = buffer.data.clone()
 
 
 def _fits(tensors: Sequence[torch.Tensor | None], older: Kept) -> bool:

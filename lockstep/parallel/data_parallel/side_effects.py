@@ -43,11 +43,8 @@ class SideEffects:
     gathered: Collection[str] = ()
 
     def __init__(self, model: nn.Module, free: Collection[str], *, is_shared: bool) -> None:
-        kept = model.state_dict(keep_vars=True).keys()  # non-persistent buffers are caches
         self._model = model
-        self._names = [
-            name for name, _ in model.named_buffers() if name in kept and name not in free
-        ]
+        self._names = [name for name in _lasting(model) if name not in free]
         # Shortening the rows that a share looks up, only once, does not affect other shares.
         self._free = frozenset() if is_shared else _shortened(model)
         self._num_steps = 0
@@ -109,14 +106,7 @@ class SideEffects:
         for name in self._names:
             marks = {*_gathered(board, self._marks.get(name, _UNUSED))} - {_UNUSED}
             if len(marks) > 1 or _DIFFERENT in marks:
-                raise ModelError(
-                    "A layer's buffer must not depend on the samples: the layer sees only a part "
-                    "of each batch. Only torch's BatchNorm collects statistics over all samples.",
-                    received=f"buffer {name!r}, which differs between shares of one batch",
-                    fix="Train on one device, remove the buffer (for InstanceNorm: "
-                    "track_running_stats=False), or give each device its own with "
-                    "register_buffer(..., persistent=False).",
-                )
+                raise depends_on_samples(name, "differs between shares of one batch")
 
     def _places_now(self) -> dict[str, object]:
         """Where trained parameters lie: the optimizer updates this memory."""
@@ -140,6 +130,29 @@ class SideEffects:
             for name in self._names
             if name in buffers and (names is None or name in names)
         }
+
+
+def buffer_marks(model: nn.Module) -> dict[str, float]:
+    """Checksums of a model's buffers by name, without its caches."""
+    buffers = dict(model.named_buffers())
+    return {name: _mark(buffers[name]) for name in _lasting(model)}
+
+
+def depends_on_samples(name: str, how: str) -> ModelError:
+    """The error of a buffer that a forward pass sets to what depends on the samples."""
+    return ModelError(
+        "A layer's buffer must not depend on the samples: the layer sees only a part of each "
+        "batch. Only torch's BatchNorm collects statistics over all samples.",
+        received=f"buffer {name!r}, which {how}",
+        fix="Use one device, remove the buffer (for InstanceNorm: track_running_stats=False), or "
+        "give each device its own with register_buffer(..., persistent=False).",
+    )
+
+
+def _lasting(model: nn.Module) -> list[str]:
+    """Names of buffers; those that are not persistent are caches."""
+    kept = model.state_dict(keep_vars=True).keys()
+    return [name for name, _ in model.named_buffers() if name in kept]
 
 
 def _metrics_of(model: nn.Module) -> dict[str, Any]:

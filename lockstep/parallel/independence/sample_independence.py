@@ -18,6 +18,7 @@ from lockstep.data.map_style.sources import Batch
 from lockstep.data.order import seed_streams
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import ModelError
+from lockstep.parallel.data_parallel.side_effects import buffer_marks, depends_on_samples
 from lockstep.parallel.independence.gradient_trial import check_gradients
 from lockstep.parallel.independence.split_trial import (
     begin_again,
@@ -38,7 +39,7 @@ def check_sample_independence(
     """Compare the outputs of some samples with those of their halves; leaves the model as it is.
 
     Args:
-        model: in training mode.
+        model: in its mode.
         call: runs it on inputs.
         batch: the samples.
         is_low: it computes in less than float32, also if its outputs are float32.
@@ -47,7 +48,7 @@ def check_sample_independence(
         True if its gradients are linear in the loss; see ``check_gradients``.
 
     Raises:
-        ModelError: the outputs differ.
+        ModelError: the outputs differ; or, if the model is in evaluation mode, its buffers.
     """
     has_rows: list[bool] = []
     # With gradients: a model may compute some in its forward pass. A compiled one is not compiled
@@ -98,15 +99,17 @@ def _seen(
 ) -> ModelError | None:
     """The error of a model that mixes samples; fills ``has_rows``, one bool for each output."""
 
-    def look(part: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        return _outputs(model, call, part), _kept(model)
+    def look(part: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, float]]:
+        # In training ranks compare the buffers of all shares.
+        return _outputs(model, call, part), _kept(model), {} if is_fit else buffer_marks(model)
 
+    is_fit = model.training
     found, training = on_halves(model, look, batch, state, training=None), model.training
     if found is None:
         found, training = on_halves(model, look, batch, state, training=False), False
     if found is None:
         return None
-    (whole, _), (one, kept), (other, also_kept) = found
+    (whole, _, marks), (one, kept, own_marks), (other, also_kept, other_marks) = found
     if any(map(_are_pairs, whole, one, other)):
         return _sees_others(batch.num_samples, math.inf, training=training)
     is_low |= isinstance(model, FrontEndModel) and model.has_low_precision
@@ -118,6 +121,9 @@ def _seen(
     ]
     if (distance := _distance(whole, apart, is_low=is_low)) is not None:
         return _sees_others(batch.num_samples, distance, training=training)
+    for name, mark in marks.items():
+        if not mark == own_marks[name] == other_marks[name]:
+            return depends_on_samples(name, "a pass that does not train sets by its samples")
     if _are_equal(kept, also_kept) or batch.num_samples < 2:
         return None
     early, late = _equal_parts(batch)

@@ -26,6 +26,8 @@ def set_values(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         value = values.get(name, tensor)
         if value is not tensor and not value.is_meta:  # else it gets its value later
+            if tensor.shape != value.shape:  # a buffer, resized by a forward pass of another rank
+                tensor.resize_(value.shape)
             tensor.copy_(value)
 
 

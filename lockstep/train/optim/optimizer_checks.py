@@ -11,7 +11,7 @@ from torch import nn, optim
 from lockstep.errors import ModelError, OptionError
 from lockstep.parallel.exchange.exchange_layout import sparse_weights
 from lockstep.plan.spec import Plan
-from lockstep.train.optim.optimizer_kinds import ELEMENTWISE, PARAMETERWISE
+from lockstep.train.optim.optimizer_kinds import ELEMENTWISE, LAZY, PARAMETERWISE
 
 
 def make_optimizer(optimizer: Any, model: nn.Module) -> optim.Optimizer:
@@ -105,7 +105,7 @@ def check_divisible(model: nn.Module, optimizer: object, plan: Plan, *, is_known
         raise OptionError(
             "In a pipeline each stage steps its own parameters, which is known to be exact only "
             "for optimizers of PyTorch or Keras that treat each parameter separately.",
-            received=type(optimizer).__name__,
+            received=class_of(optimizer),
             fix="Use one of torch.optim, or of keras.optimizers without global_clipnorm, or a "
             "data parallel strategy.",
         )
@@ -113,9 +113,15 @@ def check_divisible(model: nn.Module, optimizer: object, plan: Plan, *, is_known
         raise OptionError(
             "With compressed gradients every host updates all weights, which is known to give the "
             "same bits only with optimizers of PyTorch or Keras.",
-            received=type(optimizer).__name__,
+            received=class_of(optimizer),
             fix="Use one of torch.optim, or leave `compression` out.",
         )
+
+
+def class_of(optimizer: object) -> str:
+    """The class of an optimizer that is not known to step as torch's do, and why if it is one."""
+    is_changed = type(optimizer) in ELEMENTWISE | PARAMETERWISE | LAZY
+    return f"{type(optimizer).__name__}{' with hooks or a step of its own' if is_changed else ''}"
 
 
 def check_offload(updater: Any, optimizer: object, plan: Plan) -> None:

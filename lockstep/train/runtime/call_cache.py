@@ -125,6 +125,8 @@ class CachedCall:
         assignment = self.assignment
         assignment.task.renew(update.changes)
         for buffer, value in zip(assignment.model.buffers(), update.buffers, strict=True):
+            if buffer.shape != value.shape:  # a pass has resized one of them
+                buffer.resize_(value.shape)
             buffer.copy_(value)
         if assignment.updater is not None:
             assignment.updater.set_changing(update.changing)

@@ -19,6 +19,7 @@ from lockstep.comm.exchange_spec import ExchangeSpec
 from lockstep.comm.transports.memfd_store import Meeting
 from lockstep.launch.health.failure import noting_on
 from lockstep.launch.workers.helper import HelperContext
+from lockstep.parallel.data_parallel.buffers import give_own_memory
 from lockstep.parallel.exchange.control import FollowerControl, open_region, unpacked
 from lockstep.parallel.exchange.engine import ChannelKey, Neighbours
 from lockstep.parallel.storage.device_memory import noting_shortage
@@ -161,6 +162,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     if device.type != "cpu":
         flatten_recurrent(assignment.model, parameters, views)
     register_copies(assignment.model)
+    give_own_memory(assignment.model)
     mirrored = opened[-1] if call.has_options else ()
     neighbours = call.connections.opened(rank, channels, mirrored)
     values = _values_of(sources)

@@ -48,15 +48,16 @@ def folder() -> Path:
 
 def cached_graph(key: str, measure: Callable[[], LayerGraph]) -> LayerGraph:
     """The graph stored under this key, or else the measured one, which is stored."""
-    path = folder() / f"{key}.json"
+    name = f"{key}.json"
     try:
-        return LayerGraph.load(path)
+        return LayerGraph.load(folder() / name)
     except FileNotFoundError:
         pass  # not measured yet
     except (OSError, PlanError) as error:
-        warnings.warn(f"{path} is measured anew: {error}", stacklevel=2)
+        warnings.warn(f"{folder() / name} is measured anew: {error}", stacklevel=2)
     graph = measure()
     try:
+        path = folder() / name
         path.parent.mkdir(parents=True, exist_ok=True)
         graph.save(path)
     except OSError as error:

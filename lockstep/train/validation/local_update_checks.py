@@ -8,6 +8,7 @@ from lockstep.parallel.exchange.exchange_layout import sparse_weights
 from lockstep.parallel.updater_interface import Updater
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.spec import Plan
+from lockstep.train.optim.optimizer_checks import class_of
 from lockstep.train.optim.updater_sets import UpdaterSet
 from lockstep.train.optim.wrapped_updaters import Averages, WrappedUpdater
 
@@ -35,7 +36,7 @@ def check_local_sgd(
     elif not updater.is_known:  # hooks and methods of an instance are not sent, either
         problems.add(
             "LocalSGDStrategy must copy the optimizer for every replica.",
-            received=f"{type(updater.owner).__name__}, which it cannot copy",
+            received=f"{class_of(updater.owner)}, which it cannot copy",
             fix=f"{_KNOWN} {_MIRRORED} for others.",
         )
     elif plan.update.averages_optimizer and not updater.is_elementwise:
@@ -113,7 +114,7 @@ def check_parameter_server(plan: Plan, model: nn.Module, updater: Updater, preci
     if not (updater.is_known or isinstance(updater, UpdaterSet)):
         problems.add(
             "ParameterServerStrategy must copy the optimizer for its servers.",
-            received=f"{type(updater.owner).__name__}, which it cannot copy",
+            received=f"{class_of(updater.owner)}, which it cannot copy",
             fix=f"{_KNOWN} {_MIRRORED} for others.",
         )
     if plan.is_stale:
