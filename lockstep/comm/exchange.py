@@ -244,7 +244,8 @@ class Exchange:
     def expect(self, num_filled: int) -> None:
         """A step begins in which so many shares are filled."""
         for number, gradients in self.gradients.items():
-            gradients.expect(self._spec.groups[number].num_filled_rows(num_filled))
+            if gradients.is_early:
+                gradients.expect(self._spec.groups[number].num_filled_rows(num_filled))
 
     def arrive(
         self,

@@ -100,7 +100,7 @@ class GroupGradients(ABC):
         return math.inf
 
     def expect(self, num_rows: int) -> None:
-        """A step begins in which the first ``num_rows`` rows will be filled."""
+        """A step begins in which the first ``num_rows`` rows will be filled, if it ``is_early``."""
         return
 
     @property

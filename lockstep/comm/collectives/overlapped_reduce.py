@@ -160,8 +160,7 @@ class OverlappedReduce(ReduceScatter):
     # --- while passes run ------------------------------------------------------------------------
 
     def expect(self, num_rows: int) -> None:
-        if self.is_early:
-            self._begin(num_rows)
+        self._begin(num_rows)
 
     def _begin(self, num_rows: int) -> None:
         self._finish()  # of a step left out

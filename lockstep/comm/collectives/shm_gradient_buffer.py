@@ -138,8 +138,8 @@ class SharedGradientBuffer(GroupGradients):
 
     def write(self, row: int, gradients: Gradients) -> None:
         self.take({(row, number): one for number, one in enumerate(gradients) if one is not None})
-        found = [self._own[row, number] for number in range(len(gradients))]
-        entries = [(one.kind, one.num_rows) for one in found]
+        numbers = range(len(gradients))
+        entries = [((own := self._own[row, number]).kind, own.num_rows) for number in numbers]
         if self._published.get(row) != entries:
             self._published[row] = entries
             self.table[row, : len(entries)] = np.reshape(entries, (-1, 2))

@@ -35,6 +35,9 @@ class LinearLayers:
 
     Args:
         weights: trainable parameters of two dims, by number.
+
+    Attributes:
+        taker: what backward gives factors to instead of gradients, see ``taken``; None for nothing.
     """
 
     def __init__(self, weights: Mapping[int, torch.Tensor]) -> None:
@@ -42,7 +45,7 @@ class LinearLayers:
         self._weights = dict(weights)  # an id is valid only while its object lives
         self._ends = {number: get_gradient_edge(weight).node for number, weight in weights.items()}
         self._casts: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self._take: Take | None = None
+        self.taker: Take | None = None
 
     def __bool__(self) -> bool:
         return bool(self._weights)
@@ -54,11 +57,11 @@ class LinearLayers:
     @contextmanager
     def taken(self, take: Take) -> Iterator[None]:
         """Within the block, backward gives factors to ``take`` instead of gradients."""
-        self._take = take
+        self.taker = take
         try:
             yield
         finally:
-            self._take = None
+            self.taker = None
 
     def take(self, number: int, factors: tuple[torch.Tensor, torch.Tensor]) -> bool:
         """Pass on the factors of a weight's gradient, if this backward computes ``.grad``.
@@ -66,9 +69,9 @@ class LinearLayers:
         Backward may run within the forward pass or within another backward (``autograd.grad`` for a
         penalty, an implicit layer): its gradients are used only there.
         """
-        if self._take is None or not _is_reached(self._ends[number]):
+        if self.taker is None or not _is_reached(self._ends[number]):
             return False
-        self._take(number, *factors)
+        self.taker(number, *factors)
         return True
 
     def cast(self, number: int, dtype: torch.dtype) -> torch.Tensor:

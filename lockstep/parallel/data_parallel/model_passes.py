@@ -61,6 +61,8 @@ class ModelPasses(Passes):
     def __init__(self, work: Workload, *, group: GroupSpec, **options: Any) -> None:
         super().__init__(work, **options)
         self._group = group
+        per_row = max(group.shares_per_row, 1)
+        self._row_of = [share // per_row for share in range(self._plan.num_shares)]
         self._mine = self._plan.shares_of_rank(self._rank)
         self.has_turns = bool(work.functions)
         self._hands_over = self._exchange.gradients[_GROUP].is_early
@@ -133,8 +135,11 @@ class ModelPasses(Passes):
         if not self._has_linears:
             self._backward(now.batch, shares)
             return
-        with self._linears.taken(partial(self._put_product, shares)):
+        self._linears.taker = partial(self._put_product, shares)
+        try:
             self._backward(now.batch, shares)
+        finally:
+            self._linears.taker = None
 
     def _forward(self, run: Run, share: int) -> None:
         self._seed_streams(run, share)
@@ -191,11 +196,8 @@ class ModelPasses(Passes):
     def _put_product(
         self, shares: list[int], number: int, inputs: torch.Tensor, gradients: torch.Tensor
     ) -> None:
-        row = self._row_of(shares[self._interleaver.current])
+        row = self._row_of[shares[self._interleaver.current]]
         self._exchange.write_product(_GROUP, row, number, inputs, gradients)
-
-    def _row_of(self, share: int) -> int:
-        return share // max(self._group.shares_per_row, 1)
 
     def _backward(self, run: Run, shares: list[int]) -> None:
         for share in shares:
@@ -229,7 +231,7 @@ class ModelPasses(Passes):
         def take(number: int) -> None:
             parameter = self._trainable[number]
             gradient, parameter.grad = parameter.grad, None
-            row = self._row_of(share)
+            row = self._row_of[share]
             self._exchange.arrive(_GROUP, row, number, gradient, is_last=completes)
 
         return on_grad_ready(self._trainable, take)
@@ -248,7 +250,7 @@ class ModelPasses(Passes):
         loss = self._losses.pop(share)
         if loss.parts:
             run.parts.append(loss.parts)
-        self._exchange.write(_GROUP, self._row_of(share), gradients)
+        self._exchange.write(_GROUP, self._row_of[share], gradients)
         if self._plan.num_shares > 1:
             self._clear_gradients()
 

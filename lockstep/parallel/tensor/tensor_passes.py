@@ -110,8 +110,8 @@ class TensorPasses(DividedPasses, ModelPasses):
         else:
             self._losses.pop(share)
         self._clear_gradients()
-        row = self._row_of(share)
-        if share + 1 == min(self._mine.stop, run.num_filled) or self._row_of(share + 1) != row:
+        row = self._row_of[share]
+        if share + 1 == min(self._mine.stop, run.num_filled) or self._row_of[share + 1] != row:
             self._shards.put(row)
 
 
@@ -135,7 +135,7 @@ class ShardedTensorPasses(TensorPasses, ShardedPasses):
         residency.complete = self._complete
 
     def _backward(self, run: Run, shares: list[int]) -> None:
-        self._row = self._row_of(shares[-1])
+        self._row = self._row_of[shares[-1]]
         super()._backward(run, shares)
         self._row = None
 

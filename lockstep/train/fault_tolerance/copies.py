@@ -160,8 +160,9 @@ class Copies:
         self._began = time.monotonic()
         if self.journal.is_kept and self.journal.is_replaying:
             return False
-        self._due = [one for one in self._memory.destinations if one.is_due(num_steps)]
-        kept_bytes = sum(stream.kept_bytes for stream in self._streams)
+        destinations, streams = self._memory.destinations, self._streams
+        self._due = [one for one in destinations if one.is_due(num_steps)] if destinations else []
+        kept_bytes = sum(stream.kept_bytes for stream in streams) if streams else 0
         is_time = self._budget.is_due or kept_bytes > _MAX_KEPT_BYTES
         self._is_local_due = self.is_begun and is_time
         return self._is_local_due or bool(self._due)
