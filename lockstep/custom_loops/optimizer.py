@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn, optim
+from torch.nn.parameter import is_lazy
 
 from lockstep.custom_loops.gradient_places import GradientPlaces
 from lockstep.custom_loops.job import current
@@ -180,6 +181,7 @@ def _named(optimizer: optim.Optimizer, model: nn.Module | None) -> dict[str, nn.
 
     Raises:
         OptionError: some are not the model's.
+        ModelError: some are lazy.
     """
     names = {} if model is None else {id(one): name for name, one in model.named_parameters()}
     found: dict[str, nn.Parameter] = {}
@@ -192,6 +194,12 @@ def _named(optimizer: optim.Optimizer, model: nn.Module | None) -> dict[str, nn.
                     received=f"{name}, of shape {tuple(parameter.shape)}, which the model does "
                     "not have",
                     fix="Make it from model.parameters().",
+                )
+            if is_lazy(parameter):
+                raise ModelError(
+                    "The shapes of all parameters must be known.",
+                    received=f"{name}, a lazy parameter",
+                    fix="Call the model once on a sample first.",
                 )
             found[name] = parameter
     return found

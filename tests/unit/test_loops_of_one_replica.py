@@ -88,6 +88,13 @@ def test_hooks_run_as_with_the_optimizer_itself() -> None:
     assert seen[2:] == [1]
 
 
+@pytest.mark.exhaustive
+def test_parameters_without_a_shape() -> None:
+    model = nn.Sequential(nn.LazyLinear(2))
+    with pytest.raises(ModelError, match=r"0\.weight, a lazy parameter"):
+        lockstep.CrossReplicaOptimizer(optim.SGD(model.parameters(), lr=0.1), model)
+
+
 def test_shares_of_what_a_tokenizer_makes() -> None:
     batch = lockstep.share(UserDict(tokens=X, text="as it is"))
     assert batch == UserDict(tokens=batch["tokens"], text="as it is")

@@ -353,7 +353,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "four parts": (lambda: (FLOATS, LABELS, LABELS, LABELS), "tuple of"),
     "no targets": (lambda: (FLOATS, None), "NoneType"),
     "text": (lambda: ("a.csv", "b.csv"), r"tuple of \(str, str\)"),
-    "words": (lambda: (np.array(["a", "b"]), [0, 1]), "cannot read.*<U1"),
+    "words": (lambda: (np.array(["a", "b"]), [0, 1]), "holds texts.*'a', 'b'"),
     "rows of different lengths": (lambda: ([[1.0], [1.0, 2.0]], [0, 1]), "must form an array"),
     "objects": (lambda: (np.array([None, {}]), [0, 1]), "cannot read.*object"),
     "a scalar": (lambda: (FLOATS, np.array(3)), "targets of `train` must have one row per sample"),
