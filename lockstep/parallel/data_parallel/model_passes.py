@@ -166,7 +166,7 @@ class ModelPasses(Passes):
         if run.num_filled > 1 and self._loss.uses_whole_batch:
             self._apart[share] = SharePart(output=output, batch=batch)
             return
-        loss = self._loss(output, batch)
+        loss = self.loss_of(output, batch)
         if loss.is_guess:
             loss = replace(nothing(output), is_guess=True)
         if isinstance(loss, JointLoss):
