@@ -18,7 +18,8 @@ Tree = Any
 
 _T = TypeVar("_T")
 
-_LARGEST_COPY_BYTES = 1 << 17
+# Constants of a model (a mask, a table of positions) may be larger; nobody resizes them.
+MOST_RESIZED_BYTES = 1 << 17
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
@@ -108,9 +109,12 @@ def with_fields(record: Any, values: dict[str, Any]) -> Any:
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's bytes, in which different NaN, and 0 and -0, differ."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    if plain.nbytes <= _LARGEST_COPY_BYTES:
-        plain = plain.clone()  # numpy would have torch refuse to resize a buffer from now on
-    return plain.view(-1).view(torch.uint8)
+    return for_numpy(plain).view(-1).view(torch.uint8)
+
+
+def for_numpy(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of a small one: torch resizes no buffer whose memory numpy has had."""
+    return tensor.clone() if tensor.nbytes <= MOST_RESIZED_BYTES else tensor
 
 
 def concatenate(trees: list[Tree], join: Callable[[list[Any]], Any] | None = None) -> Tree:

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lockstep.data.trees import for_numpy
+
 # The kinds of numpy dtypes that are described by their string; above all not objects (pointers).
 _NUMPY_DTYPE = re.compile(r"[<>|=][biufcSUmM]\d{1,9}(\[\d*\w+\])?")
 
@@ -20,9 +22,6 @@ def torch_dtypes() -> dict[str, torch.dtype]:
     """All dtypes of torch by name: "float32"."""
     found = (value for value in vars(torch).values() if isinstance(value, torch.dtype))
     return {str(dtype).removeprefix("torch."): dtype for dtype in found}
-
-
-_LARGEST_COPY_BYTES = 1 << 17
 
 
 def is_sendable(tensor: torch.Tensor) -> bool:
@@ -40,10 +39,8 @@ def describe_tensor(tensor: torch.Tensor) -> tuple[str, list[int], list[int], me
     Strides are those of the tensor if it fills its memory, else those of a contiguous copy.
     """
     plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-    if not _fills_memory(plain.shape, plain.stride()):
-        plain = plain.contiguous()
-    elif plain.nbytes <= _LARGEST_COPY_BYTES:
-        plain = plain.clone()  # numpy would have torch refuse to resize a buffer from now on
+    fills = _fills_memory(plain.shape, plain.stride())
+    plain = for_numpy(plain) if fills else plain.contiguous()
     flat = plain.as_strided((plain.numel(),), (1,))
     data = flat.view(torch.uint8).numpy().data
     name = str(plain.dtype).removeprefix("torch.")

@@ -18,9 +18,7 @@ import torch
 from torch import nn
 
 from lockstep import accelerators
-
-# Constants of a model (a mask, a table of positions) may be larger; nobody resizes them.
-_LARGEST_OWN_BYTES = 1 << 17
+from lockstep.data.trees import MOST_RESIZED_BYTES
 
 
 class Kept(NamedTuple):
@@ -129,7 +127,7 @@ class _SetWithin(AbstractContextManager[None]):
 def give_own_memory(model: nn.Module) -> None:
     """Move small buffers that came in another process's memory, so that passes may resize them."""
     for buffer in model.buffers():
-        is_small = buffer.layout == torch.strided and buffer.nbytes <= _LARGEST_OWN_BYTES
+        is_small = buffer.layout == torch.strided and buffer.nbytes <= MOST_RESIZED_BYTES
         if is_small and not buffer.untyped_storage().resizable():
             buffer.data = buffer.data.clone()
 
