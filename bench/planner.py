@@ -1,7 +1,8 @@
 """The planner's predictions against what is measured, for plans of six nets on this machine.
 
 In each of ``--rounds`` rounds a process measures each net's layers, and then a process for each
-plan trains the net and measures the median step and the peak memory of all processes. All of that
+plan trains the net and measures the median step and the peak memory of all processes; one more
+trains under ``AutoStrategy``, which tries the best plan of each kind and takes the fastest. All of that
 is kept in a folder, and what is in it is not measured again: ``--seconds`` ends a run early, and
 the next goes on. What ran beside other programs is measured again; with ``--memory`` its memory
 counts, which they do not change, and its time does not. A prediction is made from the layers of its
@@ -17,7 +18,9 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
@@ -46,8 +49,8 @@ MOST_OTHERS = 0.03
 BEGIN, END = "<!-- measured -->\n", "<!-- end -->\n"
 PAGE = Path(__file__).parent.parent / "docs" / "planner.md"
 
-# A row of what is measured that is no plan: the layers.
-LAYERS = "layers"
+# Rows of what is measured that are no pairs: the layers, and a plan that is chosen.
+LAYERS, CHOSEN = "layers", "AutoStrategy"
 PLANS: dict[str, Callable[[], Any]] = {
     "one device": lockstep.SingleDeviceStrategy,
     "mirrored, 2": lambda: lockstep.MirroredStrategy(2),
@@ -160,6 +163,12 @@ def profile_net(name: str) -> dict[str, Any]:
     }
 
 
+def chooser() -> lockstep.Strategy:
+    """Chooses without what earlier runs have left."""
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
+    return lockstep.AutoStrategy(trials=3)
+
+
 def measure_pair(name: str, plan_name: str) -> dict[str, Any]:
     """Train one."""
     net = ALL[name]
@@ -170,7 +179,7 @@ def measure_pair(name: str, plan_name: str) -> dict[str, Any]:
         net.make_model(),
         loss=net.loss,
         optimizer=optimizer,
-        strategy=PLANS[plan_name](),
+        strategy=chooser() if plan_name == CHOSEN else PLANS[plan_name](),
         callbacks=[probe],
     )
     epochs = -(-probe.last * net.batch_size // len(data[0]))
@@ -202,7 +211,7 @@ def measure_all(
     """Measure what the folder lacks; whether it has all of it now."""
     folder.mkdir(parents=True, exist_ok=True)
     known = {(row["round"], row["net"], row["name"]) for row in rows_in(folder)}
-    for round_, net, name in product(range(rounds), nets, [LAYERS, *PLANS]):
+    for round_, net, name in product(range(rounds), nets, [LAYERS, *PLANS, CHOSEN]):
         while (round_, net, name) not in known:
             if time.monotonic() > until:
                 return False
@@ -243,7 +252,7 @@ def rounds_of(folder: Path) -> list[dict[str, Any]]:
     """Each round of each pair, with its prediction."""
     rows = rows_in(folder)
     layers = {(row["round"], row["net"]): row for row in rows if row["name"] == LAYERS}
-    pairs = [row for row in rows if row["name"] != LAYERS]
+    pairs = [row for row in rows if row["name"] in PLANS]
     for row in pairs:
         row["cost"] = predicted(layers[row["round"], row["net"]], row)
         row["predicted"] = row["cost"].step.total
@@ -287,6 +296,37 @@ def held_out(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     return f"Corrected by the runs of the other nets: {verdict(corrected)}"
+
+
+def chosen(rows: list[dict[str, Any]], folder: Path) -> str:
+    """What AutoStrategy's plans take, beside the fastest of the pairs."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows_in(folder):
+        if row["name"] == CHOSEN and row["seconds"] is not None:
+            found.setdefault(row["net"], []).append(row)
+    lines, lost = [], []
+    for net, own in found.items():
+        seconds = statistics.median(row["seconds"] for row in own)
+        taken = {r["name"]: statistics.median(r["repeats"]) for r in rows if r["net"] == net}
+        best = min(taken, key=lambda name: taken[name])
+        lost.append(seconds / taken[best] - 1)
+        plans = Counter(msgspec.convert(row["plan"], Plan).strategy for row in own)
+        picks = ", ".join(f"{plan} {count}" for plan, count in plans.items())
+        times = f"{1e3 * seconds:.1f} | {best} | {1e3 * taken[best]:.1f}"
+        lines.append(f"| {ALL[net].title} | {picks} | {times} | {100 * lost[-1]:+.0f} % |")
+    head = "| net | chosen, times | measured, ms | fastest pair | measured, ms | lost |"
+    return "\n".join(
+        [
+            "With trials (`AutoStrategy(trials=3)`), medians of the rounds:",
+            "",
+            head,
+            "|---|---|---|---|---|---|",
+            *lines,
+            "",
+            f"The plan that is chosen takes {100 * statistics.median(lost):.0f} % longer than the "
+            f"fastest pair on the median net, and {100 * max(lost):.0f} % on the worst.",
+        ]
+    )
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -371,6 +411,8 @@ def main() -> None:
         print("Not all is measured yet: run it again.")
     rows = rows_of(rounds_of(options.results))
     text = table(rows) if rows else "Nothing is measured yet."
+    if any(row["name"] == CHOSEN and row["seconds"] for row in rows_in(options.results)):
+        text += f"\n{chosen(rows, options.results)}\n"
     print(text)
     if options.report:
         page = PAGE.read_text()

@@ -23,9 +23,9 @@ from lockstep.launch.workers import pool
 from lockstep.train.batch_size_search import batch_size as batch_sizes
 from lockstep.train.batch_size_search.batch_size_cache import SIZES, BatchSizeCache
 from lockstep.train.batch_size_search.search_algorithm import Doubling, Measured, TooLarge, Trial
-from lockstep.train.batch_size_search.trial_process import Trials, _Figures, is_shortage
 from lockstep.train.callbacks.callback import stopping
 from lockstep.train.runtime import session
+from lockstep.train.trials.trial_process import Trials, _Figures, is_shortage
 from tests.thorough import core_of
 
 pytestmark = pytest.mark.thorough
@@ -45,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """All searches of this process measure for a moment only."""
     preload = (*session.PRELOAD, "torch._dynamo", "tests.short_trials", __name__)
-    monkeypatch.setattr("lockstep.train.batch_size_search.trial_process.PRELOAD", preload)
+    monkeypatch.setattr("lockstep.train.trials.trial_process.PRELOAD", preload)
 
 
 class Net(nn.Module):

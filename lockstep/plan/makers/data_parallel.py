@@ -38,6 +38,22 @@ def try_none(maker: "Maker") -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanTrials:
+    """Training by Plans for a few steps, with copies of everything, before one is chosen.
+
+    Attributes:
+        times: seconds of a step by the Plan of each maker, or why it cannot be trained by; given
+            names and makers.
+        num_steps: of the whole training; None if that is not known.
+        free_bytes: memory for a trial; None if that is not known.
+    """
+
+    times: Callable[[Sequence[tuple[str, "Maker"]]], Sequence[float | str]]
+    num_steps: int | None
+    free_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Traits:
     """What all Plans of a maker have in common.
 
@@ -64,7 +80,12 @@ class Maker(ABC):
         return None
 
     def choose(
-        self, measure: Measure, cluster: Cluster, batch_size: int, attempt: Try = try_none
+        self,
+        measure: Measure,
+        cluster: Cluster,
+        batch_size: int,
+        attempt: Try = try_none,
+        trials: PlanTrials | None = None,
     ) -> "Maker":
         """The maker that makes its Plans: itself, unless it chooses one by a model's costs.
 
@@ -73,6 +94,7 @@ class Maker(ABC):
             cluster: the devices.
             batch_size: of the global batch.
             attempt: makes the Plan of one that may be chosen.
+            trials: of those between which predictions do not decide; None if there are none.
         """
         return self
 
@@ -118,12 +140,17 @@ class Wrapping(Maker):
     maker: Maker
 
     def choose(
-        self, measure: Measure, cluster: Cluster, batch_size: int, attempt: Try = try_none
+        self,
+        measure: Measure,
+        cluster: Cluster,
+        batch_size: int,
+        attempt: Try = try_none,
+        trials: PlanTrials | None = None,
     ) -> Maker:
         def attempt_inner(maker: Maker) -> None:
             attempt(replace(self, maker=maker))
 
-        chosen = self.maker.choose(measure, cluster, batch_size, attempt_inner)
+        chosen = self.maker.choose(measure, cluster, batch_size, attempt_inner, trials)
         return self if chosen is self.maker else replace(self, maker=chosen)
 
     def sample_size(self, cluster: Cluster, batch_size: int) -> int | None:

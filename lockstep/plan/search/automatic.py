@@ -8,9 +8,10 @@ import msgspec
 from lockstep.cluster.topology import Cluster
 from lockstep.formatting import first_few, format_bytes, format_time
 from lockstep.graph.layer_graph import LayerGraph
-from lockstep.plan.makers.data_parallel import Maker, Measure, Try, Wrapping, try_none
+from lockstep.plan.makers.data_parallel import Maker, Measure, PlanTrials, Try, Wrapping, try_none
 from lockstep.plan.search.candidates import Problem
 from lockstep.plan.search.ranking import Ranked, best_plans
+from lockstep.plan.search.tried import tried
 from lockstep.plan.spec import Plan
 
 # Costs are measured on at most so many samples, and on a line from there on.
@@ -29,21 +30,30 @@ class Automatic(Maker):
         memory_bytes: that a device may hold; None is what it has.
         num_devices: at most; None is all.
         precision: see ``Plan``.
+        num_trials: plans that are tried before one is chosen; None is by the training's length.
     """
 
     objective: str = "time"
     memory_bytes: int | None = None
     num_devices: int | None = None
     precision: str = "fp32"
+    num_trials: int | None = None
 
     def sample_size(self, cluster: Cluster, batch_size: int) -> int:
         return min(batch_size, _MOST_SAMPLES)
 
     def choose(
-        self, measure: Measure, cluster: Cluster, batch_size: int, attempt: Try = try_none
+        self,
+        measure: Measure,
+        cluster: Cluster,
+        batch_size: int,
+        attempt: Try = try_none,
+        trials: PlanTrials | None = None,
     ) -> Maker:
         graph, devices = measure(self.sample_size(cluster, batch_size))
         rows = self._ranked(graph, devices, batch_size, attempt)
+        if trials is not None and self.objective == "time":
+            rows = tried(rows, trials, self.num_trials)
         return Chosen(maker=rows[0].candidate.maker, rows=tuple(rows))
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
@@ -107,11 +117,11 @@ def _limited(cluster: Cluster, memory_bytes: int) -> Cluster:
 
 def _notes(rows: Sequence[Ranked]) -> list[str]:
     """The best with its costs, why better ones cannot be used, and why the next ones lose."""
-    best = rows[0].candidate
+    best, measured = rows[0].candidate, rows[0].tried
     notes = [
         f"Chosen of {len(rows)} plans: {best.name}, expected to take "
         f"{format_time(best.cost.step.total)} a step and {format_bytes(best.cost.peak.total)} on a "
-        "rank."
+        f"rank{'' if measured is None else f'; a step of its trial took {format_time(measured)}'}."
     ]
     refused = [row for row in rows if row.is_refused]
     for reason in dict.fromkeys(row.reason.partition(". ")[0] for row in refused):

@@ -21,11 +21,13 @@ class Ranked:
         candidate: the candidate.
         reason: why it is not the first; empty for the first.
         is_refused: its Plan cannot be used.
+        tried: seconds of a step in its trial; None without.
     """
 
     candidate: Candidate
     reason: str = ""
     is_refused: bool = False
+    tried: float | None = None
 
 
 def best_plans(
@@ -145,6 +147,7 @@ def described(row: Ranked) -> dict[str, Any]:
         "name": row.candidate.name,
         "reason": row.reason,
         "seconds": cost.step.total,
+        "tried": row.tried,
         "step": asdict(cost.step),
         "memory": asdict(cost.peak),
         "all_bytes": cost.all_bytes,

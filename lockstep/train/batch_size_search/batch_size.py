@@ -2,7 +2,7 @@
 
 A size that was found before for the same training on the same machine is read from a file
 (``batch_size_cache``). Else sizes are tried (``search_algorithm``), each for a few steps in a
-process that may die (``trial_process``). The search is shown on screen, and the size is
+process that may die (``train.trials``). The search is shown on screen, and the size is
 ``trainer.batch_size``.
 
 Not covered: the effect of a larger batch on the model. It makes fewer updates of an epoch, so two
@@ -38,8 +38,8 @@ from lockstep.train.batch_size_search.search_algorithm import (
     TooLarge,
     Trial,
 )
-from lockstep.train.batch_size_search.trial_process import Trials
 from lockstep.train.trainer_protocol import TrainerProtocol
+from lockstep.train.trials.trial_process import Trials
 
 if TYPE_CHECKING:
     from lockstep.plan.makers.data_parallel import Maker

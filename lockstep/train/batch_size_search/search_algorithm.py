@@ -5,7 +5,7 @@ batch divides among more samples, until the cost of the samples dominates: so th
 falls and then stays constant. Memory grows linearly, so a size that cannot fit is predicted and not
 tried.
 
-This module is independent of how a size is tried: see ``trial_process``.
+This module is independent of how a size is tried: see ``train.trials``.
 """
 
 from collections.abc import Callable

@@ -13,6 +13,7 @@ from lockstep.launch.workers.team import Team
 from lockstep.parallel.debug.module_watch import Noted
 from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.updater_interface import PieceSlots, Updater
+from lockstep.plan.makers.data_parallel import PlanTrials
 from lockstep.train.checkpointing.fit_position import FitPosition
 from lockstep.train.fault_tolerance.rank_states import RankState
 from lockstep.train.history import History
@@ -71,6 +72,10 @@ class TaskDriver:
 
     def announce(self, doing: str) -> None:
         """An action before the first step begins."""
+
+    def plan_trials(self, task: Any, batch_size: int) -> PlanTrials | None:
+        """Trials of plans for a task, if one is to be chosen; None where plans are not tried."""
+        return None
 
     def hold_interrupts(self) -> None:
         """Steps begin: Ctrl-C must not cut one in half, but set ``is_interrupted``."""

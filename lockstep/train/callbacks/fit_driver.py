@@ -11,6 +11,7 @@ from torch import nn
 
 from lockstep.data.map_style.sources import Source
 from lockstep.parallel.training_step import StepResult
+from lockstep.plan.makers.data_parallel import PlanTrials
 from lockstep.train.callbacks.callback import Callback, acting
 from lockstep.train.callbacks.change_detection import ChangeWatch, SettingsWatch, fingerprint
 from lockstep.train.callbacks.driver import Logs, Snapshot
@@ -18,11 +19,12 @@ from lockstep.train.callbacks.hidden_slots import hidden_slots
 from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.fault_tolerance.restarting import RestartingDriver
 from lockstep.train.input.input_wait import ClockedSource, InputClock
-from lockstep.train.input.stream_broadcast import GlobalBatch
+from lockstep.train.input.stream_broadcast import GlobalBatch, SharedStream, sample_of
 from lockstep.train.logging.progress import ProgressDisplay
 from lockstep.train.optim.optimizers import each_optimizer
 from lockstep.train.resume.fit_checkpoints import FitCheckpoints
 from lockstep.train.trainer_protocol import TrainerProtocol
+from lockstep.train.trials.plan_trials import TriedTraining
 
 # The most bad records that the display names; all are counted.
 _MOST_BAD_SHOWN = 10
@@ -84,6 +86,23 @@ class FitDriver(RestartingDriver):
     def announce(self, doing: str) -> None:
         if self._display is not None:
             self._display.announce(doing)
+
+    def plan_trials(self, task: Any, batch_size: int) -> PlanTrials | None:
+        source, order, loss = sample_of(task.source), task.order, self._front_end.loss
+        if source is None:
+            return None
+        training = TriedTraining(
+            trainer=self._trainer,
+            loss=None if loss is None else loss.loss,
+            source=source,
+            batch_size=batch_size,
+            options=(self._runner.update_config,),
+            announce=self.announce,
+        )
+        num_steps = order.steps_per_epoch
+        if num_steps is None and not isinstance(task.source, SharedStream):
+            num_steps = -(-len(source) // batch_size)
+        return training.trials(num_steps and num_steps * task.epochs)
 
     def begin_train(self) -> None:
         """Before the first epoch."""

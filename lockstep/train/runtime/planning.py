@@ -49,7 +49,7 @@ from lockstep.parallel.storage.allocator import keep_freed_memory
 from lockstep.parallel.storage.cpu_quirks import breaks_channels_last
 from lockstep.parallel.tensor.observing import has_hooks, observed_splits
 from lockstep.parallel.transfer.serialization import describe
-from lockstep.plan.makers.data_parallel import Maker
+from lockstep.plan.makers.data_parallel import Maker, PlanTrials
 from lockstep.plan.makers.tensor import TENSOR_SAMPLES
 from lockstep.plan.search.automatic import ranking_of
 from lockstep.plan.search.ranking import described
@@ -126,6 +126,7 @@ class Planning:
         announce: Callable[[str], None] = _silent,
         check: Callable[[Plan], object] = _as_made,
         *,
+        trials: PlanTrials | None = None,
         for_training: bool = False,
         evaluated: int = 0,
     ) -> tuple[Plan, Partitions]:
@@ -140,6 +141,7 @@ class Planning:
             settle: makes the Plan the same on all hosts, whose measurements differ.
             announce: called with the name of a step that may take long.
             check: refuses Plans, if one is to be chosen.
+            trials: of Plans, likewise.
             for_training: the call trains; a choice for other calls is then checked again.
             evaluated: samples of a batch that is evaluated, if these may be more.
 
@@ -148,7 +150,9 @@ class Planning:
         """
         cluster = cluster or discover()
         wanted = maker, for_training
-        maker = self._choose(wanted, precision, source, batch_size, cluster, announce, check)
+        maker = self._choose(
+            wanted, precision, source, batch_size, cluster, announce, check, trials
+        )
         maker = self._with_splits(maker, precision, source, cluster)
         size = maker.sample_size(cluster, batch_size)
         if size is None:
@@ -168,6 +172,7 @@ class Planning:
         cluster: Cluster,
         announce: Callable[[str], None],
         check: Callable[[Plan], object],
+        trials: PlanTrials | None,
     ) -> Maker:
         """What a maker has chosen, at first and from then on; anew for a first training."""
         maker = wanted[0]
@@ -183,7 +188,7 @@ class Planning:
                 one = self._with_splits(one, precision, source, cluster)
                 check(one(measured[-1], cluster, batch_size))
 
-            self._chosen = wanted, maker.choose(measure, cluster, batch_size, attempt)
+            self._chosen = wanted, maker.choose(measure, cluster, batch_size, attempt, trials)
         return self._chosen[1]
 
     def _with_splits(

@@ -303,7 +303,7 @@ class Runner:
                 session = nested_session(task, self.last_plan)
                 planned = self._plan_for_one(batch_size)
             else:
-                planned = self._plan_for_all(task, batch_size, driver.announce, check)
+                planned = self._plan_for_all(task, batch_size, driver, check)
                 session = self.session
                 session.preload = self.front_end.preload + modules_of_kernels()
             assignment = self._assignment(task, loss, updater, *planned)
@@ -348,7 +348,7 @@ class Runner:
         return proof
 
     def _plan_for_all(
-        self, task: Task, batch_size: int, announce: Callable[[str], None], divides: DivisionCheck
+        self, task: Task, batch_size: int, driver: TaskDriver, divides: DivisionCheck
     ) -> tuple[Plan, Partitions]:
         maker = self.maker()
 
@@ -364,21 +364,21 @@ class Runner:
                 batch_size,
                 self.job_context.cluster,
                 lambda plan: self.job_context.agreed_plan(plan, maker),
-                announce,
+                driver.announce,
                 check,
+                trials=driver.plan_trials(task, batch_size),
                 for_training=isinstance(task, FitTask),
                 evaluated=evaluated_samples(task),
             )
-        before, self.last_plan = self.last_plan, self.update_config.plan(plan)
-        if self.is_chief and self.last_plan != before:
-            plan = self.last_plan
+        plan = self.update_config.plan(plan)
+        before, self.last_plan = self.last_plan, plan
+        if self.is_chief and plan != before:
             where = f"{plan.strategy} on {', '.join(plan.devices)}"
             LOGGER.info("plan: %s, %s, num_shares=%d", where, plan.precision, plan.num_shares)
-        return self.last_plan, partitions
+        return plan, partitions
 
     def _plan_for_one(self, batch_size: int) -> tuple[Plan, Partitions]:
-        maker = self._maker_for_one()
-        return maker(capture_layers(self.model), discover(), batch_size), {}
+        return self._maker_for_one()(capture_layers(self.model), discover(), batch_size), {}
 
     def _place_model(self, plan: Plan) -> torch.device:
         """See ``place_model``; a call within a training leaves slots where that has them."""

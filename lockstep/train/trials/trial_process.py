@@ -1,4 +1,4 @@
-"""Trials of batch sizes, in a process that may die.
+"""Trials of batch sizes and of plans, in a process that may die.
 
 A trial trains for a few steps on the user's data with copies of everything: the script's model,
 optimizer and random streams do not change. It runs in a helper process (``launch.workers``), which
@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from lockstep import accelerators
+from lockstep.cluster.place import Reach
 from lockstep.comm.shared_memory.memory_usage import peak_memory
 from lockstep.data.map_style.samples import RepeatedSource, array_bytes, first_samples
 from lockstep.data.map_style.sources import Source
@@ -39,6 +40,7 @@ from lockstep.parallel.storage.meta_init import blank_names, blank_parameters
 from lockstep.parallel.storage.store import tensor_spec
 from lockstep.parallel.transfer.pickle_errors import pack_named
 from lockstep.parallel.transfer.serialization import SerializedObject
+from lockstep.plan.makers.data_parallel import Maker
 from lockstep.train.batch_size_search.search_algorithm import (
     LARGEST_PART,
     Failed,
@@ -61,6 +63,19 @@ _REUSE_PART = 0.25
 
 
 @dataclass(frozen=True)
+class TriedStrategy:
+    """In place of a training's own strategy: any maker of this host's Plans."""
+
+    tried: Maker
+    timeout_seconds: float
+    reach: Reach = "one host"
+
+    def maker(self, precision: str) -> Maker:
+        """The maker, whatever the precision."""
+        return self.tried
+
+
+@dataclass(frozen=True)
 class _Figures:
     """What a trial's process reports."""
 
@@ -72,9 +87,9 @@ class _Figures:
 
 
 class Trials:
-    """Tries batch sizes of one training, in one process at a time.
+    """Tries batch sizes and plans of one training, in one process at a time.
 
-    A new process replaces one that has failed, or has used much memory.
+    A new process replaces one that has failed, has used much memory, or has tried a plan.
 
     Args:
         trainer: the training, which is copied.
@@ -123,14 +138,18 @@ class Trials:
         self._end_process()
         self._serialized.close()
 
-    def try_size(self, batch_size: int) -> Trial:
+    def try_size(self, batch_size: int, strategy: TriedStrategy | None = None) -> Trial:
         """Train a few steps with batches of this size.
+
+        Args:
+            batch_size: of the global batch.
+            strategy: by which to train; None is the training's own.
 
         Raises:
             ShippingError: the data cannot be sent to another process.
         """
         excerpt = first_samples(self._source, batch_size)
-        serialized = pack_named(excerpt, {"the data": excerpt}, ())
+        serialized = pack_named((excerpt, strategy), {"the data": excerpt}, ())
         try:
             figures = self._run(batch_size, serialized)
         except WorkerError as error:
@@ -138,6 +157,8 @@ class Trials:
             return _failed_trial(batch_size, error)
         finally:
             serialized.close()
+            if strategy is not None:
+                self._end_process()
         if self._limit is not None and figures.peak_bytes > _REUSE_PART * self._limit:
             self._end_process()
         return self._measured(batch_size, figures, array_bytes(excerpt))
@@ -224,7 +245,9 @@ def serve_trials(context: HelperContext, body: bytes, descriptors: tuple[int, ..
         while True:
             message, attached = context.receive()
             batch_size, payload = pickle.loads(message)
-            figures = _try_size(trainer, unpacked(payload, attached), batch_size)
+            excerpt, strategy = unpacked(payload, attached)
+            trainer.strategy = strategy or trainer.strategy
+            figures = _try_size(trainer, excerpt, batch_size)
             context.send(pickle.dumps(figures))
 
 
