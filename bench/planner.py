@@ -1,10 +1,10 @@
 """The planner's predictions against what is measured, for plans of six nets on this machine.
 
 In each of ``--rounds`` rounds a process measures each net's layers, and then a process for each
-plan trains the net and measures the median step and the peak memory of all processes; one more
-trains under ``AutoStrategy``, which tries the best plan of each kind and takes the fastest. All of that
-is kept in a folder, and what is in it is not measured again: ``--seconds`` ends a run early, and
-the next goes on. What ran beside other programs is measured again; with ``--memory`` its memory
+plan trains the net and measures the median step and the peak memory of all processes. One more
+trains under ``AutoStrategy``, which tries the best plan of each kind and takes the fastest. All of
+that is kept in a folder, and what is in it is not measured again: ``--seconds`` ends a run early,
+and the next goes on. What ran beside other programs is measured again; with ``--memory`` its memory
 counts, which they do not change, and its time does not. A prediction is made from the layers of its
 round, and the round with the middle error stands in the table, beside the most memory of all.
 ``--report`` writes the table into docs/planner.md between its two marks. Run:

@@ -104,10 +104,11 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, 64), nn.Dropout(), nn.Linear(64, 8))
+        self.calls: torch.Tensor
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        self.calls.add_(1)
         out: torch.Tensor = self.layers(x)
         return out
 
