@@ -63,6 +63,8 @@ class TaskDriver:
     """Of the training under way."""
     failure: Exception | None = None
     """Of a callback, or of a stream read here; it ends the training as Ctrl-C does."""
+    plan_trials: PlanTrials | None = None
+    """Of the training, if its Plan is chosen; None where plans are not tried."""
     samples: Any = None
     """A few, on which all ranks must compute the same (``train.validation.rank_consistency``)."""
 
@@ -72,10 +74,6 @@ class TaskDriver:
 
     def announce(self, doing: str) -> None:
         """An action before the first step begins."""
-
-    def plan_trials(self, task: Any, batch_size: int) -> PlanTrials | None:
-        """Trials of plans for a task, if one is to be chosen; None where plans are not tried."""
-        return None
 
     def hold_interrupts(self) -> None:
         """Steps begin: Ctrl-C must not cut one in half, but set ``is_interrupted``."""

@@ -19,12 +19,11 @@ from lockstep.train.callbacks.hidden_slots import hidden_slots
 from lockstep.train.callbacks.interrupt import Interrupt
 from lockstep.train.fault_tolerance.restarting import RestartingDriver
 from lockstep.train.input.input_wait import ClockedSource, InputClock
-from lockstep.train.input.stream_broadcast import GlobalBatch, SharedStream, sample_of
+from lockstep.train.input.stream_broadcast import GlobalBatch
 from lockstep.train.logging.progress import ProgressDisplay
 from lockstep.train.optim.optimizers import each_optimizer
 from lockstep.train.resume.fit_checkpoints import FitCheckpoints
 from lockstep.train.trainer_protocol import TrainerProtocol
-from lockstep.train.trials.plan_trials import TriedTraining
 
 # The most bad records that the display names; all are counted.
 _MOST_BAD_SHOWN = 10
@@ -45,6 +44,7 @@ class FitDriver(RestartingDriver):
         interrupt: the handler of Ctrl-C.
         display: the progress display, or None to be silent.
         on_snapshot: gets every Snapshot, if the task records them.
+        plan_trials: see ``TaskDriver``.
     """
 
     def __init__(
@@ -56,8 +56,10 @@ class FitDriver(RestartingDriver):
         *,
         display: ProgressDisplay | None = None,
         on_snapshot: Callable[[Snapshot], None] | None = None,
+        plan_trials: PlanTrials | None = None,
     ) -> None:
         super().__init__(interrupt, checkpoints)
+        self.plan_trials = plan_trials
         self._num_bad_shown = 0
         self._trainer = trainer
         self._front_end = self._runner.front_end
@@ -86,23 +88,6 @@ class FitDriver(RestartingDriver):
     def announce(self, doing: str) -> None:
         if self._display is not None:
             self._display.announce(doing)
-
-    def plan_trials(self, task: Any, batch_size: int) -> PlanTrials | None:
-        source, order, loss = sample_of(task.source), task.order, self._front_end.loss
-        if source is None:
-            return None
-        training = TriedTraining(
-            trainer=self._trainer,
-            loss=None if loss is None else loss.loss,
-            source=source,
-            batch_size=batch_size,
-            options=(self._runner.update_config,),
-            announce=self.announce,
-        )
-        num_steps = order.steps_per_epoch
-        if num_steps is None and not isinstance(task.source, SharedStream):
-            num_steps = -(-len(source) // batch_size)
-        return training.trials(num_steps and num_steps * task.epochs)
 
     def begin_train(self) -> None:
         """Before the first epoch."""

@@ -62,12 +62,17 @@ from lockstep.train.resume.fit_facts import (
 from lockstep.train.resume.part_loading import PartLoading
 from lockstep.train.torch_front_end import TorchFrontEnd
 from lockstep.train.trainer_protocol import TrainerProtocol
+from lockstep.train.trials.plan_trials import plan_trials
 from lockstep.train.validation.checks import (
     check_counts,
     check_on_bad_record,
     check_restarts,
     check_targets,
 )
+
+
+def _silent(doing: str) -> None:
+    """Announce nothing."""
 
 
 class Fit:
@@ -353,6 +358,9 @@ class Fit:
             rates = partial(rates_of, self._front_end.optimizer)
             display = ProgressDisplay(fit.options.epochs, fit.feed.num_steps, rates=rates)
         self._front_end.stop_training = False
+        loss, options = fit.loss and fit.loss.loss, (self._update_config,)
+        announce = _silent if display is None else display.announce
+        trials = plan_trials(self._trainer, loss, fit.feed, fit.options.epochs, options, announce)
 
         def make_driver(interrupt: Interrupt) -> FitDriver:
             return FitDriver(
@@ -362,6 +370,7 @@ class Fit:
                 interrupt,
                 display=display,
                 on_snapshot=on_snapshot,
+                plan_trials=trials,
             )
 
         restarts = self._asked.restarts

@@ -366,7 +366,7 @@ class Runner:
                 lambda plan: self.job_context.agreed_plan(plan, maker),
                 driver.announce,
                 check,
-                trials=driver.plan_trials(task, batch_size),
+                trials=driver.plan_trials,
                 for_training=isinstance(task, FitTask),
                 evaluated=evaluated_samples(task),
             )

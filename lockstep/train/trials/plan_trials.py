@@ -15,6 +15,8 @@ from lockstep.launch.workers.pool import own_server
 from lockstep.plan.makers.data_parallel import Maker, PlanTrials
 from lockstep.train.batch_size_search.batch_size_cache import key_of
 from lockstep.train.batch_size_search.search_algorithm import Measured
+from lockstep.train.input.data_adapter import DataPipeline
+from lockstep.train.input.stream_broadcast import sample_of
 from lockstep.train.trainer_protocol import TrainerProtocol
 from lockstep.train.trials.trial_process import Trials, TriedStrategy
 
@@ -24,19 +26,37 @@ TIMES = CacheFile("plan_times.json", dict[str, float], "How long plans take")
 _MOST_TIMES = 1000
 
 
-@dataclass(frozen=True, kw_only=True)
-class TriedTraining:
-    """A training for which plans are tried.
+def plan_trials(
+    trainer: TrainerProtocol,
+    loss: object,
+    feed: DataPipeline,
+    epochs: int,
+    options: tuple[object, ...],
+    announce: Callable[[str], None],
+) -> PlanTrials | None:
+    """Trials for a ``fit``; None if another host reads its data.
 
-    Attributes:
-        trainer: the training, which is copied.
+    Args:
+        trainer: of the training; it is copied.
         loss: the user's.
-        source: its data.
-        batch_size: of the global batch.
+        feed: the data.
+        epochs: of the training.
         options: other options that affect time, with a complete ``repr``.
         announce: called with what begins.
     """
+    source, free = sample_of(feed.source), free_memory()
+    if source is None:
+        return None
+    training = _Training(trainer, loss, source, feed.batch_size, options, announce)
+    return PlanTrials(
+        times=training.times,
+        num_steps=feed.num_steps and feed.num_steps * epochs,
+        free_bytes=None if free is None else free.num_bytes,
+    )
 
+
+@dataclass(frozen=True)
+class _Training:
     trainer: TrainerProtocol
     loss: object
     source: Source
@@ -44,20 +64,8 @@ class TriedTraining:
     options: tuple[object, ...]
     announce: Callable[[str], None]
 
-    def trials(self, num_steps: int | None) -> PlanTrials:
-        """For a maker that chooses.
-
-        Args:
-            num_steps: of the training; None if that is not known.
-        """
-        free = free_memory()
-        return PlanTrials(
-            times=self._times,
-            num_steps=num_steps,
-            free_bytes=None if free is None else free.num_bytes,
-        )
-
-    def _times(self, plans: Sequence[tuple[str, Maker]]) -> list[float | str]:
+    def times(self, plans: Sequence[tuple[str, Maker]]) -> list[float | str]:
+        """See ``PlanTrials``."""
         known, new = TIMES.read() or {}, {}
         found: list[float | str] = []
         for name, maker in plans:
