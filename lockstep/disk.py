@@ -8,6 +8,7 @@ import errno
 import os
 import secrets
 import shutil
+import tempfile
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from typing import BinaryIO, Generic, Self, TypeVar
 
 import msgspec
 
+from lockstep.errors import OptionError
 from lockstep.formatting import format_bytes
 
 _T = TypeVar("_T")
@@ -57,6 +59,40 @@ def writing(path: str | os.PathLike[str], num_bytes: int | None = None) -> Itera
             raise
         reason = f"{error.strerror}{_figures(error.errno, path, num_bytes)}"
         raise OSError(error.errno, reason, os.fspath(path)) from error
+
+
+def prepare_folder(path: str | os.PathLike[str]) -> None:
+    """Make a folder if it is missing, and check that files can be written into it.
+
+    Raises:
+        OptionError: it cannot be made or written to.
+    """
+    try:
+        with suppress(FileExistsError):  # a file; the next line says so
+            os.makedirs(path, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise OptionError(
+            "Files must be written into a folder.",
+            received=f"{os.fspath(path)}: {error.strerror}",
+            fix="Name a folder that you may write to; it need not exist yet.",
+        ) from error
+
+
+def prepare_file(path: str | os.PathLike[str]) -> None:
+    """Make the folder of a file, and check that the file can be written.
+
+    Raises:
+        OptionError: it cannot.
+    """
+    if os.path.isdir(path):
+        raise OptionError(
+            "The path must be that of a file.",
+            received=f"{os.fspath(path)}, a folder",
+            fix="Give the path of a file, which need not exist yet.",
+        )
+    prepare_folder(os.path.dirname(path) or os.curdir)
 
 
 @contextmanager

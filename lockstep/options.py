@@ -139,10 +139,13 @@ def check_flag(name: str, value: object, problems: Problems, *, fix: str = "Pass
 
 
 def check_path(name: str, value: object, problems: Problems) -> None:
-    """Check for a path."""
+    """Check for a path, not a URL."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         fix = "Pass a string or a Path."
         problems.add(f"`{name}` must be a path.", received=f"{name}={value!r}", fix=fix)
+    elif "://" in os.fsdecode(value):
+        what = f"`{name}` must be a path on this machine."
+        problems.add(what, received=f"{name}={value!r}", fix="Pass a path, and no URL.")
 
 
 def check_name(name: str, value: Any, problems: Problems, *, optional: bool = False) -> None:

@@ -3,6 +3,7 @@
 import os
 
 from lockstep.callbacks.monitoring import BestEpoch, Monitor, check_monitor
+from lockstep.disk import prepare_file
 from lockstep.errors import OptionError, Problems
 from lockstep.options import check_flag, check_path
 from lockstep.train.callbacks.callback import Logs
@@ -17,7 +18,7 @@ class BestWeights(BestEpoch):
         mode: "min" or "max" is better; "auto" is known for losses and most metrics.
         min_delta: smaller improvements do not count.
         filepath: a safetensors file for them, written completely or not at all; ``trainer.load``
-            reads it. None keeps them in memory, which needs a copy.
+            reads it. Its folder is made. None keeps them in memory, which needs a copy.
         restore: restore them to the model at the end of training. Otherwise call ``give_back``.
 
     Attributes:
@@ -25,7 +26,8 @@ class BestWeights(BestEpoch):
         best_epoch: its epoch, from 0.
 
     Raises:
-        OptionError: an option is invalid; when training begins, no log has the monitor's name.
+        OptionError: an option is invalid; when training begins, no log has the monitor's name, or
+            the file cannot be written.
     """
 
     def __init__(
@@ -46,6 +48,11 @@ class BestWeights(BestEpoch):
         super().__init__(Monitor(monitor, mode, min_delta))
         self._path = filepath
         self._restores = restore
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        super().on_train_begin(logs)
+        if self._path is not None:
+            prepare_file(self._path)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if not self._monitor.improves(logs):

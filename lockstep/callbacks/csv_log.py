@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, TextIO
 
-from lockstep.disk import writing
+from lockstep.disk import prepare_file, writing
 from lockstep.errors import OptionError, Problems
 from lockstep.formatting import listed
 from lockstep.options import check_flag, check_path
@@ -21,14 +21,14 @@ class CSVLogger(ClosingCallback):
     Every row is in the file as soon as its epoch is over.
 
     Args:
-        filename: the file; its folder must exist.
+        filename: the file; its folder is made.
         separator: one character between values.
         append: append to the file, which must have the same columns; otherwise every ``fit`` writes
             the file anew.
 
     Raises:
-        OptionError: an option is invalid; after the first epoch, the file has other columns.
-        FileNotFoundError: when training begins, the folder does not exist.
+        OptionError: an option is invalid; when training begins, the file cannot be written; after
+            the first epoch, it has other columns.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class CSVLogger(ClosingCallback):
         self._file: TextIO | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
+        prepare_file(self._path)
         self._columns = self._columns_there() if self._appends else None
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("a" if self._appends else "w", newline="")
 
     def _columns_there(self) -> list[str] | None:

@@ -1,11 +1,13 @@
 """Writes the weights to files during training."""
 
+import itertools
 import os
 import string
 from pathlib import Path
 from typing import Any
 
 from lockstep.callbacks.monitoring import Monitor, check_monitor
+from lockstep.disk import prepare_file, prepare_folder
 from lockstep.errors import OptionError, Problems
 from lockstep.formatting import listed
 from lockstep.options import check_flag, check_frequency, check_path
@@ -34,7 +36,8 @@ class ModelCheckpoint(Callback):
         last_path: the last file written; None before the first.
 
     Raises:
-        OptionError: an option is invalid; when training begins, no log has a name in the path.
+        OptionError: an option is invalid; when training begins, no log has a name in the path, or
+            no file can be written there.
     """
 
     def __init__(
@@ -88,6 +91,16 @@ class ModelCheckpoint(Callback):
             self._monitor.begin(self.trainer)
         for name in self._names - {"epoch", "step"}:
             Monitor(name, "min").begin(self.trainer)  # checks that it is logged
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make the folder, down to the first part whose name is not known yet."""
+        if not self._names:
+            prepare_file(self._template.format())
+            return
+        parts = Path(self._template).parent.parts
+        known = itertools.takewhile(lambda part: not _names_in(part, Problems()), parts)
+        prepare_folder(Path(*(part.format() for part in known)))
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._epoch = epoch

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from lockstep.disk import writing
+from lockstep.disk import prepare_file, writing
 from lockstep.errors import OptionError, Problems
 from lockstep.options import check_count, check_path
 from lockstep.train.callbacks.callback import Callback, Logs
@@ -29,13 +29,12 @@ class Profiler(Callback):
 
     Args:
         path: the file, JSON in Chrome's trace format, compressed if its name ends in ".gz". Its
-            folder must exist when training begins.
+            folder is made.
         first_step: of a ``fit``, from 0; the first steps are not typical.
         num_steps: the number of steps.
 
     Raises:
-        OptionError: an option is invalid.
-        FileNotFoundError: when training begins, the folder does not exist.
+        OptionError: an option is invalid; when training begins, the file cannot be written.
     """
 
     def __init__(
@@ -52,8 +51,7 @@ class Profiler(Callback):
         self._events: list[Event] = []
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        if not self._path.parent.is_dir():
-            raise FileNotFoundError(f"The folder for the trace does not exist: {self._path}")
+        prepare_file(self._path)
         self._events = []
 
     def on_train_trace(self, traces: list[bytes]) -> None:

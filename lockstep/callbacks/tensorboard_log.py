@@ -5,6 +5,7 @@ from pathlib import Path
 
 from lockstep.callbacks.event_file import EventFile, tensorboard_module
 from lockstep.callbacks.scalars import learning_rates, scalars
+from lockstep.disk import prepare_folder
 from lockstep.errors import OptionError, Problems
 from lockstep.options import check_count, check_frequency, check_path
 from lockstep.train.callbacks.callback import ClosingCallback, Logs
@@ -27,7 +28,7 @@ class TensorBoard(ClosingCallback):
             never.
 
     Raises:
-        OptionError: an option is invalid.
+        OptionError: an option is invalid; when training begins, the folder cannot be written to.
         ExtraError: tensorboard is not installed: ``pip install ".[tensorboard]"``.
     """
 
@@ -58,6 +59,7 @@ class TensorBoard(ClosingCallback):
         return super().acts_in(method)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
+        prepare_folder(self._folder)
         self._has_plan = False
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.callbacks.scalars import learning_rates, scalars
+from lockstep.disk import prepare_folder
 from lockstep.errors import OptionError, Problems
 from lockstep.extras import import_extra
 from lockstep.options import check_choice, check_mapping, check_name, check_path
@@ -24,14 +25,14 @@ class WandB(ClosingCallback):
         name: the run's name; None lets W&B choose one.
         mode: "online"; "offline", which only writes files, for ``wandb sync``; or "disabled". None
             for W&B's own setting (``WANDB_MODE``).
-        folder: for its files; None is the working directory.
+        folder: for its files, made if missing; None is the working directory.
         config: to log with the run, such as {"width": 256}.
 
     Attributes:
         run: W&B's own object during a ``fit``, to log other values; else None.
 
     Raises:
-        OptionError: an option is invalid.
+        OptionError: an option is invalid; when training begins, the folder cannot be written to.
         ExtraError: wandb is not installed: ``pip install ".[wandb]"``.
     """
 
@@ -60,6 +61,8 @@ class WandB(ClosingCallback):
         self.run: Any = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
+        if self._options["dir"] is not None:
+            prepare_folder(self._options["dir"])
         config = {"seed": self.trainer.seed, "precision": self.trainer.precision, **self._config}
         # Other code's active run is not changed.
         self.run = self._wandb.init(**self._options, config=config, reinit="create_new")

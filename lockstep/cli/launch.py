@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     targets = parser.add_subparsers(dest="cluster", required=True, metavar="CLUSTER")
     for name, (summary, add_options, _) in _CLUSTERS.items():
-        subparser = targets.add_parser(name, help=summary, description=f"Here: {summary}.")
+        subparser = targets.add_parser(
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+        )
         add_script(subparser, partial(_add_options, add_options))
 
 

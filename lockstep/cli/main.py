@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _make_parser(given: list[str]) -> argparse.ArgumentParser:
     parser = Parser(
         prog="lockstep",
-        description="Many devices, one result: trains PyTorch models on many devices "
+        description="Many devices, one result: trains PyTorch and Keras models on many devices "
         "and gives the weights that one device would have given.",
     )
     parser.add_argument("--version", action="version", version=f"lockstep {lockstep.__version__}")

@@ -38,7 +38,8 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
         "--strategy",
         choices=STRATEGIES,
         default="mirrored",
-        help="how to train (default: mirrored)",
+        metavar="NAME",
+        help=f"{', '.join(STRATEGIES)} (default: mirrored)",
     )
     add_strategy_options(parser)
 

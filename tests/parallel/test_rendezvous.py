@@ -212,7 +212,10 @@ def test_an_address_that_stays_taken(capfd: pytest.CaptureFixture[str]) -> None:
         where = Address(name="127.0.0.1", port=server.getsockname()[1])
         with pytest.raises(HostError, match=f"able to listen.*{where}: Address already in use"):
             enter(0, 2, where, timeout=0.3)
-    assert capfd.readouterr().err == f"Waiting until host 0 can listen at {where}.\n"
+    assert capfd.readouterr().err == (
+        f"Host 0 cannot listen at the rendezvous: {where}: Address already in use. It tries again "
+        "for 0.3 s; if this stays so, name another rendezvous.\n"
+    )
 
 
 @pytest.mark.thorough

@@ -13,12 +13,19 @@ from torch import nn
 
 import lockstep
 from lockstep import data
-from lockstep.callbacks import CSVLogger
+from lockstep.callbacks import (
+    BestWeights,
+    CSVLogger,
+    ModelCheckpoint,
+    Profiler,
+    TensorBoard,
+    WandB,
+)
 from lockstep.callbacks.event_file import EventFile
 from lockstep.capture.layers import capture_layers
 from lockstep.checkpoint import weights
 from lockstep.disk import writing
-from lockstep.errors import DataError, DeviceError
+from lockstep.errors import DataError, DeviceError, OptionError
 from lockstep.parallel.transfer import readers
 from lockstep.train.batch_size_search import batch_size_cache
 from tests.map_datasets import Rows
@@ -35,6 +42,42 @@ def make(**options: Any) -> lockstep.Trainer:
 
 def fit(trainer: lockstep.Trainer, source: Any = (X, Y)) -> None:
     trainer.fit(source, batch_size=4, verbose=0)
+
+
+def best_in(path: Any) -> lockstep.Callback:
+    return BestWeights("loss", filepath=path)
+
+
+def wandb_in(folder: Any) -> lockstep.Callback:
+    return WandB(folder=folder, mode="disabled")
+
+
+@pytest.mark.parametrize(
+    ("make_callback", "names"),
+    [
+        (ModelCheckpoint, ["file/x", "file/{epoch}/x", "folder"]),
+        (best_in, ["file/x", "folder"]),
+        (CSVLogger, ["file/x", "folder"]),
+        (Profiler, ["file/x", "folder"]),
+        (TensorBoard, ["file", "file/x"]),
+        (wandb_in, ["file", "file/x"]),
+    ],
+    ids=["ModelCheckpoint", "BestWeights", "CSVLogger", "Profiler", "TensorBoard", "WandB"],
+)
+def test_a_callback_that_cannot_write_says_so_before_the_first_step(
+    make_callback: Callable[..., lockstep.Callback], names: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    for name in names:
+        callback = make_callback(tmp_path / name)
+        trainer = make(callbacks=[callback])
+        before = [parameter.clone() for parameter in trainer.model.parameters()]
+        with pytest.raises(OptionError, match=r"a folder|Not a directory"):
+            fit(trainer)
+        assert all(map(torch.equal, trainer.model.parameters(), before))
+    with pytest.raises(OptionError, match="on this machine"):
+        make_callback("s3://bucket/x")
 
 
 def no_space(*args: object) -> Any:

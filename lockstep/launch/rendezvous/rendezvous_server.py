@@ -137,6 +137,7 @@ class RendezvousServer:
 
     Attributes:
         where: the address at which host 0 listens; None until it does.
+        refused: why it cannot listen yet, by address.
         unidentified: channels whose hosts have not sent their info, and their handshakes' times.
         channels: of the hosts that have sent their info.
         infos: theirs, and host 0's.
@@ -148,6 +149,7 @@ class RendezvousServer:
         self.secret = secret
         self.deadline = deadline.announced(self._describe)
         self.where: Address | None = None
+        self.refused: dict[str, str] = {}
         self.unidentified: dict[FramedChannel, float] = {}
         self.channels: dict[int, FramedChannel] = {}
         self.infos = {0: info}
@@ -155,7 +157,7 @@ class RendezvousServer:
 
     def run(self) -> ControlGroup:
         """Admit the hosts, and complete the control group."""
-        listener = _listen(self.place, self.deadline)
+        listener = _listen(self.place, self.deadline, self.refused)
         gate = Gate(listener, self.secret, {purpose_of_meeting(self.place)})
         self.where = Address(*gate.address[:2])
         try:
@@ -170,8 +172,10 @@ class RendezvousServer:
 
     def _describe(self) -> str:
         if self.where is None:
-            wanted = " or ".join(map(str, self.place.rendezvous))
-            return f"Waiting until host 0 can listen at {wanted}."
+            return (
+                f"Host 0 cannot listen at the rendezvous: {_listed(self.refused)}. It tries again "
+                f"for {self.deadline}; if this stays so, name another rendezvous."
+            )
         return awaited_hosts(self.where, self.missing, self.place.num_hosts)
 
     @property
@@ -346,30 +350,28 @@ class RendezvousServer:
         )
 
 
-def _listen(place: Place, deadline: Deadline) -> socket.socket:
-    """Host 0's listener, at the first address that is free.
+def _listen(place: Place, deadline: Deadline, refused: dict[str, str]) -> socket.socket:
+    """Host 0's listener, at the first address that is free; ``refused`` gets reasons, by address.
 
     Raises:
         HostError: none can become free, or none did in time.
     """
     while True:
-        answers: dict[str, str] = {}
         may_pass = False
         for address in place.rendezvous:
             try:
                 return _listen_at(address)
             except OSError as error:
-                answers[str(address)] = reason_of(error)
+                refused[str(address)] = reason_of(error)
                 may_pass |= isinstance(error, socket.gaierror) or error.errno == errno.EADDRINUSE
         try:
             if not may_pass:
                 raise DeadlineError
             deadline.pause()
         except DeadlineError:
-            listed = "; ".join(f"{address}: {answer}" for address, answer in answers.items())
             raise HostError(
                 "Host 0 must be able to listen at the rendezvous.",
-                received=listed,
+                received=_listed(refused),
                 fix="Give an address of host 0 that the other hosts can reach, and a free port.",
             ) from None
 
@@ -385,6 +387,10 @@ def _listen_at(address: Address) -> socket.socket:
             error = reason
     assert error is not None
     raise error
+
+
+def _listed(refused: Mapping[str, str]) -> str:
+    return "; ".join(f"{address}: {reason}" for address, reason in refused.items())
 
 
 def _difference(own: Mapping[str, str], theirs: Mapping[str, str], host: int) -> str:
