@@ -12,6 +12,7 @@ import lockstep
 from lockstep import errors
 from lockstep.callbacks import LambdaCallback
 from lockstep.train.callbacks.callback import Logs
+from lockstep.train.callbacks.change_detection import fingerprint
 from lockstep.train.callbacks.state_values import changed_values, copied_values
 from tests.thorough import core_of
 
@@ -290,3 +291,51 @@ def test_settings_of_torch_reach_all_ranks() -> None:
             torch.set_default_dtype(torch.float32)
     assert torch.equal(outputs[0], outputs[1])
     assert bool((outputs[0] == 12).all())
+
+
+class Holding(nn.Module):
+    """What a callback may change in it lies in objects of many kinds."""
+
+    rate = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+        self.sizes = [1, 2]
+        self.options = {"rates": {"low": 0.1}}
+        self.held = [nn.Linear(2, 2)]
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("count", torch.zeros(()))
+
+
+def hook(module: nn.Module, inputs: Any) -> None:
+    """Do nothing."""
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "setting": lambda model: setattr(model, "scale", 2.0),
+    "new attribute": lambda model: setattr(model, "more", 1),
+    "list": lambda model: model.sizes.append(3),
+    "dict within": lambda model: model.options["rates"].update(low=0.2),
+    "module in a list": lambda model: setattr(model.held[0], "in_features", 3),
+    "frozen": lambda model: model.layer.requires_grad_(False),
+    "mode": lambda model: model.layer.eval(),
+    "hook": lambda model: model.layer.register_forward_pre_hook(hook),
+    "layer": lambda model: setattr(model, "layer", nn.Linear(2, 2)),
+    "buffer's shape": lambda model: setattr(model, "count", torch.zeros(2)),
+    "buffer": lambda model: model.register_buffer("other", torch.zeros(())),
+    "class": lambda model: setattr(type(model), "rate", 0.1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_fingerprint_shows_a_change(change: str) -> None:
+    kind = type("Holding", (Holding,), {"__module__": "__main__"})  # it goes by value
+    model = kind()
+    plan = lockstep.MirroredStrategy(2).plan(model, batch_size=4)
+    before = fingerprint(model, None, plan)
+    model.count.add_(1)
+    model.layer.weight.data.add_(1)
+    assert fingerprint(model, None, plan) == before  # values are sent anyway
+    CHANGES[change](model)
+    assert fingerprint(model, None, plan) != before

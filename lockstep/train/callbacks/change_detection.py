@@ -238,9 +238,37 @@ def fingerprint(
     """What ranks were sent or have made, but for values, which are sent to them anyway."""
     slots = [_slots_of(each) for each in each_optimizer(optimizer)]
     if plan.num_ranks > 1 or plan.pipeline is not None:  # stages run a trace of the model
-        return structure(model), describe(model, list(model.parameters())), slots
+        return structure(model), _contents(model), slots
     # The user's own model runs, and the optimizer steps itself; on master weights a clone does.
     return structure(model), slots if plan.precision == "bf16" else []
+
+
+def _contents(model: nn.Module) -> object:
+    """What a pickle of the model without the values of its tensors would say, at less cost.
+
+    Settings are taken as they are; anything else is pickled, such as hooks, and classes that
+    helpers cannot import.
+    """
+    plain: list[object] = []
+    others: list[object] = [*{type(module): None for module in model.modules()}]
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if type(value) in _PLAIN:
+                plain.append((name, value))
+            elif name in ("_parameters", "_modules"):  # see ``structure``
+                plain.append((name, *value))
+            elif name == "_buffers":
+                plain.append([(key, _form(buffer)) for key, buffer in value.items()])
+            elif isinstance(value, dict | set) and not value:
+                plain.append((name, type(value)))
+            else:
+                plain.append(name)
+                others.append(value)
+    return plain, describe(others, list(model.parameters()))
+
+
+def _form(tensor: torch.Tensor | None) -> object:
+    return tensor is not None and (tensor.shape, tensor.dtype, tensor.layout, tensor.device)
 
 
 def _slots_of(optimizer: optim.Optimizer) -> object:
