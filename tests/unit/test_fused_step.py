@@ -1,5 +1,6 @@
 """The form in which torch's own optimizers step: fused on CPUs, unless the user named one."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.train.optim.fused_step import fastest_form, step_adam, step_in_fastest_form
+from lockstep.train.optim.fused_step import LastStep, fastest_form, step_adam, step_in_fastest_form
 
 Parameters = list[nn.Parameter]
 
@@ -159,3 +160,66 @@ def test_the_form_is_given_back_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), fastest_form(optimizer):
         fail()
     assert optimizer.param_groups[0]["fused"] is None
+
+
+def regroup(optimizer: optim.Optimizer) -> None:
+    moved = optimizer.param_groups[0]["params"].pop()
+    optimizer.add_param_group({"params": [moved], "lr": 0.1})
+
+
+def load(optimizer: optim.Optimizer) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def halve(optimizer: optim.Optimizer) -> None:
+    for slots in optimizer.state.values():
+        slots["exp_avg"] = slots["exp_avg"] / 2
+
+
+def turn(optimizer: optim.Optimizer) -> None:
+    for one in optimizer.param_groups[0]["params"]:
+        if one.dim() == 2:
+            one.grad = one.grad.t().contiguous().t()
+
+
+def forget(optimizer: optim.Optimizer) -> None:
+    optimizer.state[optimizer.param_groups[0]["params"][0]].clear()
+
+
+def renew(optimizer: optim.Optimizer) -> None:
+    one = optimizer.param_groups[0]["params"][0]
+    optimizer.state[one] = {name: value.clone() for name, value in optimizer.state[one].items()}
+
+
+def leave_out(optimizer: optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"][0].grad = None
+
+
+def faster(optimizer: optim.Optimizer) -> None:
+    optimizer.param_groups[0].update(lr=0.3, weight_decay=0.2)
+
+
+@pytest.mark.parametrize("change", [regroup, load, halve, turn, forget, renew, leave_out, faster])
+def test_what_changes_between_steps_is_seen(change: Callable[[optim.Optimizer], None]) -> None:
+    last = LastStep()
+
+    def step_again(optimizer: optim.Optimizer) -> None:
+        step_in_fastest_form(optimizer, optimizer.step, last)
+
+    def train(step: Callable[[optim.Optimizer], None]) -> tuple[Parameters, optim.Optimizer]:
+        own = parameters()
+        optimizer = optim.AdamW(own, fused=True)
+        for number in range(7):
+            set_gradients(own, number)
+            if number == 4:
+                change(optimizer)
+            step(optimizer)
+        return own, optimizer
+
+    own, optimizer = train(step_again)
+    assert last.found is not None
+    theirs, reference = train(step_itself)
+    assert all(map(torch.equal, own, theirs))
+    for mine, other in zip(own, theirs, strict=True):
+        wanted = reference.state[other]
+        assert all(torch.equal(optimizer.state[mine][name], wanted[name]) for name in wanted)

@@ -8,9 +8,10 @@ by rounding. A user who names a form, with ``fused=False`` or ``foreach=True``, 
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import optim
@@ -43,9 +44,17 @@ def has_guard(optimizer: optim.Optimizer) -> bool:
     )
 
 
-def step_in_fastest_form(optimizer: optim.Optimizer, step: Callable[[], object]) -> None:
-    """Step one of torch's own optimizers without hooks: by ``step``, or by the kernel alone."""
-    if not step_adam(optimizer):
+def step_in_fastest_form(
+    optimizer: optim.Optimizer, step: Callable[[], object], last: "LastStep | None" = None
+) -> None:
+    """Step one of torch's own optimizers without hooks: by ``step``, or by the kernel alone.
+
+    Args:
+        optimizer: the optimizer.
+        step: steps it.
+        last: what was found out at its last step, to be quick.
+    """
+    if not step_adam(optimizer, last):
         with fastest_form(optimizer):
             step_unless_refused(optimizer, step)
 
@@ -82,35 +91,22 @@ def fastest_form(optimizer: optim.Optimizer) -> Iterator[None]:
             group["fused"] = None
 
 
-def step_adam(optimizer: optim.Optimizer) -> bool:
+def step_adam(optimizer: optim.Optimizer, last: "LastStep | None" = None) -> bool:
     """Step an Adam or AdamW; its own ``step`` makes 50 calls of Python around the kernel.
+
+    Args:
+        optimizer: the optimizer.
+        last: see ``step_in_fastest_form``.
 
     Returns:
         False if it must make the step itself: another optimizer, or slots do not exist yet.
     """
     if type(optimizer) not in _ADAMS:
         return False
-    calls = []
-    for group in optimizer.param_groups:
-        used = _supported(optimizer, group)
-        if used is None:
-            return False
-        tensors: tuple[list[torch.Tensor], ...] = ([], [], [], [], [], [])
-        parameters, gradients, means, squares, largest, steps = tensors
-        for parameter, slots in used:
-            if not slots:
-                return False
-            if not parameter.is_cpu:
-                _bring_count(parameter, slots)
-            parameters.append(parameter)
-            gradients.append(parameter.grad)  # type: ignore[arg-type]  # it has one
-            means.append(slots["exp_avg"])
-            squares.append(slots["exp_avg_sq"])
-            if group["amsgrad"]:
-                largest.append(slots["max_exp_avg_sq"])
-            steps.append(slots["step"])
-        if used:
-            calls.append((group, tensors))
+    last = last or LastStep()
+    calls = _calls_again(optimizer, last.found) or _calls(optimizer, last)
+    if calls is None:
+        return False
     guard = vars(optimizer).get(_GUARD)
     with torch.set_grad_enabled(False):  # half the calls of no_grad
         for group, tensors in calls:
@@ -133,6 +129,111 @@ def step_adam(optimizer: optim.Optimizer) -> bool:
             if guard is not None:
                 torch._foreach_sub_(tensors[-1], [guard] * len(tensors[-1]))
     return True
+
+
+# What the kernel gets of a group: parameters, gradients, and slots by name.
+_Tensors = tuple[list[torch.Tensor], ...]
+_Calls = list[tuple[dict[str, Any], _Tensors]]
+
+
+class _Found(NamedTuple):
+    """What was found at a step of an optimizer; while it is so, only gradients are looked at.
+
+    Attributes:
+        groups: of the optimizer.
+        members: parameters of each group.
+        unused: parameters without gradients.
+        state: the slots of all parameters, in the order of the optimizer's state.
+        calls: each group, what the kernel got but for gradients, the slots of its parameters, and
+            the strides of these.
+    """
+
+    groups: list[dict[str, Any]]
+    members: list[list[torch.Tensor]]
+    unused: list[torch.Tensor]
+    state: list[dict[str, Any]]
+    calls: list[tuple[dict[str, Any], _Tensors, list[dict[str, Any]], list[tuple[int, ...]]]]
+
+
+class LastStep:
+    """The last step of an optimizer; it keeps the optimizer's slots in memory.
+
+    Attributes:
+        found: at that step; None before.
+    """
+
+    found: _Found | None = None
+
+
+def _calls(optimizer: optim.Optimizer, last: LastStep) -> _Calls | None:
+    """The groups with what the kernel gets of each; None if it cannot make the step."""
+    calls: _Calls = []
+    members = [[*group["params"]] for group in optimizer.param_groups]
+    unused = [one for own in members for one in own if one.grad is None]
+    last.found = None
+    found = _Found([*optimizer.param_groups], members, unused, [*optimizer.state.values()], [])
+    for group in optimizer.param_groups:
+        used = _supported(optimizer, group)
+        if used is None or not all(slots for _, slots in used):
+            return None
+        for parameter, slots in used:
+            if not parameter.is_cpu:
+                _bring_count(parameter, slots)
+        parameters, own = [one for one, _ in used], [slots for _, slots in used]
+        means, squares, counts = (
+            [slots[name] for slots in own] for name in ("exp_avg", "exp_avg_sq", "step")
+        )
+        largest = [slots["max_exp_avg_sq"] for slots in own] if group["amsgrad"] else []
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        if used:
+            calls.append((group, (parameters, gradients, means, squares, largest, counts)))
+            strides = [one.stride() for one in parameters]
+            found.calls.append((group, (parameters, means, squares, largest, counts), own, strides))
+    last.found = found
+    return calls
+
+
+def _calls_again(optimizer: optim.Optimizer, known: _Found | None) -> _Calls | None:
+    """The result of ``_calls`` if all but the values is as it was at the last step, else None."""
+    if known is None or not (
+        _are_same(known.groups, optimizer.param_groups)
+        and _are_same(known.state, [*optimizer.state.values()])
+    ):
+        return None
+    for one in known.unused:
+        if one.grad is not None:
+            return None
+    for group, members in zip(known.groups, known.members, strict=True):
+        if not (_are_same(members, group["params"]) and _has_plain_options(group)):
+            return None
+    calls: _Calls = []
+    for group, tensors, own, strides in known.calls:
+        parameters, means, squares, largest, counts = tensors
+        gradients, dtype = [], parameters[0].dtype
+        if bool(largest) is not group["amsgrad"]:
+            return None
+        for number, (parameter, slots) in enumerate(zip(parameters, own, strict=True)):
+            gradient, stride = parameter.grad, strides[number]
+            if (
+                gradient is None
+                or gradient.layout is not torch.strided
+                or gradient.dtype is not dtype
+                or gradient.stride() != stride
+                or parameter.dtype is not dtype
+                or parameter.stride() != stride
+                or slots.get("exp_avg") is not means[number]
+                or slots.get("exp_avg_sq") is not squares[number]
+                or slots.get("step") is not counts[number]
+                or (largest and slots.get("max_exp_avg_sq") is not largest[number])
+            ):
+                return None
+            gradients.append(gradient)
+        calls.append((group, (parameters, gradients, means, squares, largest, counts)))
+    return calls
+
+
+def _are_same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _may_fuse(group: Mapping[str, Any]) -> bool:

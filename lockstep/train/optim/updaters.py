@@ -32,6 +32,7 @@ from lockstep.parallel.updater_interface import (
 )
 from lockstep.train.checkpointing.training_state import TrainingState
 from lockstep.train.optim.fused_step import (
+    LastStep,
     fastest_form,
     has_guard,
     has_plain_step,
@@ -96,7 +97,7 @@ class TorchUpdater(Updater):
         self._device = device
 
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
-        self._stored_pieces = StoredPieces()
+        self._stored_pieces, self._last_step = StoredPieces(), LastStep()
         self._windows = SlotWindows.of(
             pieces, self._store, may_cut=not self.takes_sparse, device=self._device
         )
@@ -225,8 +226,9 @@ class TorchUpdater(Updater):
             self._step_itself()
 
     def _step_pieces(self) -> None:
+        last = self._last_step if self._windows is None else None
         for pieces in self._turns():
-            step_in_fastest_form(self._active, partial(step_plainly, self._active))
+            step_in_fastest_form(self._active, partial(step_plainly, self._active), last)
             if self._unstored:
                 self._store_new_slots(pieces)
 
@@ -270,7 +272,8 @@ class TorchUpdater(Updater):
         for parameter, tensor in whole:
             parameter.grad = tensor.grad
         if self.is_known and has_plain_step(self.optimizer):
-            step_in_fastest_form(self.optimizer, partial(step_plainly, self.optimizer))
+            step = partial(step_plainly, self.optimizer)
+            step_in_fastest_form(self.optimizer, step, self._last_step)
         else:
             with fastest_form(self.optimizer):
                 step_unless_refused(self.optimizer, self.optimizer.step)
