@@ -1,6 +1,8 @@
 """An exception in a helper is raised on rank 0 as itself; a note says where, with its traceback."""
 
+import bdb
 import gc
+import pdb
 import sys
 import time
 import traceback
@@ -92,6 +94,14 @@ def test_an_exception_of_one_rank(name: str) -> None:
     model_of(trainer).act = None
     fit(trainer)
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+
+
+@pytest.mark.thorough
+def test_a_debugger_in_a_helper_says_where_there_is_a_terminal() -> None:
+    trainer = make_trainer(3, lambda: pdb.Pdb(nosigint=True).set_trace(), step=2)
+    with pytest.raises(bdb.BdbQuit) as caught:
+        fit(trainer)
+    assert any("SingleDeviceStrategy() while you debug" in note for note in caught.value.__notes__)
 
 
 def causes(error: BaseException | None) -> list[str]:

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from lockstep.channel.polling import LookAround
-from lockstep.launch.health.failure import pack_failure
+from lockstep.launch.health.failure import add_note, pack_failure
 from lockstep.launch.workers.link import Link, Message
 
 CALL, DATA, RETURN, FAIL, PING, READY = b"C", b"D", b"R", b"F", b"P", b"Y"
@@ -29,6 +29,11 @@ CALL, DATA, RETURN, FAIL, PING, READY = b"C", b"D", b"R", b"F", b"P", b"Y"
 STACKS_SIGNAL = signal.SIGUSR1
 
 _COLLECT_AFTER_SECONDS = 0.2
+
+_NO_TERMINAL = (
+    "breakpoint() and pdb need the terminal, which only the script's own process has: train with "
+    "SingleDeviceStrategy() while you debug."
+)
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -122,6 +127,8 @@ class _ForkedHelper(HelperContext):
             self.run(call)
             answer = Message(RETURN)
         except BaseException as error:  # also SystemExit: a model that exits has failed
+            if type(error).__module__ == "bdb":  # it read from an input that is empty
+                add_note(error, _NO_TERMINAL)
             answer = Message(FAIL, pack_failure(error))
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, OSError, ValueError):  # none is there, or a broken pipe
