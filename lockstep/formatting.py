@@ -1,5 +1,6 @@
-"""Formats numbers for people: bytes, counts and times with units; and lists."""
+"""Formats numbers for people: bytes, counts and times with units; lists; tables as text."""
 
+import io
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -63,3 +64,16 @@ def first_few(items: Sequence[object]) -> str:
     """``[1, 2, 3, 4, 5, 6, 7]`` -> ``"1, 2, 3, 4, 5 and 2 more"``."""
     shown = ", ".join(map(str, items[:_NUM_NAMED]))
     return f"{shown} and {len(items) - _NUM_NAMED} more" if len(items) > _NUM_NAMED else shown
+
+
+def plain_text(*parts: Any) -> str:
+    """Objects that rich can print, as text without styles."""
+    from rich.console import Console
+
+    text = io.StringIO()
+    console = Console(
+        file=text, width=100, color_system=None, force_terminal=False, force_jupyter=False
+    )
+    for part in parts:
+        console.print(part)
+    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())

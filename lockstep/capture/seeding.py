@@ -6,7 +6,7 @@ derivatives are the given gradients.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -100,15 +100,12 @@ def gradients_of(
         return list(torch.autograd.grad(roots, tensors, allow_unused=True))
     found: dict[int, torch.Tensor] = {}
     inner = {id(one): one for one in tensors if not one.is_leaf}
-    handles = [one.register_hook(partial(found.__setitem__, key)) for key, one in inner.items()]
     leaves = {id(one): one for one in (*tensors, *parameters) if one.is_leaf}
-    try:
-        with _without_gradients([*leaves.values()]):
-            torch.autograd.backward(roots)
-            found |= {key: one.grad for key, one in leaves.items() if one.grad is not None}
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, _without_gradients([*leaves.values()]):
+        for key, one in inner.items():
+            hooks.callback(one.register_hook(partial(found.__setitem__, key)).remove)
+        torch.autograd.backward(roots)
+        found |= {key: one.grad for key, one in leaves.items() if one.grad is not None}
     return [found.get(id(one)) for one in tensors]
 
 

@@ -80,10 +80,7 @@ _KERNELS: tuple[_Access, ...] = (
         lambda: tuple(torch._C._get_sdp_priority_order()),
         lambda value: torch._C._set_sdp_priority_order(list(value)),
     ),
-    (
-        cuda.fp16_bf16_reduction_math_sdp_allowed,
-        cuda.allow_fp16_bf16_reduction_math_sdp,
-    ),
+    (cuda.fp16_bf16_reduction_math_sdp_allowed, cuda.allow_fp16_bf16_reduction_math_sdp),
     _reduced_sums("fp16"),
     _reduced_sums("bf16"),
     _attribute(cuda.matmul, "allow_fp16_accumulation"),
@@ -92,10 +89,7 @@ _KERNELS: tuple[_Access, ...] = (
     _attribute(cudnn, "enabled"),
     _attribute(cudnn, "deterministic"),
     _attribute(cudnn, "benchmark"),
-    (
-        torch.backends.mha.get_fastpath_enabled,
-        torch.backends.mha.set_fastpath_enabled,
-    ),
+    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
     (lambda: _flushes_denormals(), torch.set_flush_denormal),
     _attribute(_deterministic, "fill_uninitialized_memory"),
 )
@@ -132,7 +126,7 @@ class TorchSettings:
             default_dtype=torch.get_default_dtype(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-            autocast=tuple((name, _autocast_dtype(name)) for name in types),
+            autocast=tuple((name, autocast_dtype(name)) for name in types),
             kernels=tuple(read() for read, _ in _KERNELS),
         )
 
@@ -144,7 +138,7 @@ class TorchSettings:
         try:
             with ExitStack() as stack:
                 for name, dtype in self.autocast:
-                    if dtype != _autocast_dtype(name):  # torch warns where there is no such device
+                    if dtype != autocast_dtype(name):  # torch warns where there is no such device
                         stack.enter_context(torch.autocast(name, dtype, enabled=dtype is not None))
                 yield
         finally:
@@ -213,10 +207,12 @@ def check_deterministic(device: torch.device) -> None:
         ) from error
 
 
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    """This thread's autocast dtype; None where autocast is off."""
-    enabled = torch.is_autocast_enabled(device_type)
-    return torch.get_autocast_dtype(device_type) if enabled else None
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """This thread's autocast dtype for a kind of device; None where autocast is off."""
+    # Some devices ("meta") have no autocast, and torch raises an error if asked for its state.
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
 
 
 def _flushes_denormals() -> bool:

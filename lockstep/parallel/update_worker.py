@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from lockstep.comm.collectives.gradients import Gradients, cut_piece
+from lockstep.comm.collectives.piece_memory import storage_key
 from lockstep.comm.exchange import Exchange, ShareTotals
 from lockstep.errors import ModelError
 from lockstep.formatting import first_few
@@ -79,7 +80,7 @@ class UpdateWorker:
         needs_bound = rules.needs_norm and rules.clip_norm is None and is_whole
         exchange.bounds_gradients = needs_bound and bool(groups)
         self._factor = 1.0  # of the sum of the gradients
-        self._storages = [_storage_of(one) for group in groups for one in group.members]
+        self._storages = [storage_key(one) for group in groups for one in group.members]
         blocks = [sizes for group in groups for sizes in group.blocks]
         self._judge = GradientJudge(rules, bound, blocks, names, self.board, counted_elsewhere)
 
@@ -149,7 +150,7 @@ class UpdateWorker:
         moved = [
             name
             for name, one, storage in zip(self.trained_names, members, self._storages, strict=True)
-            if _storage_of(one) != storage
+            if storage_key(one) != storage
         ]
         if moved and self._is_bound_elsewhere:
             raise ModelError(
@@ -200,8 +201,7 @@ class UpdateWorker:
     def _update(self, step: int) -> None:
         assert self.updater is not None
         board = self.board if self._changes_weights else None
-        if self._residency is not None:
-            self._residency.release()
+        self.release_parameters()
         if board is not None:
             board.begin_update(step)
         self.updater.step()
@@ -307,10 +307,8 @@ class UpdateWorker:
         """Within the block this rank's model can be given values of parameters."""
         if self._residency is None:
             return nullcontext()
-        return self._residency.memory.written(self._numbers_of(names) & self._away)
-
-    def _numbers_of(self, names: Collection[str]) -> set[int]:
-        return {number for number, name in enumerate(self.trained_names) if name in names}
+        numbers = {number for number, name in enumerate(self.trained_names) if name in names}
+        return self._residency.memory.written(numbers & self._away)
 
     def release_parameters(self) -> None:
         """Free other ranks' parts of parameters, if they are divided."""
@@ -377,8 +375,3 @@ class UpdateWorker:
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.exchange.barrier()
-
-
-def _storage_of(parameter: torch.Tensor) -> int:
-    """Tells a parameter's storage from all others that exist, also one without memory."""
-    return int(parameter.untyped_storage()._cdata)

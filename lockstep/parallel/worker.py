@@ -347,11 +347,7 @@ class Worker(UpdateWorker):
     # --- data and state of this rank -------------------------------------------------------------
 
     def reads(
-        self,
-        indices: torch.Tensor,
-        step: int | None = None,
-        turn: int = 0,
-        first_share: int = 0,
+        self, indices: torch.Tensor, step: int | None = None, turn: int = 0, first_share: int = 0
     ) -> list[Read]:
         """The reads that this rank will make of a batch, in order.
 

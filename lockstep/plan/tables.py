@@ -1,14 +1,12 @@
 """Plans as tables for people."""
 
-import io
 from collections.abc import Iterator
 from html import escape
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.formatting import format_bytes, format_count, format_time
+from lockstep.formatting import format_bytes, format_count, format_time, plain_text
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import (
     Decision,
@@ -26,16 +24,8 @@ _MOST_LAYERS = 40
 
 def plan_table(plan: Decision) -> str:
     """The Plan as text: a heading, its layers, its notes."""
-    text = io.StringIO()
-    console = Console(
-        file=text, width=100, color_system=None, force_terminal=False, force_jupyter=False
-    )
-    console.print(Text(_heading(plan)))
-    for table in _tables(plan):
-        console.print(table)
-    for note in plan.notes:
-        console.print(Text(f"Note: {note}"))
-    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+    notes = [Text(f"Note: {note}") for note in plan.notes]
+    return plain_text(Text(_heading(plan)), *_tables(plan), *notes)
 
 
 def plan_html(plan: Decision) -> str:

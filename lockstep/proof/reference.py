@@ -189,7 +189,7 @@ class Reference:
             targets=self._dims.given_targets(batch.targets),
         )
         if self._train_step is not None:
-            return returned_loss(self._train_step(model, _as_given(batch)))
+            return returned_loss(self._train_step(model, batch.as_given))
         inputs = batch.inputs
         if isinstance(inputs, tuple):
             output = model(*inputs)
@@ -241,13 +241,6 @@ class Reference:
                 if (slots := self.optimizer.state.get(parameter))
             },
         )
-
-
-def _as_given(batch: Batch) -> Any:
-    """The batch in the form of the user's data."""
-    if batch.sample_weight is not None:
-        return batch.inputs, batch.targets, batch.sample_weight
-    return batch.inputs if batch.targets is None else (batch.inputs, batch.targets)
 
 
 def _joined(parts: list[Batch]) -> Batch:

@@ -1,16 +1,16 @@
 """The result of a proof, as data and as a table."""
 
 import dataclasses
-import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.formatting import plain_text
 from lockstep.proof.bits import Verdict
 from lockstep.proof.comparison import KINDS, TOLERANCE, Comparison
 from lockstep.proof.conditioning import Conditioning
@@ -116,19 +116,10 @@ class Report:
         }
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        console = Console(
-            file=text, width=100, color_system=None, force_terminal=False, force_jupyter=False
-        )
-        console.print(self._body())
-        lines = [self.title, *text.getvalue().rstrip().splitlines()]
-        return "\n".join(line.rstrip() for line in lines)
+        return f"{self.title.rstrip()}\n{plain_text(self._body())}"
 
     def __rich__(self) -> Group:
-        return Group(
-            Text(self.title),
-            self._body(),
-        )
+        return Group(Text(self.title), self._body())
 
     def _body(self) -> Group:
         return Group(_table(self.kinds), *self._remarks(), *self._verdict())

@@ -138,7 +138,7 @@ class DeviceStorages(PieceMemory):
             staying = set()
         self.kept = [
             cut
-            if _key(cut) in staying
+            if storage_key(cut) in staying
             else cut.to("cpu" if keeps_on_host else cut.device, copy=True)
             for cut in cuts
         ]
@@ -147,7 +147,7 @@ class DeviceStorages(PieceMemory):
         ]
         self._own_storages = [] if keeps_on_host else _storages(kept for _, kept in self._moved)
         self._storages = _storages(tensors)
-        self._freed = _storages(one for one in tensors if _key(one) not in staying)
+        self._freed = _storages(one for one in tensors if storage_key(one) not in staying)
         self._is_whole, self._has_pieces = True, True
 
     def take(self) -> None:
@@ -180,7 +180,7 @@ class DeviceStorages(PieceMemory):
 _Sized = tuple[torch.UntypedStorage, int]
 
 
-def _key(tensor: torch.Tensor) -> int:
+def storage_key(tensor: torch.Tensor) -> int:
     """Tells a storage from others, also while it has no memory."""
     return int(tensor.untyped_storage()._cdata)
 
@@ -188,7 +188,7 @@ def _key(tensor: torch.Tensor) -> int:
 def _bytes_by_storage(tensors: Iterable[torch.Tensor]) -> Counter[int]:
     found: Counter[int] = Counter()
     for tensor in tensors:
-        found[_key(tensor)] += tensor.nbytes
+        found[storage_key(tensor)] += tensor.nbytes
     return found
 
 
@@ -196,8 +196,8 @@ def _storages(tensors: Iterable[torch.Tensor]) -> list[_Sized]:
     found: dict[int, _Sized] = {}
     for tensor in tensors:
         storage, stop = tensor.untyped_storage(), int(tensor.storage_offset()) + tensor.numel()
-        _, before = found.get(_key(tensor), (storage, storage.nbytes()))
-        found[_key(tensor)] = storage, max(before, int(stop) * tensor.element_size())
+        _, before = found.get(storage_key(tensor), (storage, storage.nbytes()))
+        found[storage_key(tensor)] = storage, max(before, int(stop) * tensor.element_size())
     return [*found.values()]
 
 

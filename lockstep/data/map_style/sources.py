@@ -50,6 +50,13 @@ class Batch:
     num_samples: int
     least_target: int | None = None
 
+    @property
+    def as_given(self) -> Tree:
+        """The samples in the form of the user's data."""
+        if self.sample_weight is not None:
+            return self.inputs, self.targets, self.sample_weight
+        return self.inputs if self.targets is None else (self.inputs, self.targets)
+
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 

@@ -117,11 +117,9 @@ class GlobalStatistics:
         finally:
             _current.reset(token)
 
-    def of(self, layer: object) -> "LayerStatistics":
-        """The statistics of a front end's layer."""
-        return self._of(self._norms.number_of(layer))
-
-    def _of(self, number: int) -> "LayerStatistics":
+    def of(self, *marks: object) -> "LayerStatistics":
+        """The statistics of the layer that is, or owns, one of these."""
+        number = self._norms.number_of(*marks)
         return LayerStatistics(self._norms, number, self._gather, self._part)
 
     def batch_norm(
@@ -140,8 +138,7 @@ class GlobalStatistics:
             return torch.batch_norm(
                 input, weight, bias, running_mean, running_var, False, 0.0, eps, False
             )
-        number = self._norms.number_of(running_mean, weight)
-        statistics = self._of(number)
+        statistics = self.of(running_mean, weight)
 
         def settle(mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
             if running_mean is not None and running_var is not None:

@@ -200,7 +200,8 @@ class GradientJudge:
         if not used:
             return
         if self.rules.clip_value is not None:
-            _clamp(used, self.rules.clip_value)
+            torch._foreach_clamp_min_(used, -self.rules.clip_value)
+            torch._foreach_clamp_max_(used, self.rules.clip_value)
         most = self.rules.clip_norm
         # As in torch.nn.utils.clip_grad_norm_.
         if most is not None and not (factor := most / (norm + 1e-6)) >= 1:
@@ -216,17 +217,13 @@ class GradientJudge:
             if found and not math.isfinite(math.fsum(found)):
                 bad = max(bad, float(self._places[piece.name]))
             squares += [norm * norm for norm in found]
-        gathered = [[*self._terms(squares), bad]]
+        gathered = [[*_terms(squares), bad]]
         if self.board is not None:
             gathered = self.board.all_gather(gathered[0])
         bad = max(row[-1] for row in gathered)
         if bad != _NOTHING_BAD:  # NaN, or infinite
             return sum(row[0] for row in gathered), bad
         return math.sqrt(math.fsum(term for row in gathered for term in row[:-1])), bad
-
-    def _terms(self, squares: Sequence[float]) -> list[float]:
-        total = sum(squares)
-        return _exact_terms(squares) if math.isfinite(total) else [total] + [0.0] * (_TERMS - 1)
 
     def _block_norms(self) -> list[list[float]]:
         """The norms of the blocks of every piece; none for a piece without a gradient."""
@@ -278,13 +275,11 @@ def _elements(gradient: torch.Tensor) -> torch.Tensor:
     return (gradient._values() if gradient.is_sparse else gradient).detach()
 
 
-def _clamp(gradients: list[torch.Tensor], most: float) -> None:
-    torch._foreach_clamp_min_(gradients, -most)
-    torch._foreach_clamp_max_(gradients, most)
-
-
-def _exact_terms(values: Sequence[float]) -> list[float]:
+def _terms(values: Sequence[float]) -> list[float]:
     """A few numbers whose sum is exactly that of the values, for other ranks to add."""
+    total = sum(values)
+    if not math.isfinite(total):
+        return [total] + [0.0] * (_TERMS - 1)
     terms: list[float] = []
     for _ in range(_TERMS):
         terms.append(math.fsum([*values, *(-term for term in terms)]))

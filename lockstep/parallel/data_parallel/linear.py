@@ -21,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from lockstep.comm.collectives.matrix_products import has_faster_onednn, product
 from lockstep.parallel.data_parallel.functional_patch import Redirection
+from lockstep.parallel.settings import autocast_dtype
 
 # Gets the number of a weight of shape (a, b), and the factors of its gradient, of shapes (n, b) and
 # (n, a): inputs and output gradients, or in reverse.
@@ -95,7 +96,7 @@ class LinearLayers:
         output: torch.Tensor
         number = self._numbers.get(id(weight))
         if number is not None and not torch.compiler.is_compiling():
-            dtype = _autocast_dtype(input.device.type)
+            dtype = autocast_dtype(input.device.type)
             if _is_ordinary(input, weight, weight.shape[1], dtype, bias):
                 if dtype is not None and weight.dtype == torch.float32:
                     input, bias = input.to(dtype), None if bias is None else bias.to(dtype)
@@ -110,7 +111,7 @@ class LinearLayers:
         output: torch.Tensor
         number = self._numbers.get(id(other))
         if not (number is None or out or torch.compiler.is_compiling()):
-            dtype = _autocast_dtype(input.device.type)
+            dtype = autocast_dtype(input.device.type)
             if dtype is None and _is_ordinary(input, other, other.shape[0], None):
                 layer = self, number, True
                 output = _Linear.apply(input, other, None, layer)  # type: ignore[no-untyped-call]
@@ -163,14 +164,6 @@ def _is_reached(end: torch.autograd.graph.Node) -> bool:
         return bool(torch._C._will_engine_execute_node(end))
     except RuntimeError:  # this backward returns the gradient
         return False
-
-
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The autocast type of a kind of device; None where it is off."""
-    # Some devices ("meta") have no autocast, and torch raises an error if asked for its state.
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return None
 
 
 class _Linear(torch.autograd.Function):

@@ -8,7 +8,7 @@ If a layer needs the whole batch (BatchNorm), a rank's shares run together, laye
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,12 +37,7 @@ from lockstep.parallel.sharding.recomputation import Recomputation
 from lockstep.parallel.training_step import TrainingStep
 from lockstep.parallel.workload import Workload
 from lockstep.plan.decision import LocalUpdate
-from lockstep.plan.program.lowering import (
-    grouped,
-    lower_forward,
-    lower_train,
-    microbatches_of,
-)
+from lockstep.plan.program.lowering import grouped, lower_forward, lower_train, microbatches_of
 from lockstep.plan.program.rank_program import Action, Forward
 
 # The only group of a Plan without stages.
@@ -267,16 +262,12 @@ class ModelPasses(Passes):
             own[index] = gradient if before is None else before + gradient
             parameter.grad = None
 
-        handles = [
-            parameter.register_post_accumulate_grad_hook(partial(take, index))
-            for index, parameter in enumerate(self._trainable)
-            if parameter.requires_grad  # others train in another turn
-        ]
-        try:
+        with ExitStack() as hooks:
+            for index, parameter in enumerate(self._trainable):
+                if parameter.requires_grad:  # others train in another turn
+                    hook = parameter.register_post_accumulate_grad_hook(partial(take, index))
+                    hooks.callback(hook.remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def settle_buffers(self) -> None:
         if self._isolates_buffers:  # keep those of the first share

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.comm.collectives.piece_memory import storage_key
 from lockstep.comm.shared_memory.status_board import StatusBoard
 from lockstep.errors import ModelError
 
@@ -185,7 +186,7 @@ def _mark(tensor: torch.Tensor) -> float:
 def _place(parameter: torch.Tensor, *, is_gathered: bool) -> object:
     """An address; of one that is gathered the storage: on a device its address changes then."""
     if is_gathered and not parameter.is_cpu:
-        return parameter.untyped_storage()._cdata, parameter.storage_offset()
+        return storage_key(parameter), parameter.storage_offset()
     return parameter.data_ptr()
 
 

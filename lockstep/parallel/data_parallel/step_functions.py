@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 
 from lockstep.data.map_style.sources import Batch
-from lockstep.data.trees import Tree
 from lockstep.errors import LossError
 from lockstep.parallel.loss.model_loss_reduction import InnerMeans
 from lockstep.parallel.loss.model_losses import InnerLoss
@@ -42,7 +41,7 @@ class StepFunction:
             LossError: the function returned none of the documented forms.
         """
         with InnerMeans():
-            returned = self.function(model, as_given(batch))
+            returned = self.function(model, batch.as_given)
         is_scalar = getattr(returned, "dim", lambda: -1)() == 0
         if batch.sample_weight is not None and is_scalar:
             raise LossError(
@@ -70,10 +69,3 @@ class StepFunction:
         finally:
             for parameter in others:
                 parameter.requires_grad_(True)
-
-
-def as_given(batch: Batch) -> Tree:
-    """A batch in the form of the user's data."""
-    if batch.sample_weight is not None:
-        return batch.inputs, batch.targets, batch.sample_weight
-    return batch.inputs if batch.targets is None else (batch.inputs, batch.targets)

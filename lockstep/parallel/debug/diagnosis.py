@@ -5,6 +5,7 @@ a number, so that ranks can exchange it.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar
 
@@ -73,19 +74,15 @@ class Diagnosis:
     def _first_module(self, call: Callable[[], Any]) -> float:
         found: list[int] = []
 
-        def look(index: int, output: Any) -> None:
+        def look(index: int, _: nn.Module, __: Any, output: Any) -> None:
             if not found and not _is_finite(output):
                 found.append(index)
 
-        handles = [
-            module.register_forward_hook(lambda _, __, output, index=index: look(index, output))
-            for index, module in enumerate(self._model.modules())
-        ]
-        try:
+        with ExitStack() as hooks:
+            for index, module in enumerate(self._model.modules()):
+                hook = module.register_forward_hook(partial(look, index))
+                hooks.callback(hook.remove)
             call()
-        finally:
-            for handle in handles:
-                handle.remove()
         return float(len(self._parameters) + 1 + found[0]) if found else self.nothing
 
 

@@ -12,7 +12,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -97,17 +97,12 @@ class ModuleWatch:
         self.begin(0)
         noted: Noted = {}
         self._noted = noted
-        handles = [
-            register(name, module)
-            for name, module in self._model.named_modules()
-            for register in (self._before, self._after)
-        ]
-        try:
+        with ExitStack() as ending:
+            ending.callback(setattr, self, "_noted", {})
+            for name, module in self._model.named_modules():
+                ending.callback(self._before(name, module).remove)
+                ending.callback(self._after(name, module).remove)
             yield noted
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._noted = {}
 
     def begin(self, share: int) -> None:
         """Begin a share's forward pass in this thread; drops its earlier records."""

@@ -13,7 +13,7 @@ approximating the frequency moments", STOC 1996). So the trial needs no memory f
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -204,15 +204,10 @@ class _Trial:
                 self._sketches[name] = sketch if before is None else before + sketch
                 parameter.grad = None
 
-        handles = [
-            one.register_post_accumulate_grad_hook(partial(take, name))
-            for name, one in self._large.items()
-        ]
-        try:
+        with ExitStack() as hooks:
+            for name, one in self._large.items():
+                hooks.callback(one.register_post_accumulate_grad_hook(partial(take, name)).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _norms(self) -> dict[str, float]:
         kept = {name: self._sketches.get(name, one.grad) for name, one in self._trained.items()}

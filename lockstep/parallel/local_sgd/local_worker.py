@@ -161,11 +161,7 @@ class LocalWorker(Worker, LocalSteps):
         """Nothing to gather: slots are taken from the first replica."""
 
     def reads(
-        self,
-        indices: torch.Tensor,
-        step: int | None = None,
-        turn: int = 0,
-        first_share: int = 0,
+        self, indices: torch.Tensor, step: int | None = None, turn: int = 0, first_share: int = 0
     ) -> list[Read]:
         if step is None:
             return super().reads(indices)

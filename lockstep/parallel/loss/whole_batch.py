@@ -78,7 +78,7 @@ class WholeBatch:
         if len({len(share["tensors"]) for share in shares}) > 1:
             raise _unlike("other numbers of tensors in one share than in another")
         # The tensors from which this rank's shares go backward are leaves.
-        self._leaves = [[_leaf(one, device) for one in share["tensors"]] for share in shares]
+        self._leaves = [[one.detach().to(device) for one in share["tensors"]] for share in shares]
         for leaves, share in zip(self._leaves, shares, strict=True):
             for leaf, is_trained in zip(leaves, share["trained"], strict=True):
                 leaf.requires_grad_(is_trained and torch.is_grad_enabled())
@@ -108,7 +108,8 @@ class WholeBatch:
             trainable: parameters that the loss may use directly, such as for a penalty.
         """
         direct = [one for one in trainable if one.requires_grad] if 0 in self._own else []
-        gradients = _gradients(loss, [*self._own_leaves(), *direct])
+        own = [leaf for share in self._own for leaf in self._leaves[share] if leaf.requires_grad]
+        gradients = _gradients(loss, [*own, *direct])
         return {
             share: self._part(loss, share, part, gradients, direct if share == 0 else ())
             for share, part in self._own.items()
@@ -133,32 +134,30 @@ class WholeBatch:
             parts=loss.parts if share == 0 else (),
         )
 
-    def _own_leaves(self) -> list[torch.Tensor]:
-        return [leaf for share in self._own for leaf in self._leaves[share] if leaf.requires_grad]
-
     def _output(self, column: Sequence[torch.Tensor]) -> torch.Tensor:
         """One output of all shares; not a leaf, so that it may be changed in place."""
         if any(not tensor.equal(column[0]) for tensor in column[1:]):
             return self._rows(column)
-        if not self._has_rows(column):
+        if not have_rows(column, self._num_samples):
             return column[0].clone()
         if column[0].unique(dim=0).shape[0] > 1:
             raise _unlike("the same rows from every share, which may be samples or not")
         return self._rows(column)
 
     def _rows(self, column: Sequence[torch.Tensor]) -> torch.Tensor:
-        if not self._has_rows(column) or len({tensor.shape[1:] for tensor in column}) > 1:
+        is_ragged = len({tensor.shape[1:] for tensor in column}) > 1
+        if is_ragged or not have_rows(column, self._num_samples):
             shown = dict.fromkeys(str(tuple(tensor.shape)) for tensor in column)
             raise _unlike(f"tensors of shape {listed(shown)} in shares of {self._num_samples}")
         return torch.cat(tuple(column))
 
-    def _has_rows(self, column: Sequence[torch.Tensor]) -> bool:
-        """True if every sample has the same number of rows."""
-        if any(not tensor.dim() for tensor in column):
-            return False
-        sizes = [len(tensor) for tensor in column]
-        counts = {divmod(size, n) for size, n in zip(sizes, self._num_samples, strict=True)}
-        return len(counts) == 1 and all(each > 0 and not rest for each, rest in counts)
+
+def have_rows(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> bool:
+    """True if each sample has the same number of rows in tensors of so many samples."""
+    if any(not tensor.dim() for tensor in tensors):
+        return False
+    counts = {divmod(len(one), size) for one, size in zip(tensors, sizes, strict=True)}
+    return len(counts) == 1 and all(each > 0 and not rest for each, rest in counts)
 
 
 def whole_batch_note(loss: LossAdapter) -> str:
@@ -184,10 +183,6 @@ def _encoded(part: SharePart) -> bytes:
             "others": others,
         }
     )
-
-
-def _leaf(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.detach().to(device)
 
 
 def _gradients(loss: ShareLoss, sources: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:

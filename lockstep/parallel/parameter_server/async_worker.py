@@ -406,11 +406,7 @@ class AsyncWorker(Worker, LocalSteps):
         return {"staleness": 0 if self._is_synchronous else self._longest_lead}
 
     def reads(
-        self,
-        indices: torch.Tensor,
-        step: int | None = None,
-        turn: int = 0,
-        first_share: int = 0,
+        self, indices: torch.Tensor, step: int | None = None, turn: int = 0, first_share: int = 0
     ) -> list[Read]:
         """Empty in training: workers take parts as they become free."""
         return super().reads(indices, step, turn) if step is None or self._is_synchronous else []

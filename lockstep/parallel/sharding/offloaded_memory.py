@@ -16,7 +16,13 @@ import torch
 
 from lockstep import accelerators
 from lockstep.comm.collectives.gradients import cut_piece
-from lockstep.comm.collectives.piece_memory import PieceMemory, allocate, empty_copies, release
+from lockstep.comm.collectives.piece_memory import (
+    PieceMemory,
+    allocate,
+    empty_copies,
+    release,
+    storage_key,
+)
 from lockstep.parallel.sharding.unit_memory import UnitMemory, place_in_storage
 from lockstep.parallel.storage.store import set_data
 from lockstep.plan.layout import Piece
@@ -82,9 +88,10 @@ class OffloadedMemory(UnitMemory):
         if self._is_used:
             self._is_used = False
             self.release()
-            for number, parameter in enumerate(self._parameters):
-                if _lies_as(parameter, self._copies_on_device[number]):  # else the model moved it
-                    set_data(parameter, self._hosts[number])
+            places = zip(self._parameters, self._copies_on_device, self._hosts, strict=True)
+            for parameter, copy, host in places:
+                if storage_key(parameter) == storage_key(copy):  # else the model moved it
+                    set_data(parameter, host)
 
     @property
     def is_used(self) -> bool:
@@ -162,7 +169,3 @@ class Copier:
         copied = torch.Event(self._device.type)
         copied.record(self._stream)
         return copied
-
-
-def _lies_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)

@@ -13,7 +13,7 @@ import torch
 
 from lockstep.comm.collectives.gradients import cut_piece
 from lockstep.comm.collectives.overlapped_reduce import side_by_side
-from lockstep.comm.collectives.piece_memory import PieceMemory, piece_memory
+from lockstep.comm.collectives.piece_memory import PieceMemory, piece_memory, storage_key
 from lockstep.comm.collectives.sharded_reduce import ShardedReduce
 from lockstep.comm.shared_memory.status_board import StatusBoard
 from lockstep.comm.transport import Buffers
@@ -224,4 +224,4 @@ def place_in_storage(tensor: torch.Tensor) -> tuple[int, int]:
     """
     if tensor.device.type == "cpu":
         return 0, tensor.data_ptr()
-    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.element_size()
+    return storage_key(tensor), int(tensor.storage_offset()) * tensor.element_size()

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from lockstep.comm.collectives.piece_memory import storage_key
 from lockstep.plan.sharding import Sharding
 
 
@@ -44,9 +45,9 @@ def separate_storages(model: nn.Module, units: Mapping[str, int | None]) -> None
     """
     users: dict[int, set[int | None]] = defaultdict(set)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        users[tensor.untyped_storage()._cdata].add(units.get(name))
+        users[storage_key(tensor)].add(units.get(name))
     for name, parameter in model.named_parameters():
-        is_shared = len(users[parameter.untyped_storage()._cdata]) > 1
+        is_shared = len(users[storage_key(parameter)]) > 1
         if is_shared and units.get(name) is not None:
             parameter.data = parameter.data.clone()
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from lockstep.parallel.settings import autocast_dtype
 from lockstep.parallel.tensor.divided_tensor import (
     RULES,
     DividedTensor,
@@ -211,8 +212,7 @@ def _multiplied(
     if split.dim != rows:
         return _by_columns(owner, func, input, weight, bias, split, -1, product)
     is_matrix = weight.place is not None or weight.whole.dim() == 2
-    kind = weight.whole.device.type
-    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    is_cast = autocast_dtype(weight.whole.device.type) is not None
     if is_matrix and rows == weight.whole.dim() - 1 and not is_cast:
         product = partial(product_of_columns, product)
     weights = owner.parts_of(weight.whole, split, weight.place)

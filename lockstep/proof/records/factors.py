@@ -61,11 +61,6 @@ def _known_factors(pairing: Pairing, step: int) -> list[tuple[float, str]]:
             (ranks, f"That is the number of ranks{both}: a sum where a mean is needed."),
             (1 / ranks, f"That is one over the number of ranks{both}: divided once too often."),
         ]
-    elif losses > 1:
-        found += [
-            (losses, f"The step has {losses} batches: divide each one's loss by their number."),
-            (1 / losses, f"The step has {losses} batches: the loss is divided by it twice."),
-        ]
     if ranks > 1 and losses > 1:
         text = "That is the number of ranks times that of batches in a step."
         found += [(ranks * losses, text), (1 / (ranks * losses), f"One over it: {text}")]

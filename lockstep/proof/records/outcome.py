@@ -1,6 +1,5 @@
 """The outcome of a comparison of records, as data, as a table and as a page."""
 
-import io
 import math
 import os
 from dataclasses import asdict, dataclass
@@ -8,10 +7,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.formatting import plain_text
 from lockstep.proof.recording.record_frames import START
 from lockstep.proof.records.causes import find_cause
 from lockstep.proof.records.comparison import KINDS, Difference, Pairing, compare_runs
@@ -148,12 +148,7 @@ class RecordComparison:
         return lines
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        console = Console(
-            file=text, width=100, color_system=None, force_terminal=False, force_jupyter=False
-        )
-        console.print(self.__rich__())
-        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+        return plain_text(self.__rich__())
 
     def __rich__(self) -> Group:
         table = Table(box=None, pad_edge=False)

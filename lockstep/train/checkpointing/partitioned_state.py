@@ -74,6 +74,13 @@ class FailedWrite:
 Found = list[WrittenSpan] | FailedWrite
 """What a rank has written."""
 
+
+def joined(found: Sequence[Found]) -> Found:
+    """What several processes have written; the failure of one if one has failed."""
+    failed = next((own for own in found if isinstance(own, FailedWrite)), None)
+    return failed or [span for own in found if not isinstance(own, FailedWrite) for span in own]
+
+
 Write = Callable[[Sequence[PartitionedFile], str, Tensors], Found]
 """Writes tensors, given by name, to files that are laid out for them in a folder."""
 
@@ -177,11 +184,10 @@ class PartitionedCopy:
         Raises:
             OSError: that of a rank; there is no copy then.
         """
-        for one in found:
-            if isinstance(one, FailedWrite):
-                self.give_up(one.error())
-                raise one.error()
-        spans = [span for own in found if not isinstance(own, FailedWrite) for span in own]
+        spans = joined(found)
+        if isinstance(spans, FailedWrite):
+            self.give_up(spans.error())
+            raise spans.error()
         assert self._target is not None
         written = self._target.finish(spans)
         known = {id(one): written[name] for name, one in self._tensors.items()}

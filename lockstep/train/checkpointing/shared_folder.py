@@ -17,8 +17,7 @@ from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.storage import Folder
 from lockstep.checkpoint.trees import Tensors
 from lockstep.errors import CheckpointError
-from lockstep.train.checkpointing.partitioned_state import Found, check_paths
-from lockstep.train.checkpointing.stored_parts import joined
+from lockstep.train.checkpointing.partitioned_state import Found, check_paths, joined
 from lockstep.train.multihost.hosts import Hosts
 from lockstep.train.runtime.session import Session
 

@@ -16,7 +16,7 @@ from lockstep.launch.workers.team import Team
 from lockstep.parallel.exchange.control import open_region, unpacked
 from lockstep.parallel.storage.store import TensorStore
 from lockstep.parallel.transfer.serialization import pack
-from lockstep.train.checkpointing.partitioned_state import FailedWrite, Found
+from lockstep.train.checkpointing.partitioned_state import FailedWrite, Found, joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +96,6 @@ def write_stored(
         written += [unpacked(*one) for one in team.gather(timeout_seconds)]
         team.finish(timeout_seconds)
     return joined(written)
-
-
-def joined(found: Sequence[Found]) -> Found:
-    """What several processes have written; the failure of one if one has failed."""
-    failed = next((own for own in found if isinstance(own, FailedWrite)), None)
-    return failed or [span for own in found if not isinstance(own, FailedWrite) for span in own]
 
 
 def _serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> None:

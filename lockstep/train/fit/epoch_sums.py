@@ -35,13 +35,11 @@ def epoch_sums(
     if are_apart:
         whole = [result for own in steps for result in own]
     else:
-        whole = [_with_all_parts(own) for own in zip(*steps, strict=True)]
+        whole = [  # each rank knows the parts of its shares' losses
+            replace(ranks[0], parts=[sums for result in ranks for sums in result.parts])
+            for ranks in zip(*steps, strict=True)
+        ]
     return {**steps_as_tree(whole), "metrics": copied(states)}
-
-
-def _with_all_parts(ranks: Sequence[StepResult]) -> StepResult:
-    """A step as one result; each rank knows the parts of its shares' losses."""
-    return replace(ranks[0], parts=[sums for result in ranks for sums in result.parts])
 
 
 def steps_as_tree(results: Sequence[StepResult]) -> dict[str, Tree]:

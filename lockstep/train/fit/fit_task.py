@@ -229,7 +229,7 @@ class FitTask(Task):
         bad_records = filter_of(rank_sync, self.source)
         reports = self._reports(rank_sync)
         keeps_states = self.hooks.keeps_states(rank_sync.worker.plan.num_ranks)
-        for index, batch in enumerate(batches, self._num_done(epoch)):
+        for index, batch in enumerate(batches, self._start_of(epoch).batch):
             if self.hooks.step_begin:
                 stops = rank_sync.sync_callback(partial(driver.begin_step, index))
                 if stops and self.stops_before_steps:
@@ -337,18 +337,15 @@ class FitTask(Task):
         return rank_sync.sync_callback(partial(rank_sync.driver.end_epoch, epoch, logs), renew_at)
 
     def _start_of(self, epoch: int) -> FitPosition:
-        """Where to begin an epoch."""
+        """Where to begin an epoch: in the first one, some batches may have been trained before."""
         return self.start if epoch == self.start.epoch else FitPosition(epoch)
-
-    def _num_done(self, epoch: int) -> int:
-        """Batches of the epoch that were trained before this task."""
-        return self._start_of(epoch).batch
 
     def _begin_sums(self, rank_sync: RankSync, epoch: int) -> list[StepResult]:
         """The steps of the epoch so far; metrics are those of these steps."""
         rank_sync.driver.record_position(None)  # until a step after which a state is taken
         self.metrics.reset()
-        if not self._num_done(epoch) or self._start_of(epoch).served is not None:
+        start = self._start_of(epoch)
+        if not start.batch or start.served is not None:
             return []
         worker, control = rank_sync.worker, rank_sync.control
         self.metrics.go_on_from(copied(self.start.so_far["metrics"]), control)
@@ -391,7 +388,7 @@ class FitTask(Task):
         """The indices of an epoch's remaining batches."""
         assert not isinstance(self.source, SharedStream)
         indices = self.order.indices(epoch, len(self.source))
-        return islice(indices, self._num_done(epoch), None)
+        return islice(indices, self._start_of(epoch).batch, None)
 
     def _reads(self, worker: Worker) -> Iterator[list[Read]]:
         """The reads of a rank in each step, to the last epoch's end."""

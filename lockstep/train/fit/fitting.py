@@ -117,14 +117,14 @@ class Fit:
         return history
 
     def _fit(self, memory: MemoryCheckpoints) -> History:
-        checkpoint = self._asked.checkpoint
-        self._state.check_not_averaged("fit")
-        check_places(checkpoint, self._asked.record)
-        self._shows = bool(self._asked.verbose) and self._runner.is_chief
-        self._console = OutputConsole(quiet=not self._shows)
         asked = self._asked
+        self._state.check_not_averaged("fit")
+        check_places(asked.checkpoint, asked.record)
+        self._shows = bool(asked.verbose) and self._runner.is_chief
+        self._console = OutputConsole(quiet=not self._shows)
         with self._checkpoints.kept(
-            checkpoint, asked.record, memory, asked.epochs, asked.restarts, shows=asked.verbose
+            *(asked.checkpoint, asked.record, memory, asked.epochs, asked.restarts),
+            shows=asked.verbose,
         ) as writer:
             return self._fit_on(writer)
 

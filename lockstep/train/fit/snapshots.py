@@ -29,22 +29,15 @@ class Snapshots:
         found = worker.gradients() if result.weight else {}
         gradients = {name: None if one is None else one.clone() for name, one in found.items()}
         worker.hold_parameters(everywhere=True)
-        ranks = control.gather(
-            (
-                _state(worker),
-                worker.slots(with_stored=True),
-                gradients,
-                result.weight,
-                noted,
-            )
-        )
+        own = _state(worker), worker.slots(with_stored=True), gradients, result.weight, noted
+        ranks = control.gather(own)
         if control.rank == 0:
             rank_sync.driver.observe_state(
                 Snapshot(
                     step=step,
                     loss=result.loss,
                     weight=result.weight,
-                    gradients={name: one for _, _, own, *_ in ranks for name, one in own.items()},
+                    gradients={name: one for rank in ranks for name, one in rank[2].items()},
                     states=[state for state, *_ in ranks[: len(ranks) - worker.plan.num_servers]],
                     slots=[part for _, parts, *_ in ranks for part in parts],
                     is_divided=worker.local_names() is not None,

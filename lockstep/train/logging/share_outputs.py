@@ -13,6 +13,7 @@ import torch
 
 from lockstep.data.trees import Tree, concatenate
 from lockstep.errors import ModelError
+from lockstep.parallel.loss.whole_batch import have_rows
 
 
 def joined_trees(trees: Sequence[tuple[Tree, Tree]], sizes: Sequence[int]) -> tuple[Tree, Tree]:
@@ -78,16 +79,8 @@ def _joined(leaves: Sequence[Any], sizes: Sequence[int], *, is_rows: bool) -> An
         return first if is_same else NotJoined(f"a {type(first).__name__} that differs")
     shapes = list(dict.fromkeys(str(tuple(one.shape)) for one in leaves))
     is_same = all(torch.equal(one, first) for one in leaves)
-    if not _have_rows(leaves, sizes):
+    if len({one.shape[1:] for one in leaves}) > 1 or not have_rows(leaves, sizes):
         return first if is_same else NotJoined(f"tensors of shape {' and '.join(shapes)}")
     if is_same and not is_rows and first.is_floating_point() and len(first.unique(dim=0)) > 1:
         return NotJoined(f"the same {first.shape[0]} rows from each part of {sizes[0]} samples")
     return torch.cat([one.to(first.device) for one in leaves])
-
-
-def _have_rows(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> bool:
-    """True if the number of rows for each sample is constant."""
-    if any(not one.dim() or one.shape[1:] != tensors[0].shape[1:] for one in tensors):
-        return False
-    counts = {divmod(len(one), size) for one, size in zip(tensors, sizes, strict=True)}
-    return len(counts) == 1 and all(each > 0 and not rest for each, rest in counts)

@@ -12,7 +12,6 @@ Data are compared in ``train.input.same_data``.
 import msgspec
 from torch import nn
 
-from lockstep.plan.spec import Plan
 from lockstep.train.resume.stable_descriptions import Facts, said, said_of_module
 from lockstep.train.runtime.assignment import Assignment
 
@@ -22,7 +21,7 @@ def assignment_facts(assignment: Assignment) -> Facts:
     loss, updater = assignment.loss, assignment.updater
     metrics = getattr(assignment.task, "metrics", None)
     return {
-        **_plan_facts(assignment.plan),
+        **{f"the Plan's {name}": one for name, one in msgspec.to_builtins(assignment.plan).items()},
         **_model_facts(assignment.model),
         "the loss": "none" if loss is None else said(loss.loss),
         "the factors of the loss": "none" if loss is None else loss.parts.factors,
@@ -31,10 +30,6 @@ def assignment_facts(assignment: Assignment) -> Facts:
         "the metrics": "none" if metrics is None else said(metrics.by_name),
         "train_step": said([each.function for each in assignment.functions]),
     }
-
-
-def _plan_facts(plan: Plan) -> Facts:
-    return {f"the Plan's {name}": value for name, value in msgspec.to_builtins(plan).items()}
 
 
 def _model_facts(model: nn.Module) -> Facts:

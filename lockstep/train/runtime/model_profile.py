@@ -144,8 +144,7 @@ def profile_optimizer(optimizer: Any) -> OptimizerCosts:
 
 def _alike(optimizer: Any, weight: nn.Parameter) -> torch.optim.Optimizer:
     if isinstance(optimizer, torch.optim.Optimizer):
-        kind: Any = type(optimizer)
-        return cast(torch.optim.Optimizer, kind([weight], **optimizer.defaults))
+        optimizer = partial(type(optimizer), **optimizer.defaults)
     return cast(torch.optim.Optimizer, optimizer([weight]))
 
 

@@ -16,7 +16,7 @@ Gradients of large weights are not computed: they would need memory a second tim
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -161,15 +161,10 @@ def _watching(
         with model.watching(note):
             yield
         return
-    handles = [
-        module.register_forward_hook(partial(note_module, name))
-        for name, module in model.named_modules()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.callback(module.register_forward_hook(partial(note_module, name)).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def place_of(name: str, module: nn.Module) -> str:
