@@ -15,8 +15,8 @@ import torch
 Buffers = Mapping[int, Sequence[torch.Tensor]]
 
 
-def _nothing_to_wait_for() -> None:
-    return
+def nothing_to_wait_for() -> None:
+    """The end of a transfer that is complete."""
 
 
 class Transport(ABC):
@@ -46,4 +46,4 @@ class NoTransport(Transport):
     def begin(self, sends: Buffers, receives: Buffers, *, tag: int) -> Callable[[], None]:
         """As ``ProcessGroupTransport.begin``."""
         self.transfer(sends, receives)
-        return _nothing_to_wait_for
+        return nothing_to_wait_for

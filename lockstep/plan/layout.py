@@ -70,7 +70,7 @@ def flat_offsets(extents: Sequence[Extent]) -> tuple[list[int], int]:
     end = 0
     for extent in extents:
         offsets.append(end)
-        end = align(end + extent.num_elements * extent.element_bytes)
+        end = align(end + extent.num_bytes)
     return offsets, end
 
 
@@ -157,7 +157,7 @@ def block_sizes(
         if extent.row_elements:
             return [start for start, _ in row_blocks(extent, num_shares)]
         offset = offset_of[index]
-        end = offset + extent.num_elements * extent.element_bytes
+        end = offset + extent.num_bytes
         return [
             (at - offset) // extent.element_bytes
             for at in range(-(-offset // unit) * unit, end, unit)
@@ -223,7 +223,7 @@ def whole_parameters(extents: Sequence[Extent], num_ranks: int) -> list[list[Pie
     For optimizers that look at each parameter as a whole (Muon, Adafactor).
     Within 4/3 of the optimal balance (Graham 1969, longest processing time first).
     """
-    sizes = [extent.num_elements * extent.element_bytes for extent in extents]
+    sizes = [extent.num_bytes for extent in extents]
     load = [0] * num_ranks
     owned: list[list[int]] = [[] for _ in range(num_ranks)]
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):

@@ -104,7 +104,7 @@ class GradientSpec:
             for share in range(self.num_shares)
             for parameter, limit in enumerate(self.row_limits)
             for start, num_bytes in (
-                (rows[share][parameter], self._gradient_bytes(parameter)),
+                (rows[share][parameter], self.tensors[parameter].extent.num_bytes),
                 (factors[share][parameter], self._factor_bytes(parameter)),
             )
             if num_bytes
@@ -114,10 +114,6 @@ class GradientSpec:
                 or (limit and start != rows[here.start][parameter])
             )
         )
-
-    def _gradient_bytes(self, parameter: int) -> int:
-        extent = self.tensors[parameter].extent
-        return extent.num_elements * extent.element_bytes
 
     def _factor_bytes(self, parameter: int) -> int:
         """For factors, or for the numbers of rows."""

@@ -49,7 +49,7 @@ def views_in(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Te
     """Tensors one after the other in a buffer of bytes."""
     extents = [spec.extent for spec in specs]
     return [
-        buffer[start : start + extent.num_elements * extent.element_bytes]
+        buffer[start : start + extent.num_bytes]
         .view(spec.dtype)
         .as_strided(spec.shape, spec.stride)
         for spec, extent, start in zip(specs, extents, flat_offsets(extents)[0], strict=True)

@@ -81,12 +81,10 @@ class HostExchange(Exchange):
     def _lines_of(self, host: int) -> list[_Lines]:
         """The lines that a host sends, in the same order on all hosts."""
         ranks = self._hosts[host]
-        lines: list[_Lines] = [
-            (self._losses, self._spec.shares_of(ranks)),
-            (self._bounds, ranks),
-        ]
+        lines: list[_Lines] = [(self._losses, self._spec.shares_of(ranks)), (self._bounds, ranks)]
         if host == 0:
-            lines += [(one, range(len(one))) for one in map(_as_lines, self._mirrored)]
+            flat = (one.view(-1).numpy() for one in self._mirrored)
+            lines += [(one, range(len(one))) for one in flat]
         for number in self._multi_host_groups:
             group = self._spec.groups[number]
             lines.append((self._table(number), group.rows_of(ranks)))
@@ -128,8 +126,3 @@ class HostExchange(Exchange):
         """The hosts of the filled shares."""
         ranks = set(self._spec.share_ranks[:num_filled])
         return {host for host, each in enumerate(self._hosts) if not ranks.isdisjoint(each)}
-
-
-def _as_lines(tensor: torch.Tensor) -> Any:
-    """A tensor as an array of one dim, in the same memory."""
-    return tensor.view(-1).numpy()

@@ -21,7 +21,8 @@ def has_faster_onednn() -> bool:
     and 0.9 without.
     """
     is_amd = processor_line("vendor_id") == "AuthenticAMD"
-    return is_amd and torch.backends.mkldnn.is_available() and _has_operator()
+    has_onednn = torch.backends.mkldnn.is_available()
+    return is_amd and has_onednn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def product(
@@ -60,7 +61,3 @@ def _multiply_in_blocks(
 
 def _place(out: torch.Tensor, result: torch.Tensor, *, adds: bool) -> None:
     out.add_(result) if adds else out.copy_(result)
-
-
-def _has_operator() -> bool:
-    return hasattr(torch.ops.mkldnn, "_linear_pointwise")

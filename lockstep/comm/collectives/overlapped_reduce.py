@@ -15,7 +15,7 @@ which all ranks begin in the same order: there a complete bucket waits for those
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 
 from lockstep.comm.collectives.gradients import Gradients
 from lockstep.comm.collectives.reduce_scatter import ReduceScatter
-from lockstep.comm.transport import Buffers
+from lockstep.comm.transport import Buffers, nothing_to_wait_for
 from lockstep.comm.transports.process_group_transport import ProcessGroupTransport
 from lockstep.plan.layout import ALIGNMENT_BYTES, Piece
 from lockstep.plan.program.sum_tree import subtrees
@@ -44,10 +44,6 @@ class BucketSlice:
     rows: range
     runs: Sequence[torch.Tensor]
     pieces: Mapping[Piece, torch.Tensor]
-
-
-def _nothing_to_wait_for() -> None:
-    return
 
 
 @dataclass(kw_only=True)
@@ -72,7 +68,7 @@ class Bucket:
     missing: set[int] = field(default_factory=set)
     is_sent: bool = False
     is_late: bool = False
-    finish: Callable[[], None] = _nothing_to_wait_for
+    finish: Callable[[], None] = nothing_to_wait_for
 
 
 class OverlappedReduce(ReduceScatter):
@@ -109,17 +105,12 @@ class OverlappedReduce(ReduceScatter):
             self._buckets[bucket] = self._bucket(bucket, parameters)
 
     def _bucket(self, number: int, parameters: frozenset[int]) -> Bucket:
-        outgoing = [self._outgoing(peer, parameters) for peer in self._peers]
         return Bucket(
             number=number,
             parameters=parameters,
-            outgoing=[part for parts in outgoing for part in parts],
-            incoming=self._all_incoming(parameters) if self._keeps_incoming else [],
+            outgoing=list(self._outgoing(parameters)),
+            incoming=self._incoming(parameters) if self._keeps_incoming else [],
         )
-
-    def _all_incoming(self, parameters: frozenset[int]) -> list[BucketSlice]:
-        incoming = [self._incoming(peer, parameters) for peer in self._peers]
-        return [part for parts in incoming for part in parts]
 
     @property
     def _peers(self) -> Sequence[int]:
@@ -130,18 +121,22 @@ class OverlappedReduce(ReduceScatter):
         """The pieces of which one of these gets the sums."""
         return self._pieces[rank]
 
-    def _outgoing(self, peer: int, parameters: frozenset[int]) -> Iterable[BucketSlice]:
-        pieces = [piece for piece in self._summed_by(peer) if piece.parameter in parameters]
-        for rows in self._subtrees_of(self._rank):
-            cuts = {piece: self._rows.cut(rows.start, piece) for piece in pieces}
-            runs = side_by_side(list(cuts.values()))
-            yield BucketSlice(peer=peer, rows=rows, runs=runs, pieces=cuts)
+    def _outgoing(self, parameters: frozenset[int]) -> Iterator[BucketSlice]:
+        for peer in self._peers:
+            pieces = [piece for piece in self._summed_by(peer) if piece.parameter in parameters]
+            for rows in self._subtrees_of(self._rank):
+                cuts = {piece: self._rows.cut(rows.start, piece) for piece in pieces}
+                runs = side_by_side(list(cuts.values()))
+                yield BucketSlice(peer=peer, rows=rows, runs=runs, pieces=cuts)
 
-    def _incoming(self, peer: int, parameters: frozenset[int]) -> Iterable[BucketSlice]:
-        """Memory that lies as the sender's row does."""
+    def _incoming(self, parameters: frozenset[int]) -> list[BucketSlice]:
+        """Memory that lies as the senders' rows do."""
         pieces = [piece for piece in self._summed_by(self._rank) if piece.parameter in parameters]
-        for rows in self._subtrees_of(peer):
-            yield self._apart(peer, rows, pieces)
+        return [
+            self._apart(peer, rows, pieces)
+            for peer in self._peers
+            for rows in self._subtrees_of(peer)
+        ]
 
     def _apart(self, peer: int, rows: range, pieces: Sequence[Piece]) -> BucketSlice:
         """A part in new memory."""
@@ -174,7 +169,7 @@ class OverlappedReduce(ReduceScatter):
         """Wait for all that is under way."""
         for bucket in self._buckets.values():
             bucket.finish()
-            bucket.finish = _nothing_to_wait_for
+            bucket.finish = nothing_to_wait_for
 
     @property
     def is_early(self) -> bool:
@@ -286,7 +281,7 @@ class OverlappedReduce(ReduceScatter):
         self._rows.sum_rows(own)
         partials = {piece: self._rows.subtree_sums(piece) for piece in own}
         bucket.finish()
-        bucket.finish = _nothing_to_wait_for
+        bucket.finish = nothing_to_wait_for
         for part in self._filled(bucket.incoming):
             for piece in own:
                 for first, *_ in self._rows.subtree_rows(piece.parameter, part.rows):

@@ -170,7 +170,7 @@ class ShardedReduce(OverlappedReduce):
             for rows in self._filled_of([self._rank])
         }
         outgoing = self._filled(bucket.outgoing)
-        incoming = bucket.incoming or self._all_incoming(bucket.parameters)
+        incoming = bucket.incoming or self._incoming(bucket.parameters)
         self._begin_transfer(bucket, own, outgoing, incoming)
 
     def _begin_transfer(

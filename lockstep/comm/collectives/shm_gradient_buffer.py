@@ -21,7 +21,7 @@ has one number everywhere. The table and the factors of other hosts' shares are 
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -206,11 +206,7 @@ class SharedGradientBuffer(GroupGradients):
         self._pattern, self._prepared = pattern, None
         table = columns.tolist()
         self._found = [
-            [
-                (share, kind, num_rows)
-                for share, (kind, num_rows) in enumerate(column)
-                if kind != _NOTHING
-            ]
+            [(row, kind, count) for row, (kind, count) in enumerate(column) if kind != _NOTHING]
             for column in zip(*table, strict=True)
         ]
 
@@ -300,9 +296,8 @@ class SharedGradientBuffer(GroupGradients):
 
     def weighed(self, partial: torch.Tensor, row: int) -> torch.Tensor:
         """A piece of another domain's row, weighed here."""
-        return (
-            partial if self._factors_of_rows is None else partial.mul_(self._factors_of_rows[row])
-        )
+        factors = self._factors_of_rows
+        return partial if factors is None else partial.mul_(factors[row])
 
     def mark(self, rows: range, parameters: Collection[int]) -> None:
         """Announce gradients in these rows again: see ``is_marked``."""
@@ -348,9 +343,10 @@ class SharedGradientBuffer(GroupGradients):
 
     def gradient_rows(self, parameter: int, within: range) -> list[int]:
         """The rows among ``within`` where a gradient has been published."""
-        return [
-            row for row, kind, _ in self._found[parameter] if kind == _GRADIENT and row in within
-        ]
+        return self._rows_with(_GRADIENT, parameter, within)
+
+    def _rows_with(self, kind: int, parameter: int, within: range) -> list[int]:
+        return [row for row, own, _ in self._found[parameter] if own == kind and row in within]
 
     def subtree_rows(self, parameter: int, within: range) -> list[tuple[int, ...]]:
         """The same, by subtrees; those without any are left out."""
@@ -364,17 +360,20 @@ class SharedGradientBuffer(GroupGradients):
         """The factors of these rows, parameter by parameter: inputs and output gradients."""
         return [
             self._factors(row, parameter, num_rows, _DTYPES[kind])
-            for parameter, found in enumerate(self._found)
-            for row, kind, num_rows in found
-            if row in rows and kind in _PRODUCTS
+            for row, parameter, num_rows, kind in self._factors_in(rows)
         ]
 
     def make_room(self, rows: range) -> None:
         """Take memory for the factors that these rows are going to hold."""
+        for row, parameter, num_rows, _ in self._factors_in(rows):
+            self._memory.reserve_factors(row, parameter, num_rows)
+
+    def _factors_in(self, rows: range) -> Iterator[tuple[int, int, int, int]]:
+        """The factors of these rows: row, parameter, number of rows and kind."""
         for parameter, found in enumerate(self._found):
             for row, kind, num_rows in found:
                 if row in rows and kind in _PRODUCTS:
-                    self._memory.reserve_factors(row, parameter, num_rows)
+                    yield row, parameter, num_rows, kind
 
     def summed(self, parameter: int) -> torch.Tensor | None:
         return self._rows[self._target(parameter)][parameter] if self._found[parameter] else None
@@ -423,7 +422,7 @@ class SharedGradientBuffer(GroupGradients):
 
     def touching(self, parameter: int, within: range) -> list[int]:
         """The shares among ``within`` that have published rows of a parameter."""
-        return [row for row, kind, _ in self._found[parameter] if kind == _ROWS and row in within]
+        return self._rows_with(_ROWS, parameter, within)
 
     def height(self, piece: Piece) -> int:
         """Rows of a sparse piece."""

@@ -39,8 +39,7 @@ class GradientMemory:
 
     def reserve_row(self, share: int, parameter: int) -> None:
         """Take memory for a share's whole gradient of a parameter."""
-        extent = self._spec.tensors[parameter].extent
-        num_bytes = extent.num_elements * extent.element_bytes
+        num_bytes = self._spec.tensors[parameter].extent.num_bytes
         self._reserve(self._row_offsets[share][parameter], num_bytes)
 
     # --- factors ---------------------------------------------------------------------------------

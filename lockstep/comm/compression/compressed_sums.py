@@ -114,9 +114,6 @@ class CompressedSums(ReduceScatter):
     def gather(self, pieces: Sequence[Piece], sums: Sequence[torch.Tensor | None]) -> None:
         return  # the sums lie there
 
-    def summed(self, parameter: int) -> torch.Tensor | None:
-        return self._rows.base(parameter) if self._rows.is_used(parameter) else None
-
     def _begin(self, piece: Piece) -> Conversation:
         """Begin to send this domain's sum of a parameter, with the residual."""
         number = piece.parameter

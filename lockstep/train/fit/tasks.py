@@ -191,19 +191,29 @@ class MeansOfSamples(Evaluation):
 
 
 @dataclass(kw_only=True)
-class EvaluateTask(Task):
-    """Losses and metrics over data, every sample once."""
+class DataTask(Task):
+    """A task that is one pass over data.
 
-    name: ClassVar[str] = "evaluate"
-    kept = frozenset(("evaluation", "metrics"))
+    Attributes:
+        data: the pass.
+    """
+
     data: DataPass
-    metrics: Metrics
-    evaluation: Evaluation
 
     @property
     def source(self) -> Source | SharedStream:  # type: ignore[override]  # an attribute there
         """The data."""
         return self.data.source
+
+
+@dataclass(kw_only=True)
+class EvaluateTask(DataTask):
+    """Losses and metrics over data, every sample once."""
+
+    name: ClassVar[str] = "evaluate"
+    kept = frozenset(("evaluation", "metrics"))
+    metrics: Metrics
+    evaluation: Evaluation
 
     def run(self, worker: Worker, control: Control, driver: TaskDriver) -> Logs:
         """Evaluate; rank 0 returns the values."""
@@ -223,7 +233,7 @@ ShareOutput = tuple[int, Tree]
 
 
 @dataclass(kw_only=True)
-class PredictTask(Task):
+class PredictTask(DataTask):
     """Outputs for data, every sample once.
 
     Attributes:
@@ -232,13 +242,7 @@ class PredictTask(Task):
     """
 
     name: ClassVar[str] = "predict"
-    data: DataPass
     seed: int | None = None
-
-    @property
-    def source(self) -> Source | SharedStream:  # type: ignore[override]  # an attribute there
-        """The data."""
-        return self.data.source
 
     def run(self, worker: Worker, control: Control, driver: TaskDriver) -> list[Tree]:
         """Predict; rank 0 returns the outputs of all shares in the order of their samples."""

@@ -132,19 +132,14 @@ def initialize_own(assignment: Assignment, worker: Worker) -> None:
 
     Where ranks divide parameters, each draws all of them, layer by layer, and keeps its parts.
     """
-    if assignment.task.brings_values:
-        pass
-    elif assignment.blank and divides_parameters(assignment):
+    blank = frozenset() if assignment.task.brings_values else assignment.blank
+    if blank and divides_parameters(assignment):
         worker.keep_parts(())
-        initialize(assignment.model, assignment.blank, assignment.seed, worker.keep_parts)
-    elif assignment.blank:
-        own = {
-            name
-            for group in assignment.groups
-            if group.ranks[0] == worker.rank
-            for name in group.names
-        }
-        initialize(assignment.model, own & assignment.blank, assignment.seed)
+        initialize(assignment.model, blank, assignment.seed, worker.keep_parts)
+    elif blank:
+        firsts = (group for group in assignment.groups if group.ranks[0] == worker.rank)
+        own = {name for group in firsts for name in group.names}
+        initialize(assignment.model, own & blank, assignment.seed)
     if assignment.blank or divides_parameters(assignment):
         worker.barrier()  # all have their values: rank 0 may free those of others
 

@@ -65,11 +65,7 @@ from lockstep.train.runtime.call_cache import CallCache, CallSignature, CallUpda
 from lockstep.train.runtime.helper_session import TaskRequest, serve, serve_again
 from lockstep.train.runtime.helper_watchdog import HelperWatchdog, Position
 from lockstep.train.runtime.running_call import RunningCall, check_not_lost
-from lockstep.train.runtime.stores import (
-    Mapped,
-    Stores,
-    has_options,
-)
+from lockstep.train.runtime.stores import Mapped, Stores, has_options
 
 _Files = Sequence[PartitionedFile]
 
@@ -256,11 +252,8 @@ class Session:
             spec = exchange_spec(assignment)
             check_loss(assignment)
             keeps = calls.is_repeated(name, signature) and is_cacheable(assignment, spec)
-            with closing(
-                pack_assignment(
-                    assignment, [one.store for one in stores if one.in_place_of is None]
-                )
-            ) as serialized:
+            own = [one.store for one in stores if one.in_place_of is None]
+            with closing(pack_assignment(assignment, own)) as serialized:
                 part = self._prepared(assignment, driver, hosts, stores, spec, here)
                 call = partial(self._call, part, serialized, keeps=keeps)
                 result = self._conduct(part, driver, call)
