@@ -48,9 +48,7 @@ if TYPE_CHECKING:
     )
     from lockstep.strategies.pipeline import PipelineStrategy as PipelineStrategy
     from lockstep.strategies.single import SingleDeviceStrategy as SingleDeviceStrategy
-    from lockstep.strategies.tensor_parallel import (
-        TensorParallelStrategy as TensorParallelStrategy,
-    )
+    from lockstep.strategies.tensor_parallel import TensorParallelStrategy as TensorParallelStrategy
     from lockstep.strategies.tpu import TPUClusterResolver as TPUClusterResolver
     from lockstep.strategies.tpu import TPUStrategy as TPUStrategy
     from lockstep.strategies.tpu import initialize_tpu_system as initialize_tpu_system

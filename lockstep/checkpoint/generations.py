@@ -25,13 +25,7 @@ import msgspec
 
 from lockstep.channel.background import Background
 from lockstep.checkpoint.local_storage import LocalStorage
-from lockstep.checkpoint.manifest import (
-    NAME,
-    FileEntry,
-    Span,
-    TensorEntry,
-    encode_manifest,
-)
+from lockstep.checkpoint.manifest import NAME, FileEntry, Span, TensorEntry, encode_manifest
 from lockstep.checkpoint.partitioned_files import (
     SPAN_BYTES,
     PartitionedFile,

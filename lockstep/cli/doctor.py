@@ -23,11 +23,7 @@ from lockstep.cli.verdict import Finding, judge, network_advice
 from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Place
 from lockstep.errors import HostError, OptionError
-from lockstep.launch.health.network_measuring import (
-    MEASURING_SECONDS,
-    LinkReport,
-    measure_links,
-)
+from lockstep.launch.health.network_measuring import MEASURING_SECONDS, LinkReport, measure_links
 from lockstep.launch.rendezvous.control_group import ControlGroup, HostInfo
 from lockstep.launch.rendezvous.host_rendezvous import meet
 from lockstep.launch.security.secret import (

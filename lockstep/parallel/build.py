@@ -35,11 +35,7 @@ from lockstep.parallel.sharding.residency import Residency
 from lockstep.parallel.sharding.sharded_passes import ShardedPasses
 from lockstep.parallel.sharding.step_residency import StepResidency
 from lockstep.parallel.sharding.unit_memory import UnitMemory
-from lockstep.parallel.sharding.units import (
-    modules_of_units,
-    separate_storages,
-    unit_of_parameters,
-)
+from lockstep.parallel.sharding.units import modules_of_units, separate_storages, unit_of_parameters
 from lockstep.parallel.tensor.tensor_passes import (
     DividedStagePasses,
     ShardedTensorPasses,

@@ -39,11 +39,7 @@ from lockstep.frontends.keras.fit.tasks import KerasBatchOrder, KerasFitTask, Me
 from lockstep.frontends.keras.fit_options import FitOptions
 from lockstep.frontends.keras.layers.checks import has_custom_steps
 from lockstep.frontends.keras.layers.consistency import facts_of
-from lockstep.frontends.keras.layers.dry_run import (
-    few_samples,
-    frozen_as_keras,
-    values_restored,
-)
+from lockstep.frontends.keras.layers.dry_run import few_samples, frozen_as_keras, values_restored
 from lockstep.frontends.keras.layers.metrics import KerasMetrics
 from lockstep.frontends.keras.layers.model_fingerprint import ModelFingerprint
 from lockstep.frontends.keras.layers.pickling import reduce

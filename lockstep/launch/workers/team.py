@@ -25,15 +25,7 @@ from lockstep.launch.health.failure import (
     pack_failure,
     unpack_failure,
 )
-from lockstep.launch.workers.helper import (
-    CALL,
-    DATA,
-    FAIL,
-    PING,
-    READY,
-    RETURN,
-    reference_of,
-)
+from lockstep.launch.workers.helper import CALL, DATA, FAIL, PING, READY, RETURN, reference_of
 from lockstep.launch.workers.helper_handle import HelperHandle, close_helpers, end_helpers
 from lockstep.launch.workers.link import Message, give_up
 from lockstep.launch.workers.process_state import is_stopped

@@ -15,11 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.accelerators import (
-    attention_in_steps,
-    has_whole_batch_norm,
-    rounds_attention,
-)
+from lockstep.accelerators import attention_in_steps, has_whole_batch_norm, rounds_attention
 from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.order import restore_streams, stream_states
 from lockstep.data.trees import Tree, map_tensors

@@ -20,11 +20,7 @@ from lockstep.parallel.pipeline.microbatch_run import MicrobatchRun
 from lockstep.parallel.pipeline.stage_passes import StagePasses
 from lockstep.parallel.sharding.residency import Residency
 from lockstep.parallel.sharding.sharded_passes import ShardedPasses
-from lockstep.parallel.tensor.shard_gradients import (
-    ShardGradients,
-    divided_parameters,
-    made_whole,
-)
+from lockstep.parallel.tensor.shard_gradients import ShardGradients, divided_parameters, made_whole
 from lockstep.parallel.training_step import TrainingStep
 from lockstep.parallel.workload import Workload
 

@@ -20,13 +20,7 @@ from lockstep.plan.cost.rates import (
     sum_seconds,
     update_seconds,
 )
-from lockstep.plan.cost.staged import (
-    exposed,
-    in_flight,
-    kept_bytes,
-    replica_memory,
-    tried_bytes,
-)
+from lockstep.plan.cost.staged import exposed, in_flight, kept_bytes, replica_memory, tried_bytes
 
 Matrix = NDArray[np.float64]
 

@@ -14,14 +14,7 @@ import numpy as np
 from lockstep.proof.recording.record_frames import BUFFER, GRADIENT, PARAMETER, START
 from lockstep.proof.records import sample_causes, update_causes
 from lockstep.proof.records.batches import losses_of
-from lockstep.proof.records.comparison import (
-    LOSS,
-    RANDOM,
-    SAMPLES,
-    Difference,
-    Pairing,
-    module_of,
-)
+from lockstep.proof.records.comparison import LOSS, RANDOM, SAMPLES, Difference, Pairing, module_of
 from lockstep.proof.records.factors import explain_factor
 from lockstep.proof.records.run import Run, Value
 from lockstep.proof.records.sample_causes import Cause

@@ -15,13 +15,7 @@ import numpy as np
 
 from lockstep.errors import DataError
 from lockstep.proof.recording.digests import distance, norm
-from lockstep.proof.recording.record_frames import (
-    BUFFER,
-    GRADIENT,
-    PARAMETER,
-    SLOT,
-    START,
-)
+from lockstep.proof.recording.record_frames import BUFFER, GRADIENT, PARAMETER, SLOT, START
 from lockstep.proof.records.batches import batch_words, beyond, mean_loss, shared_by_ranks
 from lockstep.proof.records.run import Run, Value
 from lockstep.proof.records.tolerances import (

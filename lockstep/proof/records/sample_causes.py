@@ -6,12 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep.proof.recording.record_frames import START
-from lockstep.proof.records.batches import (
-    batch_words,
-    beyond,
-    shared_by_ranks,
-    words_by_rank,
-)
+from lockstep.proof.records.batches import batch_words, beyond, shared_by_ranks, words_by_rank
 from lockstep.proof.records.comparison import RANDOM, Difference, Pairing
 from lockstep.proof.records.run import Run
 

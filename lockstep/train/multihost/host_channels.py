@@ -7,11 +7,7 @@ import torch
 
 from lockstep.channel.sealed_channel import Channel
 from lockstep.comm.transports.memfd_store import MeetingPoint
-from lockstep.parallel.exchange.engine import (
-    ChannelKey,
-    Neighbours,
-    channel_keys,
-)
+from lockstep.parallel.exchange.engine import ChannelKey, Neighbours, channel_keys
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.plan.spec import Plan
 from lockstep.train.multihost.hosts import Hosts

@@ -17,13 +17,7 @@ import msgspec
 import torch
 from torch import nn
 
-from lockstep.capture.graph import (
-    PART,
-    capture_graph,
-    find_inseparable,
-    profile_graph,
-    value_bytes,
-)
+from lockstep.capture.graph import PART, capture_graph, find_inseparable, profile_graph, value_bytes
 from lockstep.capture.layers import capture_layers, functions_of
 from lockstep.capture.tracing import Trace, trace_modes
 from lockstep.cluster.devices import discover

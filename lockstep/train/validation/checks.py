@@ -14,13 +14,7 @@ from lockstep.accelerators import rank_device
 from lockstep.capture.layers import check_modules
 from lockstep.comm.transports.process_group import missing_backend
 from lockstep.data.map_style.sources import ArraySource, Source
-from lockstep.errors import (
-    DataError,
-    DeviceError,
-    ModelError,
-    OptionError,
-    Problems,
-)
+from lockstep.errors import DataError, DeviceError, ModelError, OptionError, Problems
 from lockstep.options import check_choice, check_count, check_flag, check_seed
 from lockstep.parallel.data_parallel.forward import DTYPES, PARAMETER_DTYPES
 from lockstep.parallel.loss.function_losses import missing_targets
