@@ -100,7 +100,7 @@ class ExchangeSpec:
 
     @property
     def num_shares(self) -> int:
-        """Of a batch."""
+        """The number of shares of a batch."""
         return len(self.share_ranks)
 
     def offsets(self) -> list[int]:

@@ -37,7 +37,7 @@ class Transport(ABC):
 
 
 class NoTransport(Transport):
-    """That of a rank alone, which has nobody to send to."""
+    """The transport of a rank alone, which sends nothing."""
 
     def transfer(self, sends: Buffers, receives: Buffers) -> None:
         assert not sends

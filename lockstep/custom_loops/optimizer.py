@@ -50,7 +50,7 @@ class TorchReplicaOptimizer(ReplicaSteps, optim.Optimizer):
         # Without optim.Optimizer.__init__, which would make other parameter groups.
         _check(optimizer, model, clip_norm, accumulate)
         self._optimizer = optimizer
-        # Of a state hooks see the wrapped optimizer, of a step this one.
+        # Hooks of a state get the wrapped optimizer, hooks of a step this one.
         states = {name: own for name, own in vars(optimizer).items() if "_state_dict_" in name}
         self.__setstate__(states)  # makes what torch's methods for hooks need
         self._places: GradientPlaces | None = None

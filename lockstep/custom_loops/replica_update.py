@@ -231,7 +231,7 @@ class ReplicaUpdate:
         access: Access = "shared" if self._plan.engine.shares_memory else "copied"
         options: dict[str, Any] = {"rank": self._job.rank, "ranks": self._job.ranks_here}
         return [
-            # Of slots and options each replica writes only its own.
+            # Each replica writes only its own slots and options.
             open_store(
                 layout,
                 descriptor,

@@ -18,7 +18,7 @@ Tree = Any
 
 _T = TypeVar("_T")
 
-# Constants of a model (a mask, a table of positions) may be larger; nobody resizes them.
+# Constants of a model (a mask, a table of positions) may be larger; passes do not resize them.
 MOST_RESIZED_BYTES = 1 << 17
 
 

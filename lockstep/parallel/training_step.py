@@ -43,7 +43,7 @@ class StepResult:
         return float(self.total) / self.weight if self.weight else math.nan
 
     def settled(self) -> "StepResult":
-        """The same with a total on the host."""
+        """This result with its total on the host."""
         return self if isinstance(self.total, float) else replace(self, total=float(self.total))
 
 

@@ -238,7 +238,7 @@ class UpdateWorker:
         return self._residency.by_request()
 
     def keep_parts(self, names: Collection[str]) -> None:
-        """Of parameters that have been set, keep this rank's parts only; it has no others."""
+        """Keep only this rank's parts of parameters that have been set; it has no others."""
         assert self._residency is not None
         self._residency.keep_parts(names)
 

@@ -47,7 +47,7 @@ class Split(PlanPart, frozen=True, kw_only=True):
 
     @property
     def size(self) -> int:
-        """Of the dim."""
+        """The size of the dim."""
         return sum(self.sizes)
 
     @property

@@ -49,7 +49,7 @@ from lockstep.plan.program.sum_tree import subtrees
 # Kinds of what a share has published for a parameter.
 _NOTHING, _GRADIENT, _FACTORS, _BFLOAT16_FACTORS, _ROWS = range(5)
 _PRODUCTS = (_FACTORS, _BFLOAT16_FACTORS)
-# Of factors, by kind; None for the parameter's.
+# Dtypes of factors, by kind; None for the parameter's own.
 _DTYPES = {_FACTORS: None, _BFLOAT16_FACTORS: torch.bfloat16}
 
 
@@ -320,7 +320,7 @@ class SharedGradientBuffer(GroupGradients):
         }
 
     def subtree_sums_apart(self, piece: Piece) -> dict[int, torch.Tensor]:
-        """The same sums without ``sum_rows``, in memory of their own."""
+        """The sums of ``subtree_sums`` without ``sum_rows``, in memory of their own."""
         return {
             rows[0]: add_up([{row: self.cut(row, piece).clone() for row in rows}])[0]
             for rows in self.subtree_rows(piece.parameter, self._here)
@@ -349,7 +349,7 @@ class SharedGradientBuffer(GroupGradients):
         return [row for row, own, _ in self._found[parameter] if own == kind and row in within]
 
     def subtree_rows(self, parameter: int, within: range) -> list[tuple[int, ...]]:
-        """The same, by subtrees; those without any are left out."""
+        """The rows with a gradient, by subtrees; subtrees without any are left out."""
         found = (
             tuple(self.gradient_rows(parameter, each))
             for each in subtrees(within, self._spec.num_shares)

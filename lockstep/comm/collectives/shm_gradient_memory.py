@@ -62,7 +62,7 @@ class GradientMemory:
     def factors_to_fill(
         self, share: int, parameter: int, num_rows: int, dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, with memory."""
+        """As ``factors``, with memory taken for them."""
         self.reserve_factors(share, parameter, num_rows)
         return self.factors(share, parameter, num_rows, dtype)
 

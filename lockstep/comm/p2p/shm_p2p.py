@@ -85,7 +85,7 @@ class Mailbox:
             _Slot(spec, region, offset_bytes + slot * spec.slot_bytes)
             for slot in range(spec.num_slots)
         ]
-        # Of the last messages put.
+        # The last messages put.
         self._readers: list[Sequence[int | None]] = [()] * spec.num_slots
 
     def put(self, number: int, tree: Any, readers: Sequence[int | None]) -> None:

@@ -177,7 +177,7 @@ def _span_of(tensor: torch.Tensor) -> _Span | None:
 
 
 def _own_span_of(tensor: torch.Tensor) -> _Span | None:
-    """Those pages of it that no other tensor uses; None for none."""
+    """The pages of a tensor that no other one uses; None for none."""
     span, pages = _span_of(tensor), pages_of(tensor)
     if span is None or not pages:
         return None

@@ -1,7 +1,7 @@
 """Bytes of any length that the shares of a batch publish for each other.
 
 They go in the rows that shares offer (``Exchange.offer``): first how many there are, then the bytes
-themselves, in as many rows as the longest of them takes. So nobody has to know beforehand how many
+themselves, in as many rows as the longest of them takes. So no rank has to know beforehand how many
 there will be, and several hosts see no difference.
 """
 

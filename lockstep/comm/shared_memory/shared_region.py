@@ -9,7 +9,7 @@ only, while tensors made from the region keep the mapping alive.
 
 What the script forks (DataLoader workers, a pool) has nothing to do with training, and expects its
 memory to be its own as after any fork. So in a fork, regions that were not closed become private:
-what the fork writes nobody else sees.
+no other process sees what the fork writes.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ class SharedRegion:
     Args:
         descriptor: of the region.
         num_bytes: its size.
-        private: pages that are written to become this process's own, and nobody else sees it.
+        private: pages that are written to become this process's own; no other one sees them.
     """
 
     def __init__(self, descriptor: int, num_bytes: int, *, private: bool = False) -> None:
@@ -231,7 +231,7 @@ class MappedMemory(mmap.mmap):
 
     @classmethod
     def of_files(cls) -> "list[MappedMemory]":
-        """Those of files on a disk."""
+        """The mapped memory of files on a disk."""
         return [memory for memory in _shared if memory.is_file]
 
     @property

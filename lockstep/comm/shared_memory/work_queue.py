@@ -31,7 +31,7 @@ from lockstep.comm.shared_memory.status_board import StatusBoard
 _NAP_SECONDS = 50e-6
 _LOOK_AROUND_SECONDS = 0.02
 
-# Longest wait for a server to end its update: it has a process of its own, and waits for nobody.
+# Longest wait for a server to end its update: it has a process of its own, and does not wait.
 _HOLD_SECONDS = 10.0
 # Bytes of the region whose locks stand for taking parts, and for a server's update, from there on.
 _TAKES, _UPDATES = 0, 1
@@ -266,11 +266,11 @@ class WorkQueue:
         self._wake(range(self._board.num_ranks))
 
     def version(self, server: int) -> int:
-        """Of a server's weights: odd while it changes them."""
+        """The version of a server's weights: odd while it changes them."""
         return int(self._versions[server])
 
     def settled_version(self, server: int) -> int:
-        """The same, when it does not."""
+        """The version of a server's weights, once it does not change them."""
         while (version := self.version(server)) % 2:
             self.wait(lambda: self.version(server) % 2 == 0)
         return version
@@ -428,7 +428,7 @@ def num_bytes(num_workers: int, num_servers: int) -> int:
 
 
 def _sizes(num_workers: int, num_servers: int) -> list[int]:
-    """Of the parts of the table, in words."""
+    """The sizes of the parts of the table, in words."""
     per_entry = 2 + num_workers + num_servers
     return [
         *(1, 1, num_workers, num_workers, num_servers, num_servers, num_servers),

@@ -25,7 +25,7 @@ class SparseRows:
 
     @classmethod
     def of_gradient(cls, gradient: torch.Tensor) -> "SparseRows":
-        """Those of a sparse tensor."""
+        """The rows of a sparse tensor."""
         gradient = gradient.coalesce()
         return cls(gradient.indices()[0], gradient.values())
 

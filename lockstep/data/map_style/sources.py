@@ -117,11 +117,10 @@ class ArraySource(Source):
     def between(self, first: int, last: int) -> "ArraySource":
         """Consecutive samples, in the same memory."""
 
-        def cut(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[first:last]
+        def cut(tree: Tree) -> Tree:
+            return map_tensors(lambda tensor: tensor[first:last], tree)
 
-        weight = None if self.sample_weight is None else cut(self.sample_weight)
-        return ArraySource(map_tensors(cut, self.inputs), map_tensors(cut, self.targets), weight)
+        return ArraySource(cut(self.inputs), cut(self.targets), cut(self.sample_weight))
 
     def read(self, indices: torch.Tensor, dtype: torch.dtype | None) -> Batch:
         places_on = {indices.device: indices}
@@ -192,8 +191,7 @@ class DatasetSource(Source):
             _check_collated_weight(weight)
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
-            is_cast = dtype is not None and tensor.is_floating_point()
-            return tensor.to(dtype) if is_cast else tensor
+            return tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
 
         return Batch(
             inputs=map_tensors(cast, inputs),
@@ -253,21 +251,19 @@ def _collated(items: list[Any]) -> Any:
     try:
         return default_collate(items)
     except TypeError as error:
+        item = items[0]
+        lacks_part = isinstance(item, tuple | list) and any(part is None for part in item)
         raise DataError(
             "The items of a dataset must consist of tensors, arrays and numbers.",
-            received=f"an item that is a {_describe(items[0])}",
+            received=f"an item that is a {_describe(item)}",
             fix="Where there is no target, give the input twice and let the loss ignore it."
-            if _holds_none(items[0])
+            if lacks_part
             else "Convert the rest in __getitem__.",
         ) from error
 
 
 def _shapes_of(item: Any) -> str:
     return "(" + ", ".join(str(tuple(one.shape)) for one in tensors_of(item)) + ")"
-
-
-def _holds_none(item: Any) -> bool:
-    return isinstance(item, tuple | list) and any(part is None for part in item)
 
 
 def _arguments(part: Any, collated: Any) -> Tree:

@@ -66,11 +66,11 @@ class HelperHandle(ABC):
         return
 
     def note_start(self) -> None:
-        """It has become ready for the first time."""
+        """The helper has become ready for the first time."""
         return
 
     def give_up(self) -> None:
-        """It did not become ready in time, so whatever starts it hangs."""
+        """The helper did not become ready in time, so whatever starts it hangs."""
         return
 
     def read_output(self) -> str:

@@ -56,11 +56,9 @@ class HostControl(LeaderControl):
     def gather(self, obj: Any) -> list[Any]:
         own = super().gather(obj)
         gathered = self._control_group.gather(encode(own), self._look_around)
-        return (
-            [*own, *(each for payload in gathered[1:] for each in decode(payload))]
-            if gathered
-            else []
-        )
+        if not gathered:
+            return []
+        return [*own, *(each for payload in gathered[1:] for each in decode(payload))]
 
     def share(self, region: SharedRegion | None) -> SharedRegion:
         leads = self._control_group.host == 0

@@ -99,14 +99,11 @@ class RemoteWorker(AsyncWorker):
         """Receive the next grant; True if it has a part."""
         assert self._next is None
         grant = self._grants.take(Grant)
-        self._update_from(grant)
+        self._oldest = grant.oldest
+        self._has_halted |= grant.is_halted
         if grant.part is not None:
             self._next = grant
         return grant.part is not None
-
-    def _update_from(self, grant: Grant) -> None:
-        self._oldest = grant.oldest
-        self._has_halted |= grant.is_halted
 
     def _compute_next(self) -> StepResult:
         grant, self._next = self._next, None

@@ -43,9 +43,8 @@ class SlotJournal:
     def write(self, server: int, slot: int, pieces: Sequence[PieceSlots]) -> None:
         """Record a server's slots, except those in the store."""
         place = self._places[server, slot]
-        note = (
-            b"" if any(one.has_arrays for one in pieces) else pickle.dumps([*map(_plain, pieces)])
-        )
+        has_arrays = any(one.has_arrays for one in pieces)
+        note = b"" if has_arrays else pickle.dumps([*map(_plain, pieces)])
         is_known = 0 < len(note) <= len(place) - 8
         if is_known:
             place[8 : 8 + len(note)] = np.frombuffer(note, np.uint8)

@@ -173,7 +173,8 @@ class WorkerProxy:
     def _granted(self, ask: Ask) -> Grant:
         queue, part = self._taking, None
         while not queue.is_halted or not ask.opens:
-            part = queue.take(ask.step, ask.num_parts) if self._may_take(ask) else None
+            if ask.opens or queue.is_opened(ask.step):
+                part = queue.take(ask.step, ask.num_parts)
             if part is not None or not ask.opens or queue.is_opened(ask.step):
                 break
             queue.wait(lambda: queue.may_take(ask.step) or queue.is_halted)
@@ -184,9 +185,6 @@ class WorkerProxy:
             is_halted=queue.is_halted,
             weights=[] if part is None else self._weights.take(),
         )
-
-    def _may_take(self, ask: Ask) -> bool:
-        return ask.opens or self._taking.is_opened(ask.step)
 
     # --- the thread that receives gradients ------------------------------------------------------
 

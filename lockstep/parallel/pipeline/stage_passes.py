@@ -196,7 +196,7 @@ class StagePasses(Passes):
 
     def _backward_input(self, run: Run, action: BackwardInput) -> None:
         microbatch_run = self._microbatch_runs[action.stage, action.microbatch]
-        with self._linears.taken(lambda *factors: microbatch_run.defer(*factors)):
+        with self._linears.taken(microbatch_run.defer):
             self._go_backward(run, microbatch_run)
 
     def _backward_weight(self, run: Run, action: BackwardWeight) -> None:

@@ -3,7 +3,7 @@
 Ranks exchange statistics of the batch at each such layer, and each waits there for all. A rank
 whose samples skip units before the layer takes part in their gathers before it waits: otherwise it
 would wait for a rank that waits for its pieces. The places are open until every unit was
-used: nobody knows on which side of a layer one is that no samples have used so far.
+used: it is unknown on which side of a layer a parameter lies that no samples have used so far.
 """
 
 from collections.abc import Sequence

@@ -122,7 +122,7 @@ class Residency:
             yield self._parameters[piece.parameter], piece.start, place
 
     def keep_parts(self, names: Collection[str]) -> None:
-        """Of parameters that have been set, keep this rank's pieces only; no rank has others."""
+        """Keep only this rank's pieces of parameters that have been set; no rank has others."""
         self._is_shown = False
         numbers = {number for number, name in enumerate(self._parameters) if name in names}
         self.memory.keep_parts(numbers & self.memory.numbers)

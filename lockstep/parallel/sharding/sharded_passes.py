@@ -41,7 +41,7 @@ class ShardedPasses(ModelPasses):
         super().begin(run)
 
     def _most_shares(self, num_filled: int) -> int:
-        """Of the filled shares, the most that a rank has."""
+        """The largest number of filled shares of any rank."""
         shares = map(self._plan.shares_of, range(self._plan.num_replicas))
         return max(min(own.stop, num_filled) - own.start for own in shares)
 

@@ -129,7 +129,7 @@ class UnitMemory:
             self._gradients.begin_move(*self._copies)()
 
     def keep_parts(self, numbers: Iterable[int]) -> None:
-        """Of parameters that have been set, keep this rank's pieces only; it has no others."""
+        """Keep only this rank's pieces of parameters that have been set; it has no others."""
         self.is_held = False
         for unit in {self._unit_of[number] for number in numbers}:
             self._memories[unit].keep()
@@ -210,7 +210,7 @@ class UnitMemory:
 def _cuts(
     tensors: Mapping[int, torch.Tensor], pieces: Iterable[Piece]
 ) -> dict[Piece, torch.Tensor]:
-    """Those pieces that are of some tensors, which are given by number."""
+    """The places of pieces in some tensors, which are given by number."""
     return {
         one: cut_piece(tensors[one.parameter], one) for one in pieces if one.parameter in tensors
     }

@@ -115,7 +115,7 @@ def _negative_logs(
     losses = logs - chosen
     for summed in rest:
         losses = (1 - smoothing) * losses + smoothing * (logs - summed / split.size)
-    # On a device nobody has looked: a class that does not exist has no probability.
+    # Targets on a device were not checked: a class that does not exist has no probability.
     return losses.where((target >= 0) & (target < split.size), float("nan"))
 
 

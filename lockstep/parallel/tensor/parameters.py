@@ -299,7 +299,7 @@ def _is_nested(argument: Any) -> bool:
 
 
 def _is_unchanged(tensor: torch.Tensor, reference: weakref.ref[torch.Tensor], version: int) -> bool:
-    """Whether a tensor is the one that was noted, and nobody has changed or hooked it since."""
+    """Whether a tensor is the one that was noted, and was not changed or hooked since."""
     is_same = reference() is tensor and tensor._version == version
     return is_same and not (tensor._backward_hooks or tensor.retains_grad)
 

@@ -77,7 +77,7 @@ def weight_of(owner: Owner, tensor: Any) -> Weight | None:
 
 
 def is_plain_view(view: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether the gradient of a view goes to its base, and nobody else gets it."""
+    """Whether the gradient of a view goes to its base, and to nothing else."""
     has_gradient = base.requires_grad and torch.is_grad_enabled()
     is_plain = not (view._backward_hooks or view.retains_grad)
     # A view that was made without gradients says that it requires them.

@@ -107,7 +107,7 @@ def reader_death(error: Exception) -> Exception:
     return _ended(error) if is_reader else error
 
 
-# Of the reader processes that this process has started.
+# The ids of the reader processes that this process has started.
 _reader_pids: set[int] = set()
 
 

@@ -21,7 +21,7 @@ from lockstep.plan.mesh import Axis
 from lockstep.plan.sharding import IN_HOST_MEMORY, Sharding, is_in
 from lockstep.plan.spec import Plan
 
-# Of the mean size of units: smaller ones stay on every rank.
+# The part of the mean size of units below which a unit stays on every rank.
 _SMALL = 1 / 8
 
 Units = tuple[tuple[str, ...], ...]

@@ -273,7 +273,7 @@ class _Table:
         return [used for used, sums in self._sums.items() if used and sums[0] < math.inf]
 
     def least_turns(self, used: int) -> float:
-        """Of the whole model on so many devices."""
+        """The least turn of the whole model on so many devices."""
         return float(self._sums[used][0])
 
     def path(self, used: int) -> _Path:

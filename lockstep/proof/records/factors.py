@@ -32,7 +32,7 @@ def explain_factor(pairing: Pairing, step: int, factor: float, shown: str, allow
 
 
 def _window_factors(pairing: Pairing, step: int) -> Iterator[tuple[float, str]]:
-    """Of a step with fewer batches than the one before, as at the end of an epoch."""
+    """The factors of a step with fewer batches than the one before, as at an epoch's end."""
     if step == 0:
         return
     steps = pairing.run.first.steps

@@ -1,10 +1,10 @@
 """Causes that lie in an update: options, slots, parameters and buffers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from lockstep.proof.recording.record_frames import BUFFER, PARAMETER, SLOT
 from lockstep.proof.records.comparison import OPTION, Difference, Pairing, module_of
-from lockstep.proof.records.run import Run, Value
+from lockstep.proof.records.run import Run
 from lockstep.proof.records.sample_causes import Cause
 
 
@@ -78,10 +78,7 @@ def _never_moved(pairing: Pairing, first: Difference) -> bool:
 
 def ranks_disagree(run: Run, kind: str, step: int) -> bool:
     """Whether ranks have other values of one tensor of a kind."""
-    return any(True for _ in _disagreeing(run, kind, step))
-
-
-def _disagreeing(run: Run, kind: str, step: int) -> Iterator[Value]:
-    for (own_kind, _), value in run.values(step).items():
-        if own_kind == kind and value.disagreement() > 1e-6 * max(value.size, 1e-30):
-            yield value
+    return any(
+        own_kind == kind and value.disagreement() > 1e-6 * max(value.size, 1e-30)
+        for (own_kind, _), value in run.values(step).items()
+    )

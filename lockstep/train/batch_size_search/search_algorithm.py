@@ -16,9 +16,9 @@ from lockstep.formatting import format_bytes
 
 Objective = Literal["speed", "memory"]
 
-# Of the time per sample. A smaller gain is noise: timings vary as much between two runs.
+# The least gain in time per sample; timings of two runs vary by as much.
 SMALLEST_GAIN = 0.05
-# Of the free memory. The rest is for allocations that a few steps do not show.
+# The part of the free memory to use; the rest is for allocations that a few steps do not show.
 LARGEST_PART = 0.9
 # The largest size that fits is found to within 1 / _FINENESS of itself.
 _FINENESS = 8

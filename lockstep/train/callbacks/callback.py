@@ -129,7 +129,7 @@ def acting(callbacks: Sequence[Callback], method: str) -> list[Callback]:
 
 
 def stopping(callbacks: Sequence[Callback], method: str) -> list[Callback]:
-    """Those of them for which all ranks wait, since they may change something."""
+    """The acting callbacks that all ranks wait for, since they may change something."""
     return [callback for callback in acting(callbacks, method) if not callback.is_observer]
 
 

@@ -58,13 +58,13 @@ class TaskDriver:
     stop_training = False
     is_interrupted = False
     updater: Updater | None = None
-    """Of the training under way."""
+    """The updater of the training under way."""
     history: History
-    """Of the training under way."""
+    """The history of the training under way."""
     failure: Exception | None = None
-    """Of a callback, or of a stream read here; it ends the training as Ctrl-C does."""
+    """An error of a callback, or of a stream read here; it ends the training as Ctrl-C does."""
     plan_trials: PlanTrials | None = None
-    """Of the training, if its Plan is chosen; None where plans are not tried."""
+    """Tries plans of the training before one is chosen; None where plans are not tried."""
     samples: Any = None
     """A few, on which all ranks must compute the same (``train.validation.rank_consistency``)."""
 

@@ -136,7 +136,7 @@ class FitDriver(RestartingDriver):
         self._record.end_step(index)
         if self._schedule is not None:
             self._schedule.end_step(is_update=result.weight > 0 and not result.is_skipped)
-            self._publish_options()
+            self.updater.publish_options()
         if self._display is not None or self._step_enders:
             self._journal.once(partial(self._show_step, index, result))
 
@@ -243,11 +243,8 @@ class FitDriver(RestartingDriver):
             act = partial(self._settings.over, act)
         watched = plan if self._callbacks else None
         changed = self._watch.over(act, in_epoch=in_epoch, plan=watched)
-        self._publish_options()
-        return changed
-
-    def _publish_options(self) -> None:
         self.updater.publish_options()
+        return changed
 
     def close(self) -> None:
         """Close the display, also after an error."""

@@ -92,7 +92,7 @@ class TrainingState:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def copied(self, before: "TrainingState | None" = None) -> "TrainingState":
-        """The same with memory of its own: that of an earlier copy, where it fits."""
+        """A copy of this state, in the memory of an earlier copy where that fits."""
         return TrainingState(**copied(self.parts(), None if before is None else before.parts()))
 
     # --- as tensors and JSON values ---------------------------------------------------------------

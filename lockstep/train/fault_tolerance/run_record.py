@@ -51,7 +51,7 @@ _MOST_BAD_RECORDS = 1000
 # The last steps of a run, of which the median is its speed.
 _MOST_STEPS = 1000
 
-# Of so many steps the median says something about predictions.
+# The fewest steps whose median time can judge a prediction.
 _ENOUGH_STEPS = 10
 
 

@@ -83,7 +83,7 @@ class FitRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     num_shares: int | None = None
 
     def tree(self) -> dict[str, Tree]:
-        """The same as a part of a checkpoint."""
+        """This record as a part of a checkpoint."""
         end = None if self.end is None else msgspec.structs.asdict(self.end)
         return {**msgspec.structs.asdict(self), "end": end}
 

@@ -106,7 +106,7 @@ def what_is_left(last: int, *, is_put_back: bool = False) -> str:
 
 
 def what_is_lost(last: int | None, lost: list[str], *, has_older: bool) -> str:
-    """The same note if a part was lost with the helpers.
+    """As ``what_is_left``, if a part was lost with the helpers.
 
     Args:
         last: the step that made the weights; None if some slices are a step ahead.

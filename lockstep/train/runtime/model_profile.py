@@ -36,7 +36,7 @@ from lockstep.train.optim.fused_step import step_in_fastest_form
 _ELEMENTS = 1 << 20
 _STEPS = 5
 
-# Of a machine are kept.
+# The number of runs of one machine that are kept.
 _MOST_RUNS = 100
 RUNS = CacheFile("runs.json", dict[str, list[RunCost]], "What the run took")
 

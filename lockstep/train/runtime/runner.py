@@ -134,7 +134,7 @@ class Runner:
 
     @property
     def model(self) -> nn.Module:
-        """The front end's."""
+        """The front end's model, which is trained in place."""
         return self.front_end.model
 
     @property
@@ -187,7 +187,7 @@ class Runner:
         return self.forms()
 
     def forms(self) -> TrainingState:
-        """The same; parameters of a model that a function has made may have no values yet."""
+        """As ``state``; parameters of a model that a function has made may have no values yet."""
         scale = self.update_config.rules.loss_scale
         return replace(
             state_of(self.model, self._own_updater()),

@@ -233,7 +233,7 @@ class Stores:
             store.readopt([(spec.name, parameters[spec.name]) for spec in store.specs])
 
     def all(self) -> list[TensorStore]:
-        """Those of parameters and slots that lie in memory of the host."""
+        """The stores of parameters and slots in host memory."""
         stores = (*self._parameters, *self._slots)
         return [one for one in stores if one.region.is_shared]
 
