@@ -18,7 +18,29 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 # Arguments of other libraries, and their place in Lockstep.
+_CHECKPOINT = "fit has it: checkpoint='folder' resumes by itself"
+_LOADER = "A DataLoader has it: fit(DataLoader(...)), or batch_size= of fit for arrays and Datasets"
+_STRATEGY = "The strategy has it: strategy=lockstep.MirroredStrategy(devices=2)"
+_VALIDATION = "fit has it: validation_data=, evaluated after each epoch"
 _ELSEWHERE = {
+    "accelerator": _STRATEGY,
+    "accumulate_grad_batches": "It is accumulate=4",
+    "checkpoint_callback": _CHECKPOINT,
+    "ckpt_path": _CHECKPOINT,
+    "device": _STRATEGY,
+    "devices": _STRATEGY,
+    "eval_dataset": _VALIDATION,
+    "gradient_accumulation_steps": "It is accumulate=4",
+    "gradient_clip_val": "It is clip_norm=1.0",
+    "initial_epoch": _CHECKPOINT,
+    "logger": "Loggers are callbacks: callbacks=[lockstep.callbacks.CSVLogger('log.csv')]",
+    "max_epochs": "fit has it: epochs=3",
+    "max_grad_norm": "It is clip_norm=1.0",
+    "num_workers": _LOADER,
+    "resume_from_checkpoint": _CHECKPOINT,
+    "train_dataloaders": "Data is the first argument, without a name",
+    "val_dataloaders": _VALIDATION,
+    "validation_freq": _VALIDATION,
     "callbacks": "The Trainer has them: lockstep.Trainer(..., callbacks=[...])",
     "class_weight": "The loss has it: torch.nn.CrossEntropyLoss(weight=...)",
     "lr": "The optimizer has it: optimizer=functools.partial(torch.optim.Adam, lr=1e-3)",

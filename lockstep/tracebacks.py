@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from types import FunctionType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from lockstep.errors import HostError, LockstepError, WorkerError
+from lockstep.errors import HostError, LockstepError, WorkerError, reason_of
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LIBRARIES = ("torch", "keras")
@@ -94,7 +94,8 @@ def _says_all(error: BaseException) -> bool:
     inside = any(map(_is_own, frames)) and all(
         _is_own(one) or _is_of_library(one) for one in frames
     )
-    return inside and bool(str(cause)) and str(cause) in str(error)
+    words = reason_of(cause) if isinstance(cause, OSError) else str(cause)
+    return inside and bool(words) and words in str(error)
 
 
 def _shortened(error: BaseException, has_own_end: bool) -> TracebackType | None:
@@ -139,6 +140,8 @@ def is_of_user(error: BaseException) -> bool:
 
 def _is_own(one: TracebackType) -> bool:
     file = one.tb_frame.f_code.co_filename
+    if file == "<string>":  # what dataclasses write
+        return str(one.tb_frame.f_globals.get("__name__", "")).partition(".")[0] == "lockstep"
     return file.startswith(_PACKAGE) and file != __file__
 
 

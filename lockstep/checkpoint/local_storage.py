@@ -22,7 +22,7 @@ from lockstep.checkpoint.storage import Create, Storage
 from lockstep.checkpoint.trees import Tensors
 from lockstep.checkpoint.weights import mapped_tensors
 from lockstep.disk import writing
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, reason_of
 
 _TEMPORARY = ".generation-"
 _LOCK = ".lock"
@@ -133,11 +133,12 @@ class LocalStorage(Storage):
             return
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except FileExistsError as error:
+        except OSError as error:
+            is_file = isinstance(error, FileExistsError)
             raise CheckpointError(
                 "Checkpoints must be written into a folder.",
-                received=f"{self._folder}, a file",
-                fix="Name a folder, which need not exist yet.",
+                received=f"{self._folder}, a file" if is_file else reason_of(error),
+                fix="Name a folder that you may write to; it need not exist yet.",
             ) from error
         _sync_folder(self._folder.parent)
 

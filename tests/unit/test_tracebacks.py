@@ -131,6 +131,18 @@ def test_a_cause_whose_words_an_error_repeats_is_not_shown_beside_it() -> None:
     assert len([line for line in shown(caught.value) if "inhomogeneous" in line]) == 1
 
 
+def test_a_file_that_is_not_there_is_told_once() -> None:
+    with pytest.raises(lockstep.errors.CheckpointError) as caught:
+        trainer(nn.Linear(3, 1)).load("nothing.safetensors")
+    assert len([line for line in shown(caught.value) if "No such file" in line]) == 1
+
+
+def test_what_a_dataclass_checks_has_no_frame_of_its_own() -> None:
+    with pytest.raises(lockstep.errors.OptionError) as caught:
+        trainer(nn.Linear(3, 1), schedule="cosine")
+    assert not any("<string>" in line for line in shown(caught.value))
+
+
 def test_a_model_without_parameters_is_named() -> None:
     with pytest.raises(lockstep.errors.ModelError, match=r"no parameters.*Received: ReLU"):
         trainer(nn.ReLU())

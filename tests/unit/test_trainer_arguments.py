@@ -100,6 +100,34 @@ class WithoutTargets(Dataset[Any]):
         return X[index], None
 
 
+@pytest.mark.parametrize(
+    ("made", "fitted", "message"),
+    [
+        ({"devices": 2}, {}, "The strategy has it"),
+        ({"gradient_clip_val": 1.0}, {}, "It is clip_norm"),
+        ({"metrics": "accuracy"}, {}, r'Pass \["accuracy"\]'),
+        ({}, {"validation_freq": 1}, "validation_data="),
+        ({}, {"ckpt_path": "a"}, "checkpoint='folder'"),
+    ],
+)
+def test_names_of_other_libraries_lead_to_lockstep_s(
+    made: dict[str, Any], fitted: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(errors.OptionError, match=message):
+        make_trainer(**made).fit((X, Y), **fitted)
+
+
+def test_checkpoints_where_no_folder_can_be_are_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        trainer = make_trainer()
+        before = [parameter.clone() for parameter in trainer.model.parameters()]
+        with pytest.raises(errors.CheckpointError, match="into a folder") as caught:
+            trainer.fit((X, Y), verbose=0, checkpoint=folder)
+        assert all(map(torch.equal, trainer.model.parameters(), before))
+        assert not getattr(caught.value, "__notes__", ())  # no record could be written there
+
+
 def test_targets_of_none_are_refused_in_training_and_ignored_in_prediction() -> None:
     trainer = make_trainer()
     with pytest.raises(errors.DataError, match=r"tuple of \(Tensor, NoneType\)"):

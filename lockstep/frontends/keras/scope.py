@@ -73,7 +73,7 @@ def check_backend() -> None:
             "Keras models are trained on Keras's PyTorch backend, which is chosen when Keras "
             "is first imported (import tensorflow imports it, too).",
             received=f"the backend {backend!r}",
-            fix="Put this line at the top of the script, before any other import: "
+            fix="Import lockstep before keras; or put this line at the top of the script: "
             'import os; os.environ["KERAS_BACKEND"] = "torch"',
         )
 

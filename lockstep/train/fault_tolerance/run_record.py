@@ -169,7 +169,7 @@ class RunRecord:
             with noting_on(error):
                 self._write("end", **self._place, fault=self._fault(error, "it ended"))
             hint = f"`lockstep doctor {self._path.parent}` tells more, from the record of the run."
-            if not isinstance(error, KeyboardInterrupt):
+            if not isinstance(error, KeyboardInterrupt) and self._path.is_file():
                 add_note(error, hint)
             raise
         self._write("measured", run=self._measured())

@@ -317,9 +317,9 @@ def targetless() -> DataError:
 def _checked(metrics: Mapping[str, Any] | None) -> "dict[str, Metric]":
     if metrics is not None and not isinstance(metrics, Mapping):
         raise OptionError(
-            "`metrics` must be a dict of metrics by name.",
+            "`metrics` must be a dict of metrics by name, or a list of names.",
             received=type(metrics).__name__,
-            fix='Pass {"accuracy": torchmetrics.Accuracy(...)}, for example.',
+            fix='Pass ["accuracy"], or {"accuracy": torchmetrics.Accuracy(...)}.',
         )
     for name, metric in (metrics or {}).items():
         if not is_metric(metric):
