@@ -21,6 +21,7 @@
     latency_microseconds = 50
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -99,7 +100,8 @@ def parse_cluster(text: bytes | str, name: str = "the file") -> Cluster:
 
 def _links(file: _File, problems: Problems) -> dict[str, Link]:
     for name, one in file.links.items():
-        if not one.gigabytes_per_second > 0 or one.latency_microseconds < 0:
+        is_link = 0 < one.gigabytes_per_second < math.inf
+        if not is_link or not 0 <= one.latency_microseconds < math.inf:
             problems.add(
                 f"Link {name!r} must have a bandwidth above 0, and no negative latency.",
                 received=f"gigabytes_per_second={one.gigabytes_per_second}, "
@@ -130,16 +132,16 @@ def _check_file(file: _File, problems: Problems) -> None:
             fix=f"Leave it out for {EFFICIENCY}.",
         )
     for name, one in file.accelerators.items():
-        if not one.teraflops > 0 or parse_bytes(one.memory) is None:
+        if not 0 < one.teraflops < math.inf or not parse_bytes(one.memory):
             problems.add(
                 f"Accelerator {name!r} must have a speed and a memory.",
                 received=f"teraflops={one.teraflops}, memory={one.memory!r}",
                 fix='For example teraflops = 312 and memory = "80GiB".',
             )
     for hosts in file.hosts:
-        if hosts.memory and parse_bytes(hosts.memory) is None:
+        if hosts.memory and not parse_bytes(hosts.memory):
             problems.add(
-                "A device's memory must be a size.",
+                "A device's memory must be a size above 0.",
                 received=f"memory={hosts.memory!r}",
                 fix='For example memory = "24GiB".',
             )

@@ -8,7 +8,7 @@ from lockstep.formatting import format_bytes, format_time
 from lockstep.plan.decision import Pipeline
 from lockstep.plan.pipeline.simulation import Event, Timeline
 from lockstep.plan.program.rank_program import Forward
-from lockstep.report.run_report import RunReport
+from lockstep.report.run_report import RunReport, verdict
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --back: #fff; --line: #d5d9de; --one: #2463ae;
@@ -201,7 +201,7 @@ def _alternatives(ranking: Sequence[dict[str, Any]]) -> list[str]:
             one["name"],
             _unbroken(format_time(one["seconds"])),
             _unbroken(format_bytes(sum(one["memory"].values()))),
-            one["reason"] or "the best",
+            verdict(one),
         )
         for one in ranking
     ]

@@ -110,7 +110,9 @@ def text_of(report: RunReport) -> str:
         lines += ["", "Last epoch:"]
         lines += [f"  {name} {values[-1]:.4g}" for name, values in report.history.items()]
     if report.ranking:
-        lines += ["", "Plans, by predicted step:"]
+        has_trials = any(one.get("tried") is not None for one in report.ranking)
+        first = "those that were tried first, the others " if has_trials else ""
+        lines += ["", f"Plans, {first}by predicted step:"]
         lines += [f"  {_ranked_line(one)}" for one in report.ranking]
     if report.plan is not None:
         lines += ["", str(report.plan)]
@@ -136,4 +138,11 @@ def _signed(error: float | None) -> str:
 
 
 def _ranked_line(one: dict[str, Any]) -> str:
-    return f"{one['name']}, {format_time(one['seconds'])}: {one['reason'] or 'the best'}"
+    return f"{one['name']}, {format_time(one['seconds'])}: {verdict(one)}"
+
+
+def verdict(one: dict[str, Any]) -> str:
+    """Why a plan of the ranking loses, or that it is the best."""
+    seconds = one.get("tried")  # records of before have none
+    tried = "" if seconds is None else f"; a step of its trial took {format_time(seconds)}"
+    return one["reason"] or f"the best{tried}"

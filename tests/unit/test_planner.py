@@ -286,6 +286,15 @@ WRONG = {
     "an unknown device": ('[[hosts]]\ndevice = "Z80"', "'Z80'"),
     "an unknown link": ('[[hosts]]\ndevice = "L4"\nlink = "rope"', "'rope'"),
     "no bandwidth": (FILE.replace("second = 1\n", "second = 0\n"), "a bandwidth above 0"),
+    "a latency that is no number": (
+        FILE.replace("latency_microseconds = 100", "latency_microseconds = nan"),
+        "no negative latency",
+    ),
+    "infinite speed": (
+        '[[hosts]]\ndevice = "mine"\n[accelerators.mine]\nteraflops = inf\nmemory = "1GiB"',
+        "must have a speed and a memory",
+    ),
+    "memory of size 0": ('[[hosts]]\ndevice = "L4"\nmemory = "0GiB"', "a size above 0"),
     "no memory": (
         '[[hosts]]\ndevice = "mine"\n[accelerators.mine]\nteraflops = 3',
         "missing required field `memory`",
@@ -372,6 +381,7 @@ def test_what_if(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> 
         (["--devices", "8", "--batch-size", "4"], "Every device must have a sample"),
         (["--devices", "0"], "--devices must be a number"),
         (["--memory", "much"], "--memory must be a size"),
+        (["--memory", "0 GiB"], "--memory must be a size above 0"),
         (["--what-if-network", "0"], "--what-if-network must be a factor"),
         (["--shares", "3"], "These options are a strategy's"),
         (["--strategy", "magic"], "must name a strategy, or the file of a Plan"),

@@ -92,6 +92,18 @@ def test_the_page(chosen: Path) -> None:
         assert one["name"] in page
 
 
+def test_times_of_trials(chosen: Path) -> None:
+    report = report_of(chosen)
+    first, *others = report.ranking
+    tried = replace(report, ranking=[{**first, "tried": 0.25}, *others])
+    text = text_of(tried)
+    assert "Plans, those that were tried first, the others by predicted step:" in text
+    assert "the best; a step of its trial took 250 ms" in text
+    assert "the best; a step of its trial took 250 ms" in html_of(tried)
+    del first["tried"]  # as in records of before
+    assert "the best" in text_of(replace(report, ranking=[first, *others]))
+
+
 def test_the_stages_of_a_pipeline_and_their_passes(tmp_path: Path) -> None:
     train(tmp_path, lockstep.PipelineStrategy(2, microbatches=4))
     report = report_of(tmp_path)

@@ -125,9 +125,9 @@ def _check_numbers(options: argparse.Namespace) -> None:
                 received=factor,
                 fix="Use 10 for ten times as much.",
             )
-    if options.memory is not None and parse_bytes(options.memory) is None:
+    if options.memory is not None and not parse_bytes(options.memory):
         raise OptionError(
-            "--memory must be a size.", received=options.memory, fix="For example 24GiB."
+            "--memory must be a size above 0.", received=options.memory, fix="For example 24GiB."
         )
 
 

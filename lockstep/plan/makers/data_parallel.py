@@ -29,8 +29,8 @@ from lockstep.plan.splits import DivisionOptions, TensorSplits
 # Of so many samples: the model's graph with costs, and the devices with what is known of them.
 Measure = Callable[[int], tuple[LayerGraph, Cluster]]
 
-# Makes a maker's Plan; a LockstepError says why it cannot be used.
-Try = Callable[["Maker"], object]
+# Makes a maker's Plan, None where it is not known; a LockstepError says why it cannot be used.
+Try = Callable[["Maker"], Plan | None]
 
 
 def try_none(maker: "Maker") -> None:
@@ -46,11 +46,13 @@ class PlanTrials:
             names and makers.
         num_steps: of the whole training; None if that is not known.
         free_bytes: memory for a trial; None if that is not known.
+        begun: the Plan by which a training that is resumed was begun; None for a new one.
     """
 
     times: Callable[[Sequence[tuple[str, "Maker"]]], Sequence[float | str]]
     num_steps: int | None
     free_bytes: int | None
+    begun: Plan | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +149,8 @@ class Wrapping(Maker):
         attempt: Try = try_none,
         trials: PlanTrials | None = None,
     ) -> Maker:
-        def attempt_inner(maker: Maker) -> None:
-            attempt(replace(self, maker=maker))
+        def attempt_inner(maker: Maker) -> Plan | None:
+            return attempt(replace(self, maker=maker))
 
         chosen = self.maker.choose(measure, cluster, batch_size, attempt_inner, trials)
         return self if chosen is self.maker else replace(self, maker=chosen)

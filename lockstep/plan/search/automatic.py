@@ -11,7 +11,7 @@ from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.makers.data_parallel import Maker, Measure, PlanTrials, Try, Wrapping, try_none
 from lockstep.plan.search.candidates import Problem
 from lockstep.plan.search.ranking import Ranked, best_plans
-from lockstep.plan.search.tried import tried
+from lockstep.plan.search.tried import begun_first, tried
 from lockstep.plan.spec import Plan
 
 # Costs are measured on at most so many samples, and on a line from there on.
@@ -52,8 +52,11 @@ class Automatic(Maker):
     ) -> Maker:
         graph, devices = measure(self.sample_size(cluster, batch_size))
         rows = self._ranked(graph, devices, batch_size, attempt)
-        if trials is not None and self.objective == "time":
-            rows = tried(rows, trials, self.num_trials)
+        begun = trials and trials.begun and begun_first(rows, trials.begun, attempt)
+        if begun:
+            rows = begun
+        elif trials is not None and self.objective == "time":
+            rows = tried(rows, trials, self.num_trials, attempt)
         return Chosen(maker=rows[0].candidate.maker, rows=tuple(rows))
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:

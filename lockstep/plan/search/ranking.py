@@ -56,7 +56,7 @@ def best_plans(
         )
     found = sorted([*others, *candidates(problem)], key=lambda one: _key(one, objective))
     refused = []
-    while found and found[0].cost.fits and (reason := _refusal(found[0], attempt)):
+    while found and found[0].cost.fits and (reason := refusal(found[0], attempt)):
         refused.append(Ranked(candidate=found.pop(0), reason=reason, is_refused=True))
     if not found:  # never where one device fits
         raise PlanError(
@@ -74,7 +74,7 @@ def best_plans(
     return [*ranked, *refused]
 
 
-def _refusal(one: Candidate, attempt: Try) -> str:
+def refusal(one: Candidate, attempt: Try) -> str:
     """Why its Plan cannot be used; "" if it can."""
     try:
         attempt(one.maker)

@@ -9,10 +9,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
+
+from lockstep.errors import LockstepError
 from lockstep.formatting import format_time
 from lockstep.plan.cost.breakdown import usable
-from lockstep.plan.makers.data_parallel import PlanTrials
-from lockstep.plan.search.ranking import Ranked, reason_against
+from lockstep.plan.cost.corrections import family_of
+from lockstep.plan.makers.data_parallel import PlanTrials, Try, try_none
+from lockstep.plan.search.ranking import Ranked, reason_against, refusal
+from lockstep.plan.spec import Plan
 
 # A trial takes some seconds: the processes of a training start. A training that is expected to be
 # shorter than this is not worth trials; of a longer one, so many plans are tried.
@@ -23,15 +28,64 @@ _NUM_TRIALS = 3
 _MOST_ERROR = 1.5
 
 
-def tried(rows: Sequence[Ranked], trials: PlanTrials, num_trials: int | None) -> list[Ranked]:
+def begun_first(rows: Sequence[Ranked], begun: Plan, attempt: Try) -> list[Ranked] | None:
+    """All plans, first the one by which a training was begun; None if it is not among them.
+
+    Another one would sum in another order, and draw other random numbers.
+
+    Args:
+        rows: the best first.
+        begun: the Plan.
+        attempt: makes the Plan of one, or says why it cannot be used.
+    """
+    for row in rows:
+        one = row.candidate
+        is_usable = one.cost.fits and not row.is_refused and one.family == family_of(begun)
+        if is_usable and _is_made(row, begun, attempt):
+            others = [_against_begun(each, row) for each in rows if each is not row]
+            return [replace(row, reason=""), *others]
+    return None
+
+
+def _against_begun(row: Ranked, begun: Ranked) -> Ranked:
+    one = row.candidate
+    if row.is_refused:
+        return row
+    if one.cost.fits and one.cost.step.total < begun.candidate.cost.step.total:
+        return replace(row, reason="the training was begun by another plan")
+    return replace(row, reason=reason_against(one, begun.candidate))
+
+
+def _is_made(row: Ranked, begun: Plan, attempt: Try) -> bool:
+    try:
+        plan = attempt(row.candidate.maker)
+    except LockstepError:
+        return False
+    return plan is not None and _decision(plan) == _decision(begun)
+
+
+def _decision(plan: Plan) -> Plan:
+    """A Plan without what was predicted."""
+    staged = plan.pipeline
+    if staged is not None:
+        stages = [msgspec.structs.replace(stage, predicted=None) for stage in staged.stages]
+        staged = msgspec.structs.replace(staged, stages=tuple(stages))
+    return msgspec.structs.replace(plan, notes=(), pipeline=staged)
+
+
+def tried(
+    rows: Sequence[Ranked], trials: PlanTrials, num_trials: int | None, attempt: Try = try_none
+) -> list[Ranked]:
     """All plans, those that were tried first, by the time of a step.
 
     Args:
         rows: by predicted time.
         trials: trains by plans.
         num_trials: plans to try; None is none for a short training.
+        attempt: makes the Plan of one, or says why it cannot be used.
     """
-    few = _to_try(rows)[: _number(rows[0], trials) if num_trials is None else num_trials]
+    number = _number(rows[0], trials) if num_trials is None else num_trials
+    few, rows = _to_try(rows, number, attempt)
     needed = max((row.candidate.cost.all_bytes for row in few), default=0)
     has_memory = trials.free_bytes is None or needed <= usable(trials.free_bytes)
     if len(few) < 2 or not has_memory:
@@ -53,15 +107,27 @@ def _number(best: Ranked, trials: PlanTrials) -> int:
     return _NUM_TRIALS if is_long else 0
 
 
-def _to_try(rows: Sequence[Ranked]) -> list[Ranked]:
-    """The best of each family, as far as it may be the fastest."""
+def _to_try(rows: Sequence[Ranked], number: int, attempt: Try) -> tuple[list[Ranked], list[Ranked]]:
+    """The best of each family, as far as it may be the fastest; and all plans.
+
+    The last of all are those that cannot be used.
+    """
     limit = _MOST_ERROR * rows[0].candidate.cost.step.total
-    firsts: dict[str, Ranked] = {}
+    few: list[Ranked] = []
+    left: list[Ranked] = []
+    refused: list[Ranked] = []
+    families: set[str] = set()
     for row in rows:
         one = row.candidate
-        if one.cost.fits and not row.is_refused and one.cost.step.total <= limit:
-            firsts.setdefault(one.family, row)
-    return [*firsts.values()]
+        may_win = one.cost.fits and not row.is_refused and one.cost.step.total <= limit
+        if may_win and one.family not in families and len(few) < number:
+            families.add(one.family)
+            if reason := refusal(one, attempt):
+                refused.append(Ranked(candidate=one, reason=reason, is_refused=True))
+                continue
+            few.append(row)
+        left.append(row)
+    return few, [*left, *refused]
 
 
 def _explained(row: Ranked, best: Ranked, found: float | str | None) -> Ranked:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,10 @@ from lockstep.checkpoint.reading import (
     damaged,
     read_newest,
 )
+from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.storage import Folder, Url, folder_of
 from lockstep.checkpoint.trees import Tensors
-from lockstep.errors import OptionError, Problems, level_of_user
+from lockstep.errors import OptionError, PlanError, Problems, level_of_user
 from lockstep.options import check_choice, check_count
 from lockstep.plan.spec import Plan
 from lockstep.tracebacks import public_methods
@@ -138,6 +140,14 @@ def check_places(checkpoint: object, record: object) -> None:
         )
 
 
+def _plan_of(saved: Saved) -> Plan | None:
+    """The Plan that a checkpoint was trained by; None if this version cannot read it."""
+    try:
+        return Plan.from_json(msgspec.json.encode(saved.manifest.plan))
+    except PlanError:
+        return None
+
+
 def _number(found: re.Match[str]) -> float:
     return 1 if found["epoch"] else float(found["steps"] or found["seconds"])
 
@@ -236,7 +246,7 @@ class CheckpointWriter:
         if found.record.is_finished and found.record.reaches(self._epochs):
             saved = read(is_finished=False) or saved
             found = FitState.of(saved.tree(), saved.place)
-        return found
+        return replace(found, plan=_plan_of(saved))
 
     def older(self, found: FitState, error: DamagedPartError) -> FitState:
         """The checkpoint before one of which a part is damaged.

@@ -11,6 +11,7 @@ from lockstep.data.order import BatchOrder
 from lockstep.errors import OptionError
 from lockstep.launch.health.failure import ending_with
 from lockstep.parallel.loss.share_losses import ONE_LOSS
+from lockstep.plan.spec import Plan
 from lockstep.train.batch_size_search.batch_size import (
     BatchSizeSearch,
     Training,
@@ -100,6 +101,7 @@ class Fit:
         self._job_context = self._runner.job_context
         self._update_config = self._runner.update_config
         self._asked = asked
+        self._begun: Plan | None = None  # of the training that is resumed
 
     def run(self) -> History:
         """Fit; on several hosts, again after one was lost."""
@@ -143,6 +145,7 @@ class Fit:
             self._settle_batch_size(fit.feed.batch_size)
             if writer is not None:
                 is_new = writer.found is None
+                self._begun = None if writer.found is None else writer.found.plan
                 before = self._runner.epochs_trained, self._runner.steps_trained
                 loading = PartLoading(self._runner, fit.feed, fit.loss)
                 facts = partial(self._facts, fit)
@@ -360,7 +363,9 @@ class Fit:
         self._front_end.stop_training = False
         loss, options = fit.loss and fit.loss.loss, (self._update_config,)
         announce = _silent if display is None else display.announce
-        trials = plan_trials(self._trainer, loss, fit.feed, fit.options.epochs, options, announce)
+        trials = plan_trials(
+            self._trainer, loss, fit.feed, fit.options.epochs, options, announce, self._begun
+        )
 
         def make_driver(interrupt: Interrupt) -> FitDriver:
             return FitDriver(

@@ -118,7 +118,7 @@ class Planning:
         cluster: Cluster | None = None,
         settle: Callable[[Plan], Plan] = _as_made,
         announce: Callable[[str], None] = _silent,
-        check: Callable[[Plan], object] = _as_made,
+        check: Callable[[Plan], Plan] = _as_made,
         *,
         trials: PlanTrials | None = None,
         for_training: bool = False,
@@ -134,7 +134,7 @@ class Planning:
             cluster: the hosts and devices; None is this host.
             settle: makes the Plan the same on all hosts, whose measurements differ.
             announce: called with the name of a step that may take long.
-            check: refuses Plans, if one is to be chosen.
+            check: refuses Plans, if one is to be chosen; returns the Plan that is trained by.
             trials: of Plans, likewise.
             for_training: the call trains; a choice for other calls is then checked again.
             evaluated: samples of a batch that is evaluated, if these may be more.
@@ -165,7 +165,7 @@ class Planning:
         batch_size: int,
         cluster: Cluster,
         announce: Callable[[str], None],
-        check: Callable[[Plan], object],
+        check: Callable[[Plan], Plan],
         trials: PlanTrials | None,
     ) -> Maker:
         """What a maker has chosen, at first and from then on; anew for a first training."""
@@ -178,9 +178,11 @@ class Planning:
                 announce("Measuring this machine")
                 return measured[-1], this_machine(cluster, precision, measured[-1])
 
-            def attempt(one: Maker) -> None:
+            def attempt(one: Maker) -> Plan:
                 one = self._with_splits(one, precision, source, cluster)
-                check(one(measured[-1], cluster, batch_size))
+                is_cut = one.sample_size(cluster, batch_size) is not None
+                graph = measured[-1] if is_cut else capture_layers(self._model)
+                return check(one(graph, cluster, batch_size))
 
             self._chosen = wanted, maker.choose(measure, cluster, batch_size, attempt, trials)
         return self._chosen[1]

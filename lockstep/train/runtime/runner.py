@@ -352,9 +352,10 @@ class Runner:
     ) -> tuple[Plan, Partitions]:
         maker = self.maker()
 
-        def check(plan: Plan) -> None:
+        def check(plan: Plan) -> Plan:
             self.front_end.check_plan(plan := self.update_config.plan(plan))
             divides(plan)
+            return plan
 
         with self.update_config.planning():
             plan, partitions = self._planning.plan(

@@ -13,12 +13,13 @@ from lockstep.disk import CacheFile
 from lockstep.errors import LockstepError
 from lockstep.launch.workers.pool import own_server
 from lockstep.plan.makers.data_parallel import Maker, PlanTrials
+from lockstep.plan.spec import Plan
 from lockstep.train.batch_size_search.batch_size_cache import key_of
 from lockstep.train.batch_size_search.search_algorithm import Measured
 from lockstep.train.input.data_adapter import DataPipeline
 from lockstep.train.input.stream_broadcast import sample_of
 from lockstep.train.trainer_protocol import TrainerProtocol
-from lockstep.train.trials.trial_process import Trials, TriedStrategy
+from lockstep.train.trials.trial_process import Trials, TriedStrategy, is_in_trial
 
 TIMES = CacheFile("plan_times.json", dict[str, float], "How long plans take")
 
@@ -33,8 +34,9 @@ def plan_trials(
     epochs: int,
     options: tuple[object, ...],
     announce: Callable[[str], None],
+    begun: Plan | None = None,
 ) -> PlanTrials | None:
-    """Trials for a ``fit``; None if another host reads its data.
+    """Trials for a ``fit``; None if another host reads its data, and within a trial.
 
     Args:
         trainer: of the training; it is copied.
@@ -43,15 +45,17 @@ def plan_trials(
         epochs: of the training.
         options: other options that affect time, with a complete ``repr``.
         announce: called with what begins.
+        begun: see ``PlanTrials``.
     """
     source, free = sample_of(feed.source), free_memory()
-    if source is None:
+    if source is None or is_in_trial():
         return None
     training = _Training(trainer, loss, source, feed.batch_size, options, announce)
     return PlanTrials(
         times=training.times,
         num_steps=feed.num_steps and feed.num_steps * epochs,
         free_bytes=None if free is None else free.num_bytes,
+        begun=begun,
     )
 
 

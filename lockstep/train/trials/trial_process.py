@@ -14,9 +14,12 @@ peak is that of the first rank's device.
 """
 
 import math
+import os
 import pickle
 import statistics
+import sys
 import time
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +53,7 @@ from lockstep.train.batch_size_search.search_algorithm import (
     too_much,
 )
 from lockstep.train.callbacks.callback import Callback, Logs
+from lockstep.train.fault_tolerance.run_record import VARIABLE
 from lockstep.train.runtime.session import PRELOAD
 from lockstep.train.trainer_protocol import TrainerProtocol
 
@@ -236,9 +240,20 @@ def is_shortage(error: BaseException | None) -> bool:
 # --- in the trial's process ----------------------------------------------------------------------
 
 
+_in_trial = False
+
+
+def is_in_trial() -> bool:
+    """True in a process that serves trials: its trainings make none of their own."""
+    return _in_trial
+
+
 def serve_trials(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> None:
     """Try one size after the other, until rank 0 ends this process."""
+    global _in_trial
+    _in_trial = True
     _volunteer()
+    _be_silent()
     payload, specs, threads, settings = pickle.loads(body)
     with num_threads(threads), settings.applied():
         trainer = unpacked(payload, descriptors, blank_parameters(specs))
@@ -255,6 +270,17 @@ def _volunteer() -> None:
     """Make the kernel kill this process and its helpers first if memory runs out."""
     with suppress(OSError):  # another system, or a container that forbids it
         Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _be_silent() -> None:
+    """Show and record nothing of this process's trainings, nor of their helpers."""
+    os.environ.pop(VARIABLE, None)
+    os.environ["PYTHONWARNINGS"] = "ignore"  # for helpers
+    warnings.simplefilter("ignore")
+    null = os.open(os.devnull, os.O_WRONLY)
+    sys.stdout.flush()
+    os.dup2(null, 1)
+    os.close(null)
 
 
 def _try_size(trainer: TrainerProtocol, source: Source, batch_size: int) -> _Figures:
