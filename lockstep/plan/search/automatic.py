@@ -126,6 +126,8 @@ def _notes(rows: Sequence[Ranked]) -> list[str]:
         f"{format_time(best.cost.step.total)} a step and {format_bytes(best.cost.peak.total)} on a "
         f"rank{'' if measured is None else f'; a step of its trial took {format_time(measured)}'}."
     ]
+    if failure := rows[0].failure:
+        notes.append(f"No trial succeeded, so predictions decided: {failure.rstrip('.')}.")
     refused = [row for row in rows if row.is_refused]
     for reason in dict.fromkeys(row.reason.partition(". ")[0] for row in refused):
         names = [row.candidate.name for row in refused if row.reason.startswith(reason)]

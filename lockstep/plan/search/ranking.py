@@ -22,12 +22,14 @@ class Ranked:
         reason: why it is not the first; empty for the first.
         is_refused: its Plan cannot be used.
         tried: seconds of a step in its trial; None without.
+        failure: why its trial failed, if that of every other plan failed, too.
     """
 
     candidate: Candidate
     reason: str = ""
     is_refused: bool = False
     tried: float | None = None
+    failure: str = ""
 
 
 def best_plans(

@@ -94,8 +94,9 @@ def tried(
     # Two plans may have one name.
     times = {id(row): each for row, each in zip(few, found, strict=True)}
     measured = {row: each for row, each in times.items() if not isinstance(each, str)}
-    if not measured:
-        return [*rows]  # training by the best says what is wrong
+    if not measured:  # training by the best may say what is wrong
+        reason = times.get(id(rows[0]))
+        return [replace(rows[0], failure=str(reason)), *rows[1:]]
     ranked = sorted(rows, key=lambda row: measured.get(id(row), math.inf))
     best = ranked[0]
     return [_explained(row, best, times.get(id(row))) for row in ranked]
