@@ -317,8 +317,7 @@ class Runner:
             ):
                 result = session.run(assignment, driver, hosts, self._calls, fingerprint)
             self._proven = proof or self._proven
-            plan = self.last_plan
-            if plan is not None and loss is not None and loss.uses_whole_batch:
+            if (plan := self.last_plan) and loss is not None and loss.uses_whole_batch:
                 notes = dict.fromkeys((*plan.notes, whole_batch_note(loss)))
                 self.last_plan = msgspec.structs.replace(plan, notes=tuple(notes))
             return result
