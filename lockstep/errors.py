@@ -171,8 +171,9 @@ class ExtraError(LockstepError, ImportError):
 
 def problem(what: str, *, received: object, fix: str) -> str:
     """A message in the form of all of Lockstep's errors."""
-    value = reason_of(received) if isinstance(received, OSError) else received
-    return f"{what} Received: {value}. {fix}"
+    value = reason_of(received) if isinstance(received, OSError) else str(received)
+    end = "" if value.endswith(".") and not value.endswith("..") else "."
+    return f"{what} Received: {value}{end} {fix}"
 
 
 def reason_of(error: OSError) -> str:

@@ -9,10 +9,14 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from functools import lru_cache, wraps
+from pathlib import Path
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 from lockstep.errors import OptionError, Problems
 from lockstep.formatting import listed
+
+# Endings of files of weights in other formats.
+_OTHER_FORMATS = (".pt", ".pth", ".ckpt", ".bin", ".h5", ".keras", ".npz", ".pkl")
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -168,6 +172,19 @@ def check_path(name: str, value: object, problems: Problems) -> None:
     elif "://" in os.fsdecode(value):
         what = f"`{name}` must be a path on this machine."
         problems.add(what, received=f"{name}={value!r}", fix="Pass a path, and no URL.")
+
+
+def check_weights_path(name: str, value: object, problems: Problems) -> None:
+    """Check for the path of a file of weights, which is in the format safetensors."""
+    check_path(name, value, problems)
+    ending = Path(value).suffix if isinstance(value, str | os.PathLike) else ""
+    if ending in _OTHER_FORMATS:
+        problems.add(
+            "Weights are written as safetensors.",
+            received=f"a {name} that ends in {ending!r}",
+            fix="End it in '.safetensors'. torch.save(trainer.model.state_dict(), path) writes "
+            "torch's format.",
+        )
 
 
 def check_name(name: str, value: Any, problems: Problems, *, optional: bool = False) -> None:

@@ -5,7 +5,7 @@ import os
 from lockstep.callbacks.monitoring import BestEpoch, Monitor, check_monitor
 from lockstep.disk import prepare_file
 from lockstep.errors import OptionError, Problems
-from lockstep.options import check_flag, check_path
+from lockstep.options import check_flag, check_weights_path
 from lockstep.train.callbacks.callback import Logs
 from lockstep.train.callbacks.state_values import set_values
 
@@ -43,7 +43,7 @@ class BestWeights(BestEpoch):
         check_monitor(monitor, mode, min_delta, problems)
         check_flag("restore", restore, problems)
         if filepath is not None:
-            check_path("filepath", filepath, problems)
+            check_weights_path("filepath", filepath, problems)
         problems.raise_if_any(OptionError)
         super().__init__(Monitor(monitor, mode, min_delta))
         self._path = filepath

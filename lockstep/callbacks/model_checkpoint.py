@@ -10,10 +10,8 @@ from lockstep.callbacks.monitoring import Monitor, check_monitor
 from lockstep.disk import prepare_file, prepare_folder
 from lockstep.errors import OptionError, Problems
 from lockstep.formatting import listed
-from lockstep.options import check_flag, check_frequency, check_path
+from lockstep.options import check_flag, check_frequency, check_weights_path
 from lockstep.train.callbacks.callback import Callback, Logs
-
-_OTHER_FORMATS = (".pt", ".pth", ".ckpt", ".bin", ".h5", ".keras", ".npz", ".pkl")
 
 
 class ModelCheckpoint(Callback):
@@ -50,12 +48,11 @@ class ModelCheckpoint(Callback):
         save_freq: str | int = "epoch",
     ) -> None:
         problems = Problems()
-        check_path("filepath", filepath, problems)
+        check_weights_path("filepath", filepath, problems)
         check_monitor(monitor, mode, 0.0, problems)
         check_flag("save_best_only", save_best_only, problems)
         check_frequency("save_freq", save_freq, problems)
         self._names = _names_in(filepath, problems)
-        _check_ending(filepath, problems)
         if save_freq != "epoch":
             _check_steps_know({*self._names, *([monitor] if save_best_only else [])}, problems)
         problems.raise_if_any(OptionError)
@@ -132,17 +129,6 @@ class ModelCheckpoint(Callback):
                 received=f"{error}; values {values}",
                 fix="Correct the name or the format; names with 'val_' need validation_data.",
             ) from error
-
-
-def _check_ending(filepath: object, problems: Problems) -> None:
-    """Check that the suffix is not that of another format: files are safetensors."""
-    ending = Path(filepath).suffix if isinstance(filepath, str | os.PathLike) else ""
-    if ending in _OTHER_FORMATS:
-        problems.add(
-            "Weights are written as safetensors.",
-            received=f"a filepath that ends in {ending!r}",
-            fix="End it in '.safetensors'.",
-        )
 
 
 def _names_in(filepath: object, problems: Problems) -> set[str]:

@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from lockstep.disk import replacing
-from lockstep.errors import CheckpointError, Problems
+from lockstep.errors import CheckpointError, OptionError, Problems
+from lockstep.options import check_weights_path
 
 State = dict[str, torch.Tensor]
 
@@ -75,8 +76,12 @@ def save_state_dict(
     Raises:
         CheckpointError: the state has a value that is not a tensor; the path is that of a folder, a
             pipe or a device.
+        OptionError: the path is a URL, or ends as files of other formats do.
         FileNotFoundError: there is no such folder.
     """
+    problems = Problems()
+    check_weights_path("path", path, problems)
+    problems.raise_if_any(OptionError)
     target = Path(os.path.realpath(path))  # a link stays, and points to the new file
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "The folder to save into does not exist", str(path))

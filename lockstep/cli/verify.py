@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, metavar="S", help="of all random numbers (default: 0)"
     )
     parser.add_argument(
-        "--bits", action="store_true", help="also compare runs to the last bit: see the docs"
+        "--bits", action="store_true", help="also compare runs to the last bit (docs/exactness.md)"
     )
     parser.add_argument(
         "--self-test",

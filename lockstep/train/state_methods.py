@@ -36,7 +36,8 @@ class StateMethods:
         All processes that Lockstep has started here write what lies in memory that they share, each
         its part, and this one never has it all.
 
-        The file appears whole or not at all, with the permissions of the one that it replaces.
+        The file appears whole or not at all, with the permissions of the one that it replaces. Its
+        name must not end as files of other formats do: ".pt", ".h5", ".npz", ...
         On several hosts all call it, and host 0 writes.
         """
         with self._runner.job_context.together("save") as hosts:

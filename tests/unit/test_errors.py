@@ -49,6 +49,13 @@ def add(problems: Problems, *names: str) -> None:
         problems.add(f"{name} is wrong.", received=name, fix="Mend it.")
 
 
+def test_a_sentence_that_was_received_ends_once() -> None:
+    text = errors.problem("It must run.", received="It has ended.", fix="Start it.")
+    assert text == "It must run. Received: It has ended. Start it."
+    text = errors.problem("It must be short.", received="a, b, ...", fix="Cut it.")
+    assert text == "It must be short. Received: a, b, .... Cut it."
+
+
 def test_no_problem_raises_nothing() -> None:
     Problems().raise_if_any(OptionError)
 

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 import lockstep
 from lockstep import errors
+from lockstep.callbacks import BestWeights, ModelCheckpoint
 from lockstep.cluster.topology import Cluster, Device, Host
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.makers.data_parallel import SingleDevice
@@ -133,6 +134,15 @@ def test_targets_of_none_are_refused_in_training_and_ignored_in_prediction() -> 
     with pytest.raises(errors.DataError, match=r"tuple of \(Tensor, NoneType\)"):
         trainer.fit(WithoutTargets(), verbose=0)
     assert torch.equal(trainer.predict(WithoutTargets()), trainer.predict(X))
+
+
+def test_weights_are_not_written_under_the_name_of_another_format(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    for act in (make_trainer().save, ModelCheckpoint, lambda path: BestWeights(filepath=path)):
+        with pytest.raises(errors.OptionError, match=r"as safetensors.*torch\.save"):
+            act(path)
+    with pytest.raises(errors.OptionError, match="on this machine"):
+        make_trainer().save("s3://bucket/weights.safetensors")
 
 
 def test_a_folder_that_is_not_there_is_told_by_the_users_path(tmp_path: Path) -> None:
