@@ -156,10 +156,7 @@ def value_bytes(trace: Trace, model: nn.Module, inputs: Tree) -> dict[int, int]:
 
 
 def _layer(
-    model: nn.Module,
-    parameters: Mapping[str, nn.Parameter],
-    layer: TracedLayer,
-    costs: LayerCosts,
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], layer: TracedLayer, costs: LayerCosts
 ) -> Layer:
     return Layer(
         name=layer.name,

@@ -117,10 +117,7 @@ def _atomic_of(trace: Trace) -> dict[str, str]:
 
 
 def run_trace(
-    trace: Trace,
-    model: nn.Module,
-    inputs: Tree,
-    observe: Callable[[int, Any], None] | None = None,
+    trace: Trace, model: nn.Module, inputs: Tree, observe: Callable[[int, Any], None] | None = None
 ) -> Any:
     """The model's outputs, by its instructions.
 

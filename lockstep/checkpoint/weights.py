@@ -139,10 +139,7 @@ def _kind_of(mode: int) -> str:
 
 
 def write_tensors(
-    tensors: State,
-    metadata: dict[str, str],
-    file: BinaryIO,
-    after: Callable[[], None] = _nothing,
+    tensors: State, metadata: dict[str, str], file: BinaryIO, after: Callable[[], None] = _nothing
 ) -> None:
     """Write the header, and the elements of all tensors behind it."""
     file.write(header_of(tensors, metadata)[0])

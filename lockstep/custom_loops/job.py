@@ -182,10 +182,7 @@ class Job:
         )
 
     def share(
-        self,
-        plan: Plan,
-        regions: Sequence[SharedRegion],
-        groups: Sequence[ParameterGroup] = (),
+        self, plan: Plan, regions: Sequence[SharedRegion], groups: Sequence[ParameterGroup] = ()
     ) -> Shared:
         """Share the regions that each host's leader has made; every replica calls it.
 

@@ -73,9 +73,7 @@ class MultiHostBoard(StatusBoard):
         self._meet_here()
 
     def meet(
-        self,
-        give: Callable[[], bytes] = _nothing,
-        take: Callable[[list[bytes]], None] = _ignore,
+        self, give: Callable[[], bytes] = _nothing, take: Callable[[list[bytes]], None] = _ignore
     ) -> None:
         """A barrier of all ranks, at which leaders exchange their hosts' data.
 

@@ -60,10 +60,7 @@ class PieceMemory(ABC):
 
 
 def piece_memory(
-    tensors: Sequence[torch.Tensor],
-    cuts: Sequence[torch.Tensor],
-    *,
-    keeps_on_host: bool = False,
+    tensors: Sequence[torch.Tensor], cuts: Sequence[torch.Tensor], *, keeps_on_host: bool = False
 ) -> PieceMemory:
     """The memory of tensors of one device.
 

@@ -186,10 +186,7 @@ class _Packer(Pickler):
     """Writes tensors aside, one after the other, and their places into the pickle."""
 
     def __init__(
-        self,
-        file: io.BytesIO,
-        write: Callable[[_Place, torch.Tensor], None],
-        spec: MailboxSpec,
+        self, file: io.BytesIO, write: Callable[[_Place, torch.Tensor], None], spec: MailboxSpec
     ) -> None:
         super().__init__(file)
         self._write = write

@@ -227,10 +227,7 @@ class KerasTrainer(FrontEnd):
         return self._job_context.hosts.agree_on_task(task, facts)  # type: ignore[return-value]  # of the same class
 
     def _resume_of(
-        self,
-        feed: DataPipeline,
-        validation: DataPass | None,
-        options: FitOptions,
+        self, feed: DataPipeline, validation: DataPass | None, options: FitOptions
     ) -> FitPosition:
         """Where training begins; streams are read up to that place."""
         start = self.state.start_of(feed, options.initial_epoch)

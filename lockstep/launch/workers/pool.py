@@ -16,11 +16,7 @@ _servers: dict[tuple[str, int | None], ForkServer] = {}
 
 
 def take_team(
-    num_helpers: int,
-    threads: int | None,
-    preload: tuple[str, ...] = (),
-    *,
-    first_rank: int = 1,
+    num_helpers: int, threads: int | None, preload: tuple[str, ...] = (), *, first_rank: int = 1
 ) -> Team:
     """A fresh team.
 

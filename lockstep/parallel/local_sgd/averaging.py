@@ -63,9 +63,7 @@ def averaged_groups(work: Workload) -> tuple[GroupSpec, ...]:
 
 
 def _group(
-    ranks: tuple[int, ...],
-    tensors: Sequence[TensorSpec],
-    how: tuple[Compression | None, ...] = (),
+    ranks: tuple[int, ...], tensors: Sequence[TensorSpec], how: tuple[Compression | None, ...] = ()
 ) -> GroupSpec:
     return GroupSpec(
         ranks=ranks,

@@ -141,10 +141,7 @@ class ClassLoss:
 
 
 def class_weights(
-    output: torch.Tensor,
-    target: torch.Tensor,
-    class_weight: torch.Tensor | None,
-    ignore_index: int,
+    output: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, ignore_index: int
 ) -> torch.Tensor:
     """The terms of the denominator of a mean over classes, one per position of the target."""
     if target.is_floating_point():

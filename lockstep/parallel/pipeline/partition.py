@@ -91,10 +91,7 @@ def partition(plan: Plan, trace: Trace, value_bytes: Mapping[int, int]) -> Parti
 
 
 def partitions(
-    plan: Plan,
-    traced: Iterable[tuple[Trace, Mapping[int, int]]],
-    num_samples: int,
-    evaluated: int,
+    plan: Plan, traced: Iterable[tuple[Trace, Mapping[int, int]]], num_samples: int, evaluated: int
 ) -> dict[bool, Partition]:
     """Cut traces of training and evaluation into the Plan's stages.
 

@@ -98,11 +98,7 @@ class ParameterStore(TensorStore):
 
     @classmethod
     def adopt(
-        cls,
-        parameters: NamedParameters,
-        *,
-        are_blank: bool = False,
-        is_reserved: bool = True,
+        cls, parameters: NamedParameters, *, are_blank: bool = False, is_reserved: bool = True
     ) -> "ParameterStore":
         """Move parameters into a new store, in place.
 
@@ -194,8 +190,7 @@ def _same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:
 
 
 def check_separate(
-    parameters: Iterable[tuple[str, nn.Parameter]],
-    others: Iterable[tuple[str, torch.Tensor]] = (),
+    parameters: Iterable[tuple[str, nn.Parameter]], others: Iterable[tuple[str, torch.Tensor]] = ()
 ) -> None:
     """Check that parameters to be moved share no memory with each other, or with other tensors.
 

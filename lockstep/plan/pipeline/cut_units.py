@@ -62,10 +62,7 @@ def _raise_inseparable(graph: LayerGraph, start: int) -> None:
 
 
 def cut_problem(
-    graph: LayerGraph,
-    units: Sequence[tuple[int, int]],
-    in_flight: int,
-    memory_bytes: int | None,
+    graph: LayerGraph, units: Sequence[tuple[int, int]], in_flight: int, memory_bytes: int | None
 ) -> CutProblem:
     """The problem of cutting these units, where a device keeps ``in_flight`` microbatches."""
     unit_of = [unit for unit, (first, stop) in enumerate(units) for _ in range(first, stop)]

@@ -210,10 +210,7 @@ class _Table:
     """
 
     def __init__(
-        self,
-        size: int,
-        places: Sequence[tuple[int, int]],
-        costs: Callable[[int, int], RunCosts],
+        self, size: int, places: Sequence[tuple[int, int]], costs: Callable[[int, int], RunCosts]
     ) -> None:
         self._size = size
         self._places = places

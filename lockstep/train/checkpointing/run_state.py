@@ -67,11 +67,7 @@ def set_callback_states(callbacks: Sequence[Callback], states: list[dict[str, Tr
 
 
 def check_state(
-    state: TrainingState,
-    own: TrainingState,
-    callbacks: Sequence[Callback],
-    *,
-    has_schedule: bool,
+    state: TrainingState, own: TrainingState, callbacks: Sequence[Callback], *, has_schedule: bool
 ) -> None:
     """Check that a state fits the Trainer.
 
@@ -129,10 +125,7 @@ def _tensor_problems(state: TrainingState, own: TrainingState) -> Problems:
 
 
 def _check_tensors(
-    part: str,
-    there: dict[str, torch.Tensor],
-    here: dict[str, torch.Tensor],
-    problems: Problems,
+    part: str, there: dict[str, torch.Tensor], here: dict[str, torch.Tensor], problems: Problems
 ) -> None:
     missing, strange = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
     for kind, names in (("without", missing), ("with", strange)):

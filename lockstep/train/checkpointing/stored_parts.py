@@ -121,10 +121,7 @@ def _opened_and_written(request: _Request, number: int, descriptors: Sequence[in
 
 
 def _written(
-    request: _Request,
-    stores: Sequence[TensorStore],
-    number: int,
-    others: Sequence[TensorPart] = (),
+    request: _Request, stores: Sequence[TensorStore], number: int, others: Sequence[TensorPart] = ()
 ) -> Found:
     parts = chain(others, _parts(request, stores, request.first_part + number))
     try:

@@ -38,11 +38,7 @@ class SlotWindows:
     """
 
     def __init__(
-        self,
-        pieces: Sequence[BoundPiece],
-        *,
-        may_cut: bool,
-        device: torch.device | None = None,
+        self, pieces: Sequence[BoundPiece], *, may_cut: bool, device: torch.device | None = None
     ) -> None:
         self._device = device
         self._cuts = [

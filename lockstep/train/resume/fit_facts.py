@@ -53,9 +53,7 @@ def plain(value: Any) -> Any:
 # --- optimizers and schedules --------------------------------------------------------------------
 
 
-def named_options(
-    optimizer: optim.Optimizer | Optimizers,
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def named_options(optimizer: optim.Optimizer | Optimizers) -> Iterator[tuple[str, dict[str, Any]]]:
     """The parameter groups of an optimizer, or of several, each with a name."""
     several = optimizer.items() if isinstance(optimizer, Optimizers) else [("", optimizer)]
     for owner, each in several:

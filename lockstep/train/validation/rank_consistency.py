@@ -222,9 +222,7 @@ def is_like(one: Print, other: Print) -> bool:
 
 
 def first_difference(
-    one: Sequence[Print],
-    other: Sequence[Print],
-    is_like: Callable[[Print, Print], bool] = is_same,
+    one: Sequence[Print], other: Sequence[Print], is_like: Callable[[Print, Print], bool] = is_same
 ) -> str | None:
     """The first place with different prints; None if there is none.
 
