@@ -50,11 +50,12 @@ def skipping(feed: DataPipeline, maker: Maker, hosts: object) -> DataPipeline:
         "replicas that train apart": maker.traits.is_local_sgd,
         "parameter servers": isinstance(maker, Served),
     }
-    for received in (reason for reason, is_so in reasons.items() if is_so):
+    refused = next((reason for reason, is_so in reasons.items() if is_so), None)
+    if refused is not None:
         raise OptionError(
             'on_bad_record="skip" needs data that is read by index, one host, and ranks that make '
             "their steps together.",
-            received=f'on_bad_record="skip" with {received}',
+            received=f'on_bad_record="skip" with {refused}',
             fix="Leave them out where the data is read.",
         )
     if isinstance(feed.source, DatasetSource):

@@ -186,13 +186,13 @@ def split_off(
     size = len(source) if isinstance(source, ArraySource) else 0
     kept = math.floor(size * (1 - part)) if is_number(part) and 0 < part < 1 else 0
     if validation_data is not None or not 0 < kept < size:
+        given = f"of {size} samples" if validation_data is None else "and validation_data"
+        if not isinstance(source, ArraySource):
+            given = "of data that is no array"
         raise OptionError(
             "`validation_split` is the part of arrays or tensors, from 0 to 1, that is evaluated "
             "and not trained on.",
-            received=f"validation_split={part!r}"
-            + (" and validation_data" if validation_data is not None else f" of {size} samples")
-            if isinstance(source, ArraySource)
-            else f"validation_split={part!r} of data that is no array",
+            received=f"validation_split={part!r} {given}",
             fix="Use 0.2, or pass validation_data=.",
         )
     assert isinstance(source, ArraySource)

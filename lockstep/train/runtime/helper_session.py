@@ -144,15 +144,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     channels, packed = rest[:num_channels], rest[num_channels:]
     device = rank_device(call.devices, rank)
     accelerators.use(device)
-    # Parameters and slots that only other ranks have stay there.
-    sources: list[TensorStore] = []
-    opened = [
-        open_store(own, number, rank=rank, ranks=ranks, access=access, sources=sources)
-        for (ranks, own, access, _), number in zip(call.stores, stored, strict=True)
-    ]
-    for (ranks, _, _, replaced), own in zip(call.stores, [*opened], strict=True):
-        if replaced is not None and rank in ranks:
-            opened[replaced] = own
+    opened, sources = _open_stores(call, stored, rank)
     with noting_shortage(device):
         mirrors = _move_to_device(call, opened, rank, device)
     views = [view for own in opened[: call.num_groups] for view in own]
@@ -202,6 +194,25 @@ def serve_again(context: HelperContext, body: bytes, descriptors: tuple[int, ...
     part.hear(news)
     with part.assignment.settings.applied(), compute_settings(part.assignment.plan):
         _take_part(part)
+
+
+def _open_stores(
+    call: TaskRequest, descriptors: Sequence[int], rank: int
+) -> tuple[list[list[torch.Tensor]], list[TensorStore]]:
+    """The tensors of all stores; and the stores that this rank copies its part of, or to.
+
+    Parameters and slots that only other ranks have stay there.
+    """
+    sources: list[TensorStore] = []
+    found = [
+        open_store(own, number, rank=rank, ranks=ranks, access=access, sources=sources)
+        for (ranks, own, access, _), number in zip(call.stores, descriptors, strict=True)
+    ]
+    opened = [*found]
+    for (ranks, _, _, replaced), own in zip(call.stores, found, strict=True):
+        if replaced is not None and rank in ranks:
+            opened[replaced] = own
+    return opened, sources
 
 
 def _own_views(specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
