@@ -174,13 +174,12 @@ def _write_all(
     shards = _shard_names("tensors", whole)
     files = {**partitioned_files, **_write_shards(create, shards, most_threads)}
     shards |= _shard_names("parts", partitioned)
-    manifest = msgspec.structs.replace(
-        saved.manifest,
-        files=files,
-        tensors={
-            key: _entry(one, name) for name, shard in shards.items() for key, one in shard.items()
-        },
-    )
+    tensors = {
+        key: TensorEntry.of(one, name)
+        for name, shard in shards.items()
+        for key, one in shard.items()
+    }
+    manifest = msgspec.structs.replace(saved.manifest, files=files, tensors=tensors)
     data = encode_manifest(manifest)
     with create(NAME, len(data)) as file:
         file.write(data)
@@ -220,10 +219,6 @@ def _write_shard(create: Create, name: str, shard: Tensors) -> FileEntry:
         hashed = _Hashed(file)
         write_tensors(shard, {"format": "pt"}, hashed)  # type: ignore[arg-type]  # it has ``write``
     return FileEntry.of_spans(hashed.size, hashed.spans)
-
-
-def _entry(tensor: Any, file: str) -> TensorEntry:
-    return TensorEntry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), file)
 
 
 class _Hashed:

@@ -76,6 +76,11 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shape: tuple[_Size, ...]
     file: _FileName
 
+    @classmethod
+    def of(cls, tensor: Any, file: str) -> "TensorEntry":
+        """The entry of a tensor in a file."""
+        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), file)
+
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """For people.

@@ -74,11 +74,9 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Saved:
         CheckpointError: there is no complete one.
     """
     folder, every = folder_of(path), found_generations(path)
-    return (
-        read_generation(folder)
-        if every == [folder]
-        else _first_whole(folder, every, read_generation)
-    )
+    if every == [folder]:
+        return read_generation(folder)
+    return _first_whole(folder, every, read_generation)
 
 
 def found_generations(path: str | os.PathLike[str]) -> list[Folder]:
@@ -232,14 +230,10 @@ def _read_whole(storage: Storage, name: str, entry: FileEntry) -> bytes:
         raise CheckpointError(f"{name} has {len(data)} bytes of {entry.size}")
     start = 0
     for span in entry.spans or (Span(entry.size, entry.sha256),):
-        if _hash(data[start : span.stop]) != span.sha256:
+        if hashlib.sha256(data[start : span.stop]).hexdigest() != span.sha256:
             raise CheckpointError(f"{name} does not match its hash")
         start = span.stop
     return data
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def _parsed(data: bytes, name: str) -> dict[str, torch.Tensor]:
@@ -254,14 +248,10 @@ def _parsed(data: bytes, name: str) -> dict[str, torch.Tensor]:
 def _check_shard(name: str, shard: Tensors, manifest: Manifest) -> None:
     """Check that a file holds the tensors that the manifest lists for it, and no others."""
     expected = {key: entry for key, entry in manifest.tensors.items() if entry.file == name}
-    found = {
-        key: TensorEntry(str(one.dtype).removeprefix("torch."), tuple(one.shape), name)
-        for key, one in shard.items()
-    }
+    found = {key: TensorEntry.of(one, name) for key, one in shard.items()}
     if found != expected:
-        strange = sorted(
-            key for key in found.keys() | expected if found.get(key) != expected.get(key)
-        )
+        both = found.keys() | expected
+        strange = sorted(key for key in both if found.get(key) != expected.get(key))
         raise CheckpointError(f"{name} does not have the tensors that {NAME} lists: {strange[:5]}")
 
 

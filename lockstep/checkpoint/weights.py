@@ -280,12 +280,7 @@ def _check_tensors(own: State, loaded: State, problems: Problems) -> None:
 
 def _read(path: str | os.PathLike[str]) -> State:
     try:
-        with safe_open(_checked(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = as_written(
-                {name: file.get_tensor(name) for name in file.keys()},  # noqa: SIM118
-                metadata,
-            )
+        tensors, metadata = _opened(_checked(path))
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise _no_weights(path, error) from error
     aliases = {
@@ -304,11 +299,17 @@ def mapped_tensors(path: str) -> State:
         CheckpointError: it is no safetensors file.
     """
     try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return as_written(tensors, file.metadata() or {})
+        return _opened(path)[0]
     except (SafetensorError, ValueError, RuntimeError) as error:
         raise _no_weights(path, error) from error
+
+
+def _opened(path: str) -> tuple[State, dict[str, str]]:
+    """The tensors and the metadata of a file."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return as_written(tensors, metadata), metadata
 
 
 def as_written(tensors: State, metadata: Mapping[str, str]) -> State:

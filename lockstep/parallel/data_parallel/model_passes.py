@@ -275,16 +275,12 @@ class ModelPasses(Passes):
 
     def diagnose(self, run: Run, share: int) -> str:
         """Run the share again on its rank to find the place."""
-        place = Diagnosis.nothing
+        diagnosis, place = Diagnosis(self._model), Diagnosis.nothing
         if share in self._mine:
             self._seed_streams(run, share)
-            place = Diagnosis(self._model).of(
-                partial(self._read, run, share), partial(self._try, run)
-            )
+            place = diagnosis.of(partial(self._read, run, share), partial(self._try, run))
             self.restore_buffers()
-        board = self._exchange.board
-        gathered = [[place]] if board is None else board.all_gather([place])
-        return Diagnosis(self._model).text(max(number for (number,) in gathered))
+        return diagnosis.shared(place, self._exchange.board)
 
     def losses_alone(self, batch: Batch) -> list[ShareLoss | JointLoss]:
         batch = moved(batch, self.device)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from lockstep.comm.shared_memory.status_board import StatusBoard
 from lockstep.data.map_style.sources import Batch
 from lockstep.data.trees import Tree, tensors_of
 
@@ -56,6 +57,11 @@ class Diagnosis:
             if id(parameter) in looked_at and not _is_finite(parameter):
                 return float(place)
         return self.nothing
+
+    def shared(self, place: float, board: StatusBoard | None) -> str:
+        """The text for the place that the last of all ranks has found; every rank calls it."""
+        gathered = [[place]] if board is None else board.all_gather([place])
+        return self.text(max(number for (number,) in gathered))
 
     def text(self, place: float) -> str:
         """The text for a number."""

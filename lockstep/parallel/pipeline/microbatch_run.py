@@ -8,8 +8,10 @@ Backward, the gradients of the roots are received, and the gradient of each leaf
 it is complete.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -121,10 +123,10 @@ class MicrobatchRun:
             if tensors:
                 found = self.mail.receive_gradients(self.stage, number, self.share)
                 for tensor, parts in zip(tensors, zip(*found, strict=True), strict=True):
-                    gradient = _sum([part for part in parts if part is not None])
-                    if gradient is not None:
+                    given = [part for part in parts if part is not None]
+                    if given:  # added in their order; received gradients are not changed
                         roots.append(tensor)
-                        gradients.append(gradient)
+                        gradients.append(reduce(operator.add, given))
         if roots:
             go_backward(roots, gradients)
         for leaves in self._leaves.values():
@@ -151,19 +153,16 @@ class _Leaves:
         self._send: Callable[[Gradients], None] | None = send
         self._missing = len(tensors)
         for index, tensor in enumerate(tensors):
-            tensor.register_post_accumulate_grad_hook(self._taker(index))
+            tensor.register_post_accumulate_grad_hook(partial(self._take, index))
 
-    def _taker(self, index: int) -> Callable[[torch.Tensor], None]:
-        def take(tensor: torch.Tensor) -> None:
-            before, gradient = self._gradients[index], tensor.grad
-            assert gradient is not None
-            tensor.grad = None
-            self._gradients[index] = gradient if before is None else before + gradient
-            self._missing -= before is None
-            if not self._missing:
-                self.complete()
-
-        return take
+    def _take(self, index: int, tensor: torch.Tensor) -> None:
+        before, gradient = self._gradients[index], tensor.grad
+        assert gradient is not None
+        tensor.grad = None
+        self._gradients[index] = gradient if before is None else before + gradient
+        self._missing -= before is None
+        if not self._missing:
+            self.complete()
 
     def complete(self) -> None:
         """Send the gradients, if they are not sent yet."""
@@ -171,13 +170,3 @@ class _Leaves:
         if send is not None:
             send(self._gradients)
             self._gradients.clear()
-
-
-def _sum(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The sum in the given order; received gradients are not changed."""
-    if not gradients:
-        return None
-    total = gradients[0]
-    for gradient in gradients[1:]:
-        total = total + gradient
-    return total

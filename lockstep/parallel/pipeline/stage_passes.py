@@ -228,9 +228,7 @@ class StagePasses(Passes):
     def diagnose(self, run: Run, share: int) -> str:
         """Name the first of all ranks' weights that is not finite."""
         diagnosis = Diagnosis(self._model)
-        place, board = diagnosis.of_weights(self._trainable), self._exchange.board
-        gathered = [[place]] if board is None else board.all_gather([place])
-        return diagnosis.text(max(number for (number,) in gathered))
+        return diagnosis.shared(diagnosis.of_weights(self._trainable), self._exchange.board)
 
     # --- evaluation and prediction ---------------------------------------------------------------
 

@@ -190,9 +190,7 @@ class FitCheckpoints:
         if waiting and loading is not None:
             self.state.load = partial(loading.load, found.place, waiting)
             self.state.load()
-        if (
-            self._runner.is_chief and not found.place
-        ):  # host 0 was restarted in an empty folder, say
+        if self._runner.is_chief and not found.place:  # in an empty folder, after a restart
             writer.keep(found, time.monotonic())
             writer.wait()  # training may change its tensors
         line = _resume_message(found, str(writer.checkpoint.directory), taken)

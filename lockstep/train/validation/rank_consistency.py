@@ -82,6 +82,12 @@ def proof_key(sight: object, parts: tuple[Any, ...], model: nn.Module) -> object
     return seen, TorchSettings.current(), modes, functions_of(model)
 
 
+def batch_of(samples: Any) -> Batch:
+    """The batch of ``samples_of``."""
+    inputs, targets, weight, number = samples
+    return Batch(inputs=inputs, targets=targets, sample_weight=weight, num_samples=number)
+
+
 def check_ranks_agree(worker: Worker, control: Control, samples: Any) -> None:
     """Compare what all ranks compute; every rank calls it, in training mode.
 
@@ -93,10 +99,7 @@ def check_ranks_agree(worker: Worker, control: Control, samples: Any) -> None:
     Raises:
         ModelError: on rank 0; a rank differs from the first of its host, or that from rank 0.
     """
-    inputs, targets, sample_weight, num_samples = control.broadcast(samples)
-    batch = Batch(
-        inputs=inputs, targets=targets, sample_weight=sample_weight, num_samples=num_samples
-    )
+    batch = batch_of(control.broadcast(samples))
     state = left_alone(worker.model, *worker.passes.user_losses())
     with worker.in_trial(), state, uncompiled(), empty_memory_filled():
         own = _fingerprints(worker.model, lambda: worker.passes.losses_alone(batch))
@@ -194,6 +197,13 @@ def _gradients(
     if not roots or not places:
         return []
     found = gradients_of(roots, [one for _, one in places], [*model.parameters()])
+    return gradient_prints(places, found)
+
+
+def gradient_prints(
+    places: Sequence[tuple[str, torch.Tensor]], found: Sequence[torch.Tensor | None]
+) -> list[Print]:
+    """The fingerprints of the gradients at some places."""
     return [
         print_of(f"{GRADIENT} {place}", [] if gradient is None else [gradient])
         for (place, _), gradient in zip(places, found, strict=True)

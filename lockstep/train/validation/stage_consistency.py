@@ -28,12 +28,13 @@ from lockstep.parallel.pipeline.microbatch_run import Gradients, MicrobatchRun
 from lockstep.parallel.pipeline.stage_passes import StagePasses, StageTools, stage_output
 from lockstep.parallel.worker import Worker
 from lockstep.train.validation.rank_consistency import (
-    GRADIENT,
     LOSS,
     MOST_ELEMENTS,
     Print,
+    batch_of,
     empty_memory_filled,
     first_difference,
+    gradient_prints,
     is_like,
     is_same,
     place_of,
@@ -123,10 +124,7 @@ class _StageTrial(MicrobatchRun):
             return {}
         root = seeded([one for one, _ in roots], [seed for _, seed in roots])
         found = gradients_of([root], [one for _, one in places], [*self.model.parameters()])
-        self.prints += [
-            print_of(f"{GRADIENT} {place}", [] if gradient is None else [gradient])
-            for (place, _), gradient in zip(places, found, strict=True)
-        ]
+        self.prints += gradient_prints(places, found)
         gradients: dict[int, Gradients] = {}
         for (number, _), gradient in zip(leaves, found[-len(leaves) :], strict=False):
             gradients.setdefault(number, []).append(gradient)
@@ -173,12 +171,7 @@ def run_stages(tools: StageTools, samples: Any) -> Crossing | None:
         tools: of this process.
         samples: see ``rank_consistency.samples_of``.
     """
-    inputs, targets, sample_weight, num_samples = samples
-    crossing = Crossing(
-        batch=Batch(
-            inputs=inputs, targets=targets, sample_weight=sample_weight, num_samples=num_samples
-        )
-    )
+    crossing = Crossing(batch=batch_of(samples))
     stages = range(len(tools.partition.parts))
     trials = [_StageTrial(stage, tools, crossing) for stage in stages]
     with modes_of(tools.model, training=True), torch.enable_grad(), _untouched(tools):
