@@ -113,10 +113,6 @@ def _check_options(options: argparse.Namespace) -> None:
         )
 
 
-def _auto(options: argparse.Namespace) -> Strategy:
-    return AutoStrategy(devices=options.devices)
-
-
 def _single(options: argparse.Namespace) -> Strategy:
     if options.devices not in (None, 1) or options.shares not in (None, 1):
         raise OptionError(
@@ -125,18 +121,6 @@ def _single(options: argparse.Namespace) -> Strategy:
             fix="Use --strategy mirrored, or leave these out.",
         )
     return SingleDeviceStrategy()
-
-
-def _mirrored(options: argparse.Namespace) -> Strategy:
-    return MirroredStrategy(options.devices, num_shares=options.shares)
-
-
-def _sharded(options: argparse.Namespace) -> Strategy:
-    return FullyShardedStrategy(options.devices, num_shares=options.shares)
-
-
-def _tpu(options: argparse.Namespace) -> Strategy:
-    return TPUStrategy(options.devices, num_shares=options.shares)
 
 
 def _local(options: argparse.Namespace) -> Strategy:
@@ -200,11 +184,11 @@ def _replicas(text: str | None) -> int | list[int]:
 
 
 _STRATEGIES: dict[str, Callable[[argparse.Namespace], Strategy]] = {
-    "auto": _auto,
+    "auto": lambda options: AutoStrategy(devices=options.devices),
     "single": _single,
-    "mirrored": _mirrored,
-    "sharded": _sharded,
-    "tpu": _tpu,
+    "mirrored": lambda options: MirroredStrategy(options.devices, num_shares=options.shares),
+    "sharded": lambda options: FullyShardedStrategy(options.devices, num_shares=options.shares),
+    "tpu": lambda options: TPUStrategy(options.devices, num_shares=options.shares),
     "pipeline": _pipeline,
     "hybrid": _hybrid,
     "local": _local,

@@ -245,8 +245,7 @@ class Attachment(HelperContext):
         """The leader's last message, if it is a failure; otherwise how its process ended."""
         with suppress(EOFError):
             while (message := self._link.take_one()) is not None:
-                for descriptor in message.descriptors:
-                    os.close(descriptor)
+                message.close()
                 if message.kind == FAIL:
                     self.has_leader_failed = True
                     return _failure_in(message)

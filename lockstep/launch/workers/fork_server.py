@@ -367,8 +367,7 @@ class _ServerLoop:
             if pid == 0:
                 self._run_child(message)
             self._children[number] = pid
-        for descriptor in message.descriptors:
-            os.close(descriptor)
+        message.close()
 
     def _run_child(self, message: Message) -> None:
         status = 1

@@ -87,8 +87,7 @@ class HelperContext(ABC):
                 os.chdir(directory)
             function = function_at(target)
         except BaseException:
-            for descriptor in call.descriptors:
-                os.close(descriptor)
+            call.close()
             raise
         return function(self, body, call.descriptors)
 

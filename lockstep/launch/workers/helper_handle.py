@@ -5,7 +5,6 @@ Lockstep, which forks it (``fork_server``), or a launcher, which started it to r
 (``external_workers``).
 """
 
-import os
 from abc import ABC, abstractmethod
 from collections import deque
 
@@ -124,8 +123,7 @@ class HelperHandle(ABC):
         self.link.close()
         self.diagnostics.close()
         for message in self.inbox:
-            for descriptor in message.descriptors:
-                os.close(descriptor)
+            message.close()
         self.inbox.clear()
 
 

@@ -46,6 +46,11 @@ class Message:
     payload: bytes = b""
     descriptors: tuple[int, ...] = ()
 
+    def close(self) -> None:
+        """Close its descriptors."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
 
 class Link:
     """One end of a socket pair."""
