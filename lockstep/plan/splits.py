@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from msgspec.structs import replace
+
 from lockstep.graph.layer_graph import Division
 from lockstep.plan.plan_part import PlanPart
 from lockstep.plan.shares import share_bounds
@@ -71,7 +73,7 @@ class Split(PlanPart, frozen=True, kw_only=True):
 
     def at(self, dim: int) -> "Split":
         """The same of another dim."""
-        return Split(dim=dim, sizes=self.sizes, num_shards=self.num_shards, unit=self.unit)
+        return replace(self, dim=dim)
 
 
 class ParameterSplit(PlanPart, frozen=True, kw_only=True):

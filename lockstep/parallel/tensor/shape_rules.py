@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from lockstep.parallel.tensor.divided_tensor import (
     DividedTensor,
@@ -142,7 +143,7 @@ def _divided_dim_of(
     if shape[start] % split.size == 0:
         times = shape[start] // split.size  # joined with dims after it
         sizes = tuple(size * times for size in split.sizes)
-        joined = Split(dim=start, sizes=sizes, num_shards=split.num_shards, unit=split.unit * times)
+        joined = replace(split, dim=start, sizes=sizes, unit=split.unit * times)
         return joined, 0 if input.span % times else input.span // times
     if split.size % shape[start]:
         return None
@@ -164,8 +165,7 @@ def _joined_with_dims_before(
         found = [dim for dim, one in enumerate(shape) if (products[dim], one) == (start, size)]
         if found:
             blocks = (split.size,) * (size // split.size)
-            made = Split(dim=found[0], sizes=blocks, num_shards=split.num_shards, unit=split.unit)
-            return made, input.span
+            return replace(split, dim=found[0], sizes=blocks), input.span
     return None
 
 
@@ -177,17 +177,12 @@ def _cut_further(
     if dim == len(shape) or size % shape[dim] or (size == split.size and len(split.sizes) > 1):
         return None
     times = size // shape[dim]
-    made = Split(
-        dim=dim,
-        sizes=(shape[dim],),
-        num_shards=split.num_shards,
-        unit=max(split.unit // times, 1),
-    )
     if split.unit % times:
         sizes = [one * input.span for one in split.sizes]
         owner.refine(input, sizes, math.lcm(split.unit, times) * input.span)
         return None
-    return made, input.span * times
+    unit = max(split.unit // times, 1)
+    return replace(split, dim=dim, sizes=(shape[dim],), unit=unit), input.span * times
 
 
 def _reordered(owner: Owner, func: Any, args: _Arguments, kwargs: _Options) -> Any:
@@ -251,10 +246,7 @@ def _blocks(owner: Owner, input: DividedTensor, sizes: Sequence[int]) -> Any:
     for shard, part in zip(owner.exchange.own, input.parts, strict=True):
         own = [stop - start for start, stop in split.cuts[shard]]
         columns.append(part.split(own, split.dim))
-    splits = [
-        Split(dim=split.dim, sizes=(size,), num_shards=split.num_shards, unit=split.unit)
-        for size in sizes
-    ]
+    splits = [replace(split, sizes=(size,)) for size in sizes]
     return tuple(
         input.like(parts, own, is_view=True)
         for parts, own in zip(zip(*columns, strict=True), splits, strict=True)
@@ -313,12 +305,9 @@ def _every(owner: Owner, input: DividedTensor, index: Any, own: int, step: int) 
         sizes = [size * input.span for size in split.sizes]
         owner.refine(input, sizes, math.lcm(split.unit, step) * input.span)
         return NotImplemented
-    taken = Split(
-        dim=_dim_after(index, _dims_of(index, input.dim()), split.dim),
-        sizes=tuple(size // step for size in split.sizes),
-        num_shards=split.num_shards,
-        unit=split.unit // step,
-    )
+    dim = _dim_after(index, _dims_of(index, input.dim()), split.dim)
+    kept = tuple(size // step for size in split.sizes)
+    taken = replace(split, dim=dim, sizes=kept, unit=split.unit // step)
     return input.like([part[index] for part in input.parts], taken, input.span * step, is_view=True)
 
 
