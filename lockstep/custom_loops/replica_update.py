@@ -229,15 +229,15 @@ class ReplicaUpdate:
     ) -> list[list[torch.Tensor]]:
         """The stores that the leader of this host has made."""
         access: Access = "shared" if self._plan.engine.shares_memory else "copied"
-        options: dict[str, Any] = {"rank": self._job.rank, "ranks": self._job.ranks_here}
         return [
             # Each replica writes only its own slots and options.
             open_store(
                 layout,
                 descriptor,
+                rank=self._job.rank,
+                ranks=self._job.ranks_here,
                 access=access if number < 2 else "shared",
                 sources=[],
-                **options,
             )
             for number, (descriptor, layout) in enumerate(zip(stores, layouts, strict=True))
         ]

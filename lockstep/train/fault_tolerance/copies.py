@@ -214,9 +214,10 @@ class Copies:
             if due or self.is_required:
                 raise
             return  # the error of a fault will say what is lost
-        before, plan = self._memory.reusable, self._state.runner.plan
+        plan = self._state.runner.plan
         is_divided, sharding = divides_copies(plan), plan.sharding
-        before = None if is_divided else before  # that one stays until all have written
+        # A divided copy stays until all have written the next one.
+        before = None if is_divided else self._memory.reusable
         is_on_disk = is_divided and sharding is not None and sharding.directory
         if not (due or is_on_disk or self._has_memory_for(now, before)):
             return

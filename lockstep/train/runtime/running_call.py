@@ -117,14 +117,7 @@ class RunningCall:
             return False
         assert worker.board is not None
         lost = worker.updater.recover()
-        plan = self.assignment.plan
-        on_devices = not is_cpu(plan.devices)
-        sharding = plan.sharding if plan.pipeline is None else None
-        has_older = (
-            len(plan.domains) > 1
-            and (sharding is None or (on_devices and sharding.offload is None))
-            and (bool(worker.updater.slot_keys()) or on_devices)
-        )
+        has_older = self._has_older_slots()
         last = worker.board.last_update
         is_lost = worker.mark_lost()
         if last is not None and not lost and not has_older and not is_lost:
@@ -138,6 +131,17 @@ class RunningCall:
             note = what_is_lost(last, lost, has_older=has_older)
         add_note(error, note)
         return note == PARTS_ARE_LOST
+
+    def _has_older_slots(self) -> bool:
+        """Whether slots are updated in other memory, so that this process has older ones."""
+        plan, updater = self.assignment.plan, self.worker.updater
+        on_devices = not is_cpu(plan.devices)
+        sharding = plan.sharding if plan.pipeline is None else None
+        return (
+            len(plan.domains) > 1
+            and (sharding is None or (on_devices and sharding.offload is None))
+            and (on_devices or (updater is not None and bool(updater.slot_keys())))
+        )
 
 
 def check_not_lost(model: nn.Module) -> None:
