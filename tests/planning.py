@@ -76,23 +76,32 @@ def _random_memory(choice: random.Random) -> int:
 def best_by_trying(
     profile: Profile, placement: Placement, batch_size: int, shares: Sequence[int]
 ) -> float:
-    """The shortest step of all layouts that fit; infinite if none does."""
+    """The shortest step of all layouts that fit; infinite if none does.
+
+    Stages are put in front of those behind them, so that layouts share the sums of these. One stage
+    that does not fit is in no layout that fits.
+    """
 
     @functools.cache
     def known(start: int, stop: int, behind: int, replicas: int, count: int) -> StageCost:
         layout = Layout((start,), (replicas,), count)
         return stage_cost(profile, placement, layout, batch_size, start, stop, behind, replicas)
 
-    best = math.inf
-    for layout in every_layout(profile.num_units, len(placement), shares):
-        behind = [*itertools.accumulate(reversed(layout.replicas), initial=0)]
-        stops = (*layout.starts[1:], profile.num_units)
-        places = zip(layout.starts, stops, reversed(behind[:-1]), layout.replicas, strict=True)
-        stages = [known(*place, layout.shares) for place in places]
-        if all(one.memory.total <= usable(one.limit) or not one.limit for one in stages):
-            seconds = sum(one.turn for one in stages) + max(one.rest for one in stages)
-            best = min(best, seconds)
-    return best
+    def best_before(stop: int, behind: int, turns: float, rest: float, count: int) -> float:
+        """Of all layouts that end in these stages: those before take the units before ``stop``."""
+        if stop == 0:
+            return turns + rest
+        best = math.inf
+        for start in range(stop):
+            for replicas in range(1, min(len(placement) - behind, count) + 1):
+                one = known(start, stop, behind, replicas, count)
+                if not one.limit or one.memory.total <= usable(one.limit):
+                    longest = max(rest, one.rest)
+                    ends = start, behind + replicas, turns + one.turn, longest, count
+                    best = min(best, best_before(*ends))
+        return best
+
+    return min(best_before(profile.num_units, 0, 0.0, 0.0, count) for count in shares)
 
 
 def every_layout(units: int, devices: int, shares: Sequence[int]) -> Iterator[Layout]:
