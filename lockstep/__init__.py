@@ -5,8 +5,10 @@ name that needs torch imports it. Keras uses its PyTorch backend, unless another
 """
 
 import os
+import random
 import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lockstep import tracebacks
@@ -127,14 +129,23 @@ __all__ = [*_HOMES]
 
 def __getattr__(name: str) -> Any:
     if name == "keras":  # not in ``__all__``: a star import must not replace Keras itself
-        return import_module("lockstep.keras")
+        return _loaded("lockstep.keras")
     if name not in _HOMES:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     module_name, attribute = _HOMES[name]
-    module = import_module(module_name)
+    module = _loaded(module_name)
     value = getattr(module, attribute) if attribute else module
     globals()[name] = value
     return value
+
+
+def _loaded(name: str) -> ModuleType:
+    """A module; packages that it imports draw no number that the script would have drawn."""
+    before = random.getstate()
+    try:
+        return import_module(name)
+    finally:
+        random.setstate(before)
 
 
 def __dir__() -> list[str]:

@@ -6,6 +6,7 @@ What is imported is asked of a fresh interpreter, as this one has imported every
 import ast
 import importlib
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -116,6 +117,12 @@ def test_dir_shows_what_is_public_and_nothing_else() -> None:
     assert lockstep.Trainer.__module__ == "lockstep.train.trainer"
     assert hasattr(lockstep, "train")  # loading a name binds the packages on the way
     assert before == dir(lockstep) == sorted([*PUBLIC, "__version__", "keras"])
+
+
+def test_loading_a_name_draws_no_random_number() -> None:
+    """rich draws one when it is imported."""
+    code = "import random, lockstep; random.seed(1); lockstep.Trainer; print(random.random())"
+    assert float(run(code)) == random.Random(1).random()
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
