@@ -114,7 +114,8 @@ def left_alone(model: nn.Module, *others: Any, with_trained: bool = False) -> It
     finally:
         state.restore()
         for parameter, gradient in gradients:
-            parameter.grad = gradient
+            # It may have been moved to a device meanwhile.
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
         torch.clear_autocast_cache()  # it may hold weights that were cast without gradients
 
 

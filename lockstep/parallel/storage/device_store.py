@@ -16,7 +16,14 @@ from torch import nn
 
 from lockstep.comm.collectives.gradients import TensorSpec, views_in
 from lockstep.comm.shared_memory.shared_region import SharedRegion
-from lockstep.parallel.storage.store import NamedParameters, TensorStore, copy_to_views, tensor_spec
+from lockstep.parallel.storage.store import (
+    NamedParameters,
+    TensorStore,
+    copy_to_views,
+    moved_parameters,
+    set_data,
+    tensor_spec,
+)
 from lockstep.plan.layout import flat_offsets
 
 # Tensors in memory that rank 0 maps, and the tensors on a device with their values.
@@ -55,6 +62,13 @@ class DeviceStore(TensorStore):
                     spec.shape, spec.stride, dtype=spec.dtype, device=parameter.device
                 ).copy_(parameter)
         return cls(specs, [parameter.data for _, parameter in parameters])
+
+    @torch.no_grad()
+    def readopt(self, parameters: NamedParameters) -> None:
+        """See ``ParameterStore.readopt``."""
+        for view, parameter in moved_parameters(self.views, parameters):
+            view.copy_(parameter.clone())  # it may overlap the view
+            set_data(parameter, view)
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -127,18 +127,7 @@ class ParameterStore(TensorStore):
         Raises:
             ModelError: a parameter has another shape.
         """
-        for view, (name, parameter) in zip(self.views, parameters, strict=True):
-            if parameter.shape != view.shape:
-                raise ModelError(
-                    "A parameter keeps its shape while it is trained.",
-                    received=f"{name!r} of shape {(*parameter.shape,)}, before {(*view.shape,)}",
-                    fix="Assign values of the same shape, or call fit with the changed model.",
-                )
-        moved = [
-            (view, parameter)
-            for view, (_, parameter) in zip(self.views, parameters, strict=True)
-            if not _same_memory(parameter, view)
-        ]
+        moved = moved_parameters(self.views, parameters)
         if moved:  # rare; this runs after every step that a callback watches
             self._move_back(moved)
 
@@ -156,6 +145,28 @@ class ParameterStore(TensorStore):
                 freed = 0
 
 
+def moved_parameters(
+    views: Sequence[torch.Tensor], parameters: NamedParameters
+) -> list[tuple[torch.Tensor, nn.Parameter]]:
+    """The parameters that lie elsewhere than in these views, each with its view.
+
+    Raises:
+        ModelError: a parameter has another shape.
+    """
+    for view, (name, parameter) in zip(views, parameters, strict=True):
+        if parameter.shape != view.shape:
+            raise ModelError(
+                "A parameter keeps its shape while it is trained.",
+                received=f"{name!r} of shape {(*parameter.shape,)}, before {(*view.shape,)}",
+                fix="Assign values of the same shape, or call fit with the changed model.",
+            )
+    return [
+        (view, parameter)
+        for view, (_, parameter) in zip(views, parameters, strict=True)
+        if not _same_memory(parameter, view)
+    ]
+
+
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Move a Parameter or buffer to ``data``; it stays the same object."""
     try:
@@ -167,13 +178,18 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def move_model(model: nn.Module, device: torch.device) -> None:
-    """Move a model to a device; its Parameters and buffers stay the same objects."""
+    """Move a model and its gradients to a device; Parameters and buffers stay the same objects."""
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     for module in recurrent:
         module._flat_weight_refs = []  # tensors with weak references cannot be swapped
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device != device:
+            gradient = tensor.grad if tensor.is_leaf else None
+            if gradient is not None:
+                tensor.grad = None
             set_data(tensor, tensor.detach().to(device))
+            if gradient is not None:
+                tensor.grad = gradient.to(device)
     for module in recurrent:
         module._flat_weight_refs = [
             one if one is None else weakref.ref(one) for one in module._flat_weights
@@ -183,7 +199,8 @@ def move_model(model: nn.Module, device: torch.device) -> None:
 
 def _same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:
     return (
-        tensor.data_ptr() == view.data_ptr()
+        tensor.device == view.device
+        and tensor.data_ptr() == view.data_ptr()
         and tensor.dtype == view.dtype
         and tensor.stride() == view.stride()
     )

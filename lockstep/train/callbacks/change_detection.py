@@ -5,7 +5,8 @@ any other change between two epochs (a frozen layer, another dropout rate, a new
 loaded optimizer state) the ranks are sent everything anew. This module detects such changes.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,8 @@ from torch import nn, optim
 from lockstep.errors import OptionError
 from lockstep.formatting import first_few
 from lockstep.parallel.transfer.serialization import describe
+from lockstep.plan.averaging import AveragedUpdate
+from lockstep.plan.devices import is_cpu
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks.state_values import changed_values, copied_values
 from lockstep.train.optim.optimizers import Optimizers, each_optimizer
@@ -236,7 +239,8 @@ def fingerprint(
     model: nn.Module, optimizer: optim.Optimizer | Optimizers | None, plan: Plan
 ) -> object:
     """What ranks were sent or have made, but for values, which are sent to them anyway."""
-    slots = [_slots_of(each) for each in each_optimizer(optimizer)]
+    are_seen = ranks_see_writes(plan)
+    slots = [_slots_of(each, are_seen=are_seen) for each in each_optimizer(optimizer)]
     if plan.num_ranks > 1 or plan.pipeline is not None:  # stages run a trace of the model
         return structure(model), _contents(model), slots
     # The user's own model runs, and the optimizer steps itself; on master weights a clone does.
@@ -271,12 +275,66 @@ def _form(tensor: torch.Tensor | None) -> object:
     return tensor is not None and (tensor.shape, tensor.dtype, tensor.layout, tensor.device)
 
 
-def _slots_of(optimizer: optim.Optimizer) -> object:
+def ranks_see_writes(plan: Plan) -> bool:
+    """True if all ranks see what rank 0 writes to stored slots: the memory is theirs, too."""
+    if plan.num_hosts > 1 or isinstance(plan.update, AveragedUpdate):
+        return False
+    sharding = plan.sharding
+    if is_cpu(plan.devices):
+        return plan.engine.shares_memory or sharding is not None
+    return sharding is not None and sharding.streams_parameters
+
+
+def _slots_of(optimizer: optim.Optimizer, *, are_seen: bool) -> object:
     groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
     slots = {
         id(parameter): [
-            (name, id(value), getattr(value, "_version", None)) for name, value in values.items()
+            (name, id(value), getattr(value, "_version", None), _mark_of(value, are_seen))
+            for name, value in values.items()
         ]
         for parameter, values in optimizer.state.items()
     }
     return groups, slots
+
+
+@contextmanager
+def kept_slots(optimizers: Sequence[optim.Optimizer], plan: Plan) -> Iterator[None]:
+    """Around callbacks that see the optimizer's slots within an epoch.
+
+    Raises:
+        OptionError: they have changed slots, and ranks would not see that.
+    """
+    are_seen = ranks_see_writes(plan)
+    before = _marked_slots(optimizers, are_seen)
+    yield
+    after = _marked_slots(optimizers, are_seen)
+    if before.keys() != after.keys() or any(
+        value is not after[key][0] or mark != after[key][1] for key, (value, mark) in before.items()
+    ):
+        raise OptionError(
+            "Within an epoch a callback may read the optimizer's slots, not change them: the ranks "
+            "that update by them have their own.",
+            received="a change of optimizer.state",
+            fix="Change it in on_epoch_begin or on_epoch_end.",
+        )
+
+
+def _marked_slots(
+    optimizers: Sequence[optim.Optimizer], are_seen: bool
+) -> dict[object, tuple[object, object]]:
+    """Every slot, with a mark that shows writes unless all ranks see them."""
+    return {
+        (number, id(parameter), name): (value, _mark_of(value, are_seen))
+        for number, optimizer in enumerate(optimizers)
+        for parameter, values in optimizer.state.items()
+        for name, value in values.items()
+    }
+
+
+def _mark_of(value: object, is_seen: bool) -> object:
+    """The version of a tensor, and a sum, which shows writes to ``value.data``, too."""
+    if not isinstance(value, torch.Tensor) or (is_seen and value.numel() > 1):
+        return None
+    dtype = torch.float64 if value.is_floating_point() else None
+    found = value.detach().sum(dtype=dtype).item()
+    return value._version, str(found)  # in text NaN is equal to itself

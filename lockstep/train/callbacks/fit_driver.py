@@ -13,7 +13,12 @@ from lockstep.data.map_style.sources import Source
 from lockstep.parallel.training_step import StepResult
 from lockstep.plan.makers.data_parallel import PlanTrials
 from lockstep.train.callbacks.callback import Callback, acting
-from lockstep.train.callbacks.change_detection import ChangeWatch, SettingsWatch, fingerprint
+from lockstep.train.callbacks.change_detection import (
+    ChangeWatch,
+    SettingsWatch,
+    fingerprint,
+    kept_slots,
+)
 from lockstep.train.callbacks.driver import Logs, Snapshot
 from lockstep.train.callbacks.hidden_slots import hidden_slots
 from lockstep.train.callbacks.interrupt import Interrupt
@@ -144,17 +149,27 @@ class FitDriver(RestartingDriver):
         if self._display is not None:
             self._display.end_step(index, result.total, result.weight, result.num_samples)
         is_shown = self._state.recorded is not None
-        with nullcontext() if is_shown else self._hiding_slots():
+        with self._keeping_slots() if is_shown else self._hiding_slots():
             for callback in self._step_enders:
                 callback.on_train_batch_end(index, self._step_logs(result))
 
     def _hiding_slots(self) -> AbstractContextManager[None]:
         """Around callbacks in an epoch: other ranks have slots, or newer ones."""
-        plan = self._runner.plan
-        is_alone = plan.num_ranks == 1 and plan.sharding is None
-        if is_alone or not self.updater.is_known:  # this process steps them itself
+        if self._steps_alone:
             return nullcontext()
         return hidden_slots(self._front_end.torch_optimizers)
+
+    def _keeping_slots(self) -> AbstractContextManager[None]:
+        """Around callbacks in an epoch that see all slots."""
+        if self._steps_alone:
+            return nullcontext()
+        return kept_slots(self._front_end.torch_optimizers, self._runner.plan)
+
+    @property
+    def _steps_alone(self) -> bool:
+        """True if this process alone makes updates, with the user's optimizer."""
+        plan = self._runner.plan
+        return (plan.num_ranks == 1 and plan.sharding is None) or not self.updater.is_known
 
     def _step_logs(self, result: StepResult) -> Logs:
         """The logs of a step for callbacks."""
@@ -192,15 +207,20 @@ class FitDriver(RestartingDriver):
     def _show_validation_begin(self) -> None:
         if self._display is not None:
             self._display.say("validating")
-        for callback in self._callbacks:
-            callback.on_test_begin()
+        self._call_in_epoch("on_test_begin")
 
     def end_validation(self, logs: Logs) -> None:
         self._journal.once(partial(self._show_validation, logs))
 
     def _show_validation(self, logs: Logs) -> None:
-        for callback in self._callbacks:
-            callback.on_test_end(logs)
+        self._call_in_epoch("on_test_end", logs)
+
+    def _call_in_epoch(self, method: str, *arguments: Any) -> None:
+        """Call the callbacks that have a method, which see the optimizer's slots."""
+        if having := acting(self._callbacks, method):
+            with self._keeping_slots():
+                for callback in having:
+                    getattr(callback, method)(*arguments)
 
     def end_epoch(self, epoch: int, logs: Logs) -> None:
         if self._schedule is not None:

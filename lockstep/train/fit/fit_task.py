@@ -180,7 +180,8 @@ class FitTask(Task):
         return FitResult(
             num_epochs=run.num_epochs,
             num_steps=run.num_steps,
-            slots=rank_sync.gathered_slots(),
+            # Before a restart rank 0 has all slots, with the changes of its callbacks.
+            slots=[] if resume is not None else rank_sync.gathered_slots(),
             resume=resume,
         )
 

@@ -67,6 +67,8 @@ class Stores:
 
     def __init__(self) -> None:
         self._parameters: list[ParameterStore] = []
+        # Of a call on devices; the call keeps them.
+        self._beside_devices: list[weakref.ref[ParameterStore | DeviceStore]] = []
         self._slots: list[TensorStore] = []
         self._directory: str | None = None  # of slots
         self._residuals: TensorStore | None = None
@@ -122,10 +124,11 @@ class Stores:
         sharding = assignment.plan.sharding
         if sharding is not None and sharding.streams_parameters:
             return self._adopt_streamed(assignment, leader)
-        stores: list[TensorStore] = [
+        stores = [
             DeviceStore.of(own) if here else ParameterStore.adopt(own)
             for own, here in zip(members, is_here, strict=True)
         ]
+        self._beside_devices = [weakref.ref(store) for store in stores]
         mapped = _mapped(assignment, stores, "on its device")
         is_apart = isinstance(assignment.plan.update, AveragedUpdate)
         if assignment.plan.sharding is not None and assignment.updater is not None:
@@ -229,7 +232,8 @@ class Stores:
     def readopt(self, model: nn.Module) -> None:
         """Bring parameters that a callback moved back into their stores."""
         parameters = dict(model.named_parameters())
-        for store in self._parameters:
+        beside = (found for one in self._beside_devices if (found := one()) is not None)
+        for store in (*self._parameters, *beside):
             store.readopt([(spec.name, parameters[spec.name]) for spec in store.specs])
 
     def all(self) -> list[TensorStore]:

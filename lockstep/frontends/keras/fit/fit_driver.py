@@ -9,6 +9,7 @@ import torch
 from keras.src import backend
 from keras.src.callbacks.callback import Callback as KerasCallback
 from keras.src.callbacks.progbar_logger import ProgbarLogger
+from keras.src.callbacks.swap_ema_weights import SwapEMAWeights
 from keras.src.utils.io_utils import print_msg
 from keras.src.utils.python_utils import pythonify_logs
 
@@ -28,7 +29,11 @@ from lockstep.frontends.keras.optim.optimizer_copy import set_options
 from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.transfer.serialization import describe_values
 from lockstep.train.callbacks.callback import Callback
-from lockstep.train.callbacks.change_detection import SettingsWatch, structure
+from lockstep.train.callbacks.change_detection import (
+    SettingsWatch,
+    ranks_see_writes,
+    structure,
+)
 from lockstep.train.callbacks.driver import Logs, TaskDriver
 from lockstep.train.callbacks.fit_driver import FitDriver
 from lockstep.train.callbacks.interrupt import Interrupt
@@ -231,6 +236,7 @@ class KerasFitDriver(FitDriver, EvaluationDriver):
         self._module: Any = trainer.model
         self._has_user_callbacks = any(map(_is_user_defined, callbacks.callbacks))
         self._has_acting_callbacks = not all(map(_only_observes, callbacks.callbacks))
+        self._swaps_averages = any(isinstance(one, SwapEMAWeights) for one in callbacks.callbacks)
         EvaluationDriver.__init__(self, self._module.model, callbacks)
         each = [KerasCallbacks(self._model, callbacks)]
         FitDriver.__init__(self, trainer, checkpoints, each, interrupt)
@@ -335,7 +341,9 @@ class KerasFitDriver(FitDriver, EvaluationDriver):
 
     def _slot_versions(self) -> list[tuple[int, int]]:
         """Addresses and version counters of slots of which other ranks have copies."""
-        slots = (one.value for one in self.updater.unshared_slots())
+        # Keras's own swap of averages and weights writes to slots, and undoes it.
+        has_copies = not (ranks_see_writes(self._runner.plan) or self._swaps_averages)
+        slots = (one.value for one in self.updater.unshared_slots(has_copies=has_copies))
         return [(slot.data_ptr(), slot._version) for slot in slots]
 
     def _describe_user_parts(self) -> object:
@@ -357,8 +365,8 @@ class KerasFitDriver(FitDriver, EvaluationDriver):
             )
         if self._slot_versions() != slots:
             raise OptionError(
-                "Within an epoch a callback cannot write to the slots of an optimizer that works "
-                "on whole variables: every rank has copies of its own.",
+                "Within an epoch a callback cannot write to slots of the optimizer of which every "
+                "rank has copies of its own.",
                 received=f"a change of slots of {type(self._model.optimizer).__name__}",
                 fix="Do it in on_epoch_begin or on_epoch_end.",
             )

@@ -367,9 +367,17 @@ class KerasUpdater(Updater):
         for key, value in changing["values"].items():
             self._whole(key).copy_(value)
 
-    def unshared_slots(self) -> list[Any]:
-        """The variables of the user's optimizer of which other ranks have copies."""
-        return [variable for key, variable in self._slots.items() if key not in self._store]
+    def unshared_slots(self, *, has_copies: bool = False) -> list[Any]:
+        """The variables of the user's optimizer of which other ranks have copies.
+
+        Args:
+            has_copies: so has each rank of what is stored.
+        """
+        return [
+            variable
+            for key, variable in self._slots.items()
+            if has_copies or key not in self._store
+        ]
 
     def recover(self) -> list[str]:
         if self._active is self.optimizer:

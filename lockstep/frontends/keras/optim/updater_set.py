@@ -1,6 +1,7 @@
 """Several Keras optimizers, each with variables of its own: one steps at a time, or all."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import keras
@@ -57,6 +58,7 @@ class KerasUpdaterSet(UpdaterSet):
         if self._whole is not None:
             self._whole._iterations.assign_add(1)
 
-    def unshared_slots(self) -> list[Any]:
+    def unshared_slots(self, *, has_copies: bool = False) -> list[Any]:
         """See ``KerasUpdater.unshared_slots``."""
-        return [slot for updater in self._updaters for slot in updater.unshared_slots()]
+        each = (one.unshared_slots(has_copies=has_copies) for one in self._updaters)
+        return [*chain.from_iterable(each)]
