@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep import accelerators
@@ -39,6 +40,9 @@ _ENOUGH_SECONDS = 2.0
 
 # Others are repeated so often, and until the median is above the lower quartile by at most this.
 _LEAST_RUNS, _MOST_RUNS, _SPREAD = 3, 40, 0.05
+
+# In torch's error where torch.func.grad and its kin meet hooks on saved tensors.
+FORBIDDEN_HOOKS = "yet support saved tensor hooks"
 
 # Measures a call.
 _Count = Callable[[Callable[[], Any]], float]
@@ -218,11 +222,33 @@ def _activation_counter(model: nn.Module) -> _Count:
                 seen[storage_of(tensor)] = kept  # else another storage might take its place
             return kept
 
-        with saved_tensors_hooks(keep, lambda kept: kept):
-            body()
+        try:
+            with saved_tensors_hooks(keep, lambda kept: kept):
+                body()
+        except RuntimeError as error:
+            if FORBIDDEN_HOOKS not in str(error):
+                raise
+            found = 0  # all results are counted instead
+            with _Results(keep):
+                body()
         return found
 
     return count
+
+
+class _Results(TorchDispatchMode):
+    """Calls a function with each tensor that an operation returns."""
+
+    def __init__(self, see: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._see = see
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        results = function(*args, **(kwargs or {}))
+        map_tensors(self._see, results)
+        return results
 
 
 def _run(

@@ -663,6 +663,9 @@ def test_transforms_of_torch_func(kind: type[Blocks]) -> None:
     check_equal(trained(kind, SHARDED(level="gradients")), expected)
     with pytest.raises(ModelError, match=r"torch\.func"):
         trained(kind, SHARDED())
+    if kind is Sloped:
+        with pytest.raises(ModelError, match=r"torch\.func.*computed again.*recompute=False"):
+            trained(kind, SHARDED(level="gradients", recompute=True))
 
 
 def test_units_of_the_user() -> None:

@@ -56,6 +56,27 @@ def test_a_layer_keeps_what_its_backward_needs_and_nothing_twice() -> None:
     ]
 
 
+class Sloped(nn.Module):
+    """Its outputs are slopes, whose computation allows no hooks on saved tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(10, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slope = torch.func.grad(lambda row: self.inner(row).square().sum())
+        slopes: Tensor = torch.func.vmap(slope)(x)
+        return slopes
+
+
+def test_of_a_layer_with_torch_func_all_results_count() -> None:
+    model = nn.Sequential(nn.Linear(10, 10), Sloped(), nn.Linear(10, 10))
+    found = [one.activation_bytes for one in measured(model, torch.randn(8, 10)).values()]
+    values = 8 * 10 * FLOAT
+    assert found[0] == values
+    assert sum(found) > 4 * values
+
+
 def test_parameters_and_buffers_are_no_activations() -> None:
     model = nn.Sequential(nn.Linear(50, 60), nn.BatchNorm1d(60))
     found = measured(model, torch.randn(2, 50))

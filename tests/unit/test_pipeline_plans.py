@@ -383,3 +383,17 @@ def test_costs_are_asked_for_the_largest_microbatch() -> None:
     from lockstep.cluster.devices import discover
 
     assert Pipelined(stages=2, microbatches=3).sample_size(discover(), 13) == 5
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "fix"),
+    [
+        (1, r"Use fewer replicas, or a larger batch\."),
+        (3, r"Use microbatches=1, or a larger batch\."),
+        (9, r"Use microbatches=4 or fewer, or a larger batch\."),
+    ],
+)
+def test_an_error_offers_microbatches_that_are_possible(batch_size: int, fix: str) -> None:
+    maker = Pipelined(stages=2, microbatches=8, replicas=2)
+    with pytest.raises(OptionError, match=fix):
+        maker.check_batch_size(batch_size)

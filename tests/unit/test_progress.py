@@ -110,7 +110,11 @@ def terminal(file: io.StringIO, width: int = 120) -> Console:
         (40, ["Epoch  1/10", " 60/200", "loss 0.5000"], ["accuracy", "lr"]),
         (60, ["Epoch  1/10", " 60/200", "loss 0.5000", "left", "accuracy 0.25"], ["samples/s"]),
         (80, ["Epoch  1/10 ━", " 60/200", "loss 0.5000", "left", "accuracy 0.25"], ["samples/s"]),
-        (120, ["━", " 60/200", "loss 0.5", "left", "accuracy 0.2500", "lr 0.01", "samples/s"], []),
+        (
+            120,
+            ["━", " 60/200", "loss 0.5", "left", "accuracy 0.2500", "lr 0.01, 0.1", "samples/s"],
+            [],
+        ),
     ],
 )
 def test_what_has_no_room_is_left_out_and_never_the_step(
@@ -119,7 +123,7 @@ def test_what_has_no_room_is_left_out_and_never_the_step(
     now = [0.0]
     monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     file = io.StringIO()
-    display = ProgressDisplay(10, 200, terminal(file, width), lambda: [0.01])
+    display = ProgressDisplay(10, 200, terminal(file, width), lambda: [0.01, 0.1])
     display.begin_epoch(0)
     display.note_values({"accuracy": 0.25})
     for step in range(60):

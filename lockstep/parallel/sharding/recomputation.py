@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.parallel.data_parallel.buffers import Buffers
+from lockstep.parallel.sharding.unit_errors import refusing_transforms
 from lockstep.parallel.workload import Workload
 
 Surrounding = Callable[[], AbstractContextManager[None]]
@@ -51,7 +52,8 @@ class Recomputation:
         for module, forward in self._modules:
             vars(module)["forward"] = forward
         try:
-            yield
+            with refusing_transforms("modules are computed again", "Use recompute=False."):
+                yield
         finally:
             for module, before in own:
                 del vars(module)["forward"]

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from lockstep.capture.measuring import FORBIDDEN_HOOKS
 from lockstep.errors import ModelError
 
 
@@ -45,8 +46,15 @@ def _unit_error(what: str, received: str) -> ModelError:
 
 
 @contextmanager
-def refusing_transforms() -> Iterator[None]:
+def refusing_transforms(
+    use: str = "units of sharded parameters are gathered in backward",
+    fix: str = 'Use level="gradients".',
+) -> Iterator[None]:
     """Within the block torch.func's gradients, which forbid the hooks there, are our own error.
+
+    Args:
+        use: what the hooks are for.
+        fix: how to do without them.
 
     Raises:
         ModelError: the model, the loss or a step has used one.
@@ -54,13 +62,13 @@ def refusing_transforms() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "yet support saved tensor hooks" not in str(error):
+        if FORBIDDEN_HOOKS not in str(error):
             raise
         raise ModelError(
             "torch.func.grad, vjp, jacrev and hessian allow no hooks on saved tensors, by which "
-            "units of sharded parameters are gathered in backward.",
+            f"{use}.",
             received="one of them in a step",
-            fix='Use level="gradients".',
+            fix=fix,
         ) from error
 
 

@@ -108,8 +108,7 @@ class Pipelined(Maker):
                 f"{self.most_replicas} replicas, with batch_size={batch_size}"
                 if self.most_replicas > 1
                 else f"microbatches={self.microbatches} with batch_size={batch_size}",
-                fix=f"Use microbatches={max(batch_size // self.most_replicas, 1)} or fewer, "
-                "or a larger batch.",
+                fix=f"Use {_fewer_microbatches(batch_size // self.most_replicas)}a larger batch.",
             )
 
     @property
@@ -424,3 +423,10 @@ def _notes(graph: LayerGraph, devices: Sequence[str], cores: int, num_shares: in
             "device. microbatches=1 makes them agree, and so does a GroupNorm instead."
         )
     return notes
+
+
+def _fewer_microbatches(most: int) -> str:
+    """How an error offers fewer microbatches: not at all if there is a replica without samples."""
+    if most < 1:
+        return "fewer replicas, or "
+    return f"microbatches={most}{' or fewer' if most > 1 else ''}, or "

@@ -377,7 +377,8 @@ class ProgressDisplay:
             loss = float(self._totals[0]) / self._weight if self._weight else float("nan")
             figures = [f"loss {format_value(loss)}", *self._left(elapsed)]
             figures += (f"{name} {format_value(value)}" for name, value in self._values.items())
-            figures += (f"lr {rate:.3g}" for rate in self._rates())
+            if rates := self._rates():
+                figures.append(f"lr {', '.join(f'{rate:.3g}' for rate in rates)}")
             self._screen.show(self._made, self._steps, [*figures, self._rate(elapsed)])
 
     def note_values(self, values: Mapping[str, Any]) -> None:
