@@ -45,6 +45,7 @@ class TorchFrontEnd(FrontEnd):
         self.schedule = schedule
         self.metrics = metrics
         self.stop_training = False
+        self.is_validated = True
         self._update_config = update_config
 
     def __getstate__(self) -> dict[str, Any]:
@@ -80,11 +81,11 @@ class TorchFrontEnd(FrontEnd):
         )
 
     def all_log_names(self) -> list[str]:
-        """Names of all values that an epoch may have in the history."""
+        """Names of all values that an epoch of the present ``fit`` may have in the history."""
         rates = [] if self.schedule is None else ["lr"]
         is_skipping = self._update_config.rules.on_nonfinite == "skip"
         skipped = ["skipped_steps"] if is_skipping else []
-        return [*self.log_names(has_validation=True), *rates, *skipped]
+        return [*self.log_names(has_validation=self.is_validated), *rates, *skipped]
 
     def loss_of_fit(self, *, has_validation: bool) -> LossAdapter | None:
         """The loss of a ``fit``; None if the user's own step computes it."""

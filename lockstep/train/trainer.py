@@ -215,7 +215,10 @@ class Trainer(StateMethods):
         return describe_trainer(self, self._front_end.loss)
 
     def log_names(self) -> list[str]:
-        """Names of the values that an epoch may have in the history, with validation or without."""
+        """Names of the values that an epoch of this ``fit``, or of the last one, may have.
+
+        Before the first ``fit`` those of validation are among them.
+        """
         return self._front_end.all_log_names()
 
     @property

@@ -1,5 +1,6 @@
 """ModelCheckpoint: which files, with what in them, and no stop where none is needed."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from torch import nn
 
 import lockstep
 from lockstep import errors
-from lockstep.callbacks import ModelCheckpoint
+from lockstep.callbacks import BestWeights, EarlyStopping, ModelCheckpoint
 from lockstep.train.callbacks.callback import Logs
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
@@ -152,6 +153,19 @@ def test_a_value_without_validation_or_a_wrong_format_is_told(tmp_path: Path) ->
         with pytest.raises(errors.OptionError, match=message):
             make_trainer([ModelCheckpoint(tmp_path / name)]).fit((X, Y), verbose=0)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "make", [EarlyStopping, BestWeights, partial(ModelCheckpoint, "best", save_best_only=True)]
+)
+def test_a_monitor_without_validation_is_told_before_the_first_step(
+    make: Callable[[], lockstep.Callback],
+) -> None:
+    trainer = make_trainer([make()])
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    with pytest.raises(errors.OptionError, match=r"'val_loss'.*validation_data"):
+        trainer.fit((X, Y), verbose=0)
+    assert all(map(torch.equal, trainer.model.parameters(), before))
 
 
 @pytest.mark.parametrize("name", ["{epoch}.pt", "weights.h5"])

@@ -277,9 +277,10 @@ class Fit:
             self._console.print(said, highlight=False, soft_wrap=True)
 
     def _begin_schedule(self, fit: FitData) -> None:
+        self._front_end.is_validated = fit.validation is not None
         if self._front_end.schedule is None:
             return
-        names = self._front_end.log_names(has_validation=fit.validation is not None)
+        names = self._front_end.log_names(has_validation=self._front_end.is_validated)
         start = self._state.start_of(fit.feed)
         num_steps = None
         if fit.feed.num_steps is not None:

@@ -116,7 +116,9 @@ def _check_callbacks(callbacks: object, problems: Problems) -> None:
         if not isinstance(callback, Callback):
             problems.add(
                 "Callbacks must be instances of lockstep.Callback.",
-                received=type(callback).__name__,
+                received=f"the class {callback.__name__}"
+                if isinstance(callback, type)
+                else type(callback).__name__,
                 fix="Derive its class from lockstep.Callback, and pass an instance.",
             )
 
