@@ -87,7 +87,18 @@ class TorchReplicaOptimizer(ReplicaSteps, optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """This replica's part of the optimizer's state; ``state_dict`` gathers the whole."""
+        """The optimizer's state, on one replica; ``state_dict`` gathers it from several.
+
+        Raises:
+            OptionError: there are several replicas.
+        """
+        if current().num_replicas > 1:
+            raise OptionError(
+                "Of the optimizer's state each replica has only the slices that it updates.",
+                received=f"a use of optimizer.state on {current().num_replicas} replicas",
+                fix="Read what state_dict() returns; to change it, give it to load_state_dict(). "
+                "Every replica calls both.",
+            )
         return self._optimizer.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:

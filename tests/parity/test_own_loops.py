@@ -85,3 +85,12 @@ def test_lockstep_run_starts_replicas(tmp_path: Path) -> None:
     lines = [line.removeprefix("[process 1] ") for line in said.splitlines()]
     assert sorted(json.loads(line)["rank"] for line in lines) == [0, 1]
     assert_exact(lines, ["mlp, clipped"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("engine", ["shared", "gloo"])
+def test_a_state_is_changed_by_loading_it(engine: str) -> None:
+    """What is written to ``optimizer.state`` would be lost."""
+    script = SCRIPT.replace("own_loop", "own_loop_state")
+    for said in run_as_torchrun([*STRICT, script, engine], 2):
+        assert "give it to load_state_dict()" in said, said
