@@ -4,12 +4,15 @@ Subclasses wrap one library's optimizer, and get the gradients from the script
 (``custom_loops.optimizer``, and a front end's).
 """
 
+import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.custom_loops.replica_update import Contribution, ReplicaUpdate
 from lockstep.custom_loops.replicas import check_weight
@@ -31,6 +34,7 @@ class ReplicaSteps:
         self._accumulate = accumulate
         self._pending = _PendingGradients(len(update.trained))
         self._is_accumulating = False
+        self._has_stepped = False
 
     def _add(
         self,
@@ -51,6 +55,9 @@ class ReplicaSteps:
         if weight is not None:
             check_weight(weight)
         self._check_frozen()
+        if not self._has_stepped:
+            _check_summed_once(self._update.trained)
+            self._has_stepped = True
         own = 1.0 if weight is None else float(weight)
         counts = bool(own and is_finite)
         now = Contribution(
@@ -133,6 +140,29 @@ def check_steps(problems: Problems, clip_norm: object, accumulate: object) -> No
         check_positive("clip_norm", clip_norm, problems, fix=fix, may_be_infinite=True)
     fix = "Use accumulate=4 for an update at every fourth call of `step`."
     check_count("accumulate", accumulate, problems, fix=fix)
+
+
+def _check_summed_once(trained: Sequence[torch.Tensor]) -> None:
+    """Refuse gradients that DistributedDataParallel averages, too: without the weights of ``step``.
+
+    Whoever wraps the model, before or after the optimizer, keeps it: all objects are looked at.
+
+    Raises:
+        ModelError: some are.
+    """
+    if not distributed.is_available() or not distributed.is_initialized():
+        return
+    own = {id(one) for one in trained}
+    for one in gc.get_objects():
+        if not issubclass(type(one), DistributedDataParallel) or one.process_group.size() == 1:
+            continue
+        if any(id(parameter) in own for parameter in one.parameters()):
+            raise ModelError(
+                "Gradients must be summed over the replicas once, by CrossReplicaOptimizer.",
+                received="a model in DistributedDataParallel, which averages them, too",
+                fix="Call the model itself, without DistributedDataParallel; with Accelerate, "
+                "leave it out of `prepare`.",
+            )
 
 
 class _PendingGradients:

@@ -4,12 +4,14 @@ import math
 import os
 from collections import UserDict
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn, optim
+from torch import distributed, nn, optim
+from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
 from lockstep.cluster.environment import find_place
@@ -86,6 +88,29 @@ def test_hooks_run_as_with_the_optimizer_itself() -> None:
     assert state["more"] == 1
     optimizer.load_state_dict(state)
     assert seen[2:] == [1]
+
+
+@pytest.mark.parametrize("wraps_first", [True, False])
+def test_a_model_whose_gradients_others_average_too_is_refused(
+    wraps_first: bool, tmp_path: Path
+) -> None:
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        model = nn.Linear(X.shape[1], 2).to(X.dtype)
+        first = DistributedDataParallel(model) if wraps_first else None
+        optimizer = lockstep.CrossReplicaOptimizer(optim.SGD(model.parameters(), lr=0.1), model)
+        wrapped: Any = first or DistributedDataParallel(model)
+        wrapped(X).square().mean().backward()
+        optimizer.step(weight=4)  # it has one process
+        optimizer = lockstep.CrossReplicaOptimizer(optim.SGD(model.parameters(), lr=0.1), model)
+        wrapped(X).square().mean().backward()
+        wrapped.process_group = SimpleNamespace(size=lambda: 2)
+        with pytest.raises(ModelError, match="in DistributedDataParallel, which averages them"):
+            optimizer.step(weight=4)
+    finally:
+        distributed.destroy_process_group()
 
 
 @pytest.mark.exhaustive
