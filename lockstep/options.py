@@ -75,11 +75,12 @@ def unknown_argument(function: Callable[..., Any], given: Collection[str]) -> Op
     known = [name for name in _options_of(function) if name != "self"]
     strange = next(name for name in given if name not in known)
     near = get_close_matches(strange.lower(), known, n=1)
+    is_elsewhere = strange in _ELSEWHERE and f"{strange}s" not in known
     fix = f"Did you mean {near[0]!r}?" if near else f"It has {', '.join(known)}."
     return OptionError(
         f"{function.__qualname__.removesuffix('.__init__')} has no argument of this name.",
         received=f"{strange}=",
-        fix=f"{_ELSEWHERE[strange]}." if strange in _ELSEWHERE else fix,
+        fix=f"{_ELSEWHERE[strange]}." if is_elsewhere else fix,
     )
 
 

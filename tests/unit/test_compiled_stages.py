@@ -4,6 +4,7 @@ The compiler here is none, or inductor's first half; training with all of torch.
 tests/parity/test_compiled_models.py.
 """
 
+import gc
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
@@ -19,7 +20,7 @@ from lockstep.capture.tracing import trace_modes
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 from lockstep.errors import ModelError
 from lockstep.parallel.data_parallel.forward import modes_of
-from lockstep.parallel.pipeline.compiled_stages import compiled_stages
+from lockstep.parallel.pipeline.compiled_stages import _kept, compiled_stages
 from lockstep.parallel.pipeline.microbatch_run import MicrobatchRun
 from lockstep.parallel.pipeline.partition import Partition, partition
 from tests.thorough import core_of
@@ -163,6 +164,32 @@ def test_a_stage_is_one_function() -> None:
     calls = [found.instructions[number] for number in found.parts[0].instructions]
     assert not any(isinstance(call, CallModule) for call in calls)
     assert next(iter(graphs[0].children())) is model[0]
+
+
+def test_functions_are_kept_while_they_are_the_same() -> None:
+    model, inputs = chain(), torch.randn(4, 6)
+    graphs: list[fx.GraphModule] = []
+
+    def noted(graph: fx.GraphModule) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph
+
+    def compile_it() -> int:
+        before = len(graphs)
+        partitioned = partitions(model, inputs, lockstep.PipelineStrategy(cuts=["2"]))
+        for training, one in partitioned.items():
+            found = compiled(one, model, training=training, compiler=noted)
+            assert torch.equal(run(found, model, inputs)[0][0], model(inputs))
+        return len(graphs) - before
+
+    assert compile_it() == 2  # in evaluation they are the same
+    assert compile_it() == 0
+    model[2] = nn.Linear(8, 8)
+    assert compile_it() == 1
+    model, number = chain(), len(_kept)
+    gc.collect()
+    assert len(_kept) < number
+    assert compile_it() == 2
 
 
 @pytest.mark.thorough  # the compiler takes seconds to import

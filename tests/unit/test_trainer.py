@@ -410,7 +410,11 @@ BEFORE_ANY_PROCESS: dict[str, tuple[Callable[[], object], str, str]] = {
     "optimizer": (lambda: make_trainer(optimizer="adum"), "OptionError", "'adum'"),
     "no optimizer": (lambda: fit(make_trainer(optimizer=None)), "OptionError", "None"),
     "metric": (lambda: make_trainer(metrics={"a": len}), "OptionError", "builtin"),
-    "callback": (lambda: make_trainer(callbacks=[lockstep.Callback]), "OptionError", "type"),
+    "callback": (
+        lambda: make_trainer(callbacks=[lockstep.Callback]),
+        "OptionError",
+        "the class Callback",
+    ),
     "frozen": (
         lambda: fit(make_trainer(model=make_model().requires_grad_(False))),
         "ModelError",

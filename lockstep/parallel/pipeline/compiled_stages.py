@@ -7,9 +7,12 @@ attributes of the model are arguments of the function, and its layers are the us
 
 Instructions whose arguments torch.fx does not write (objects, tensors of the code's own) are
 between runs, and are not compiled.
+
+Functions are kept while the model lives: the next call with the same runs compiles nothing.
 """
 
 import operator
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,6 +40,11 @@ from lockstep.parallel.pipeline.partition import Partition, StagePart, inverted
 _PLAIN = frozenset((Ref, bool, int, float, str, type(None), type(...), torch.dtype, torch.device))
 
 Compiler = Callable[[fx.GraphModule], Callable[..., Any]]
+
+# Compiled functions by the model's id, and by code, modules and functions of the run; so many for
+# a model.
+_kept: dict[int, dict[object, Callable[..., Any]]] = {}
+_MOST_KEPT = 256
 
 
 def compiled_stages(
@@ -78,6 +86,10 @@ class _Compiled:
         self._model = model
         self._compiler = compiler
         self._training = training
+        if id(model) not in _kept:
+            _kept[id(model)] = {}
+            weakref.finalize(model, _kept.pop, id(model), None)
+        self._functions = _kept[id(model)]
 
     def part(self, part: StagePart) -> StagePart:
         """A stage's part with compiled instructions."""
@@ -142,7 +154,21 @@ class _Compiled:
             if changes_grad:
                 graph.call_function(torch.set_grad_enabled, (True,))
         graph.output(tuple(nodes[number] for number in kept))
-        return self._compiler(fx.GraphModule(modules, graph)), given
+        code = fx.GraphModule(modules, graph)
+        key = code.code, (*map(id, modules.values()),), (*self._called_by(run),), self._compiler
+        if key not in self._functions:
+            if len(self._functions) == _MOST_KEPT:
+                self._functions.clear()
+            self._functions[key] = self._compiler(code)
+        return self._functions[key], given
+
+    def _called_by(self, run: Sequence[int]) -> Iterator[object]:
+        """The functions that a run calls; those with names may be replaced temporarily."""
+        for number in run:
+            instruction = self.instructions[number]
+            if isinstance(instruction, CallFunction):
+                target = instruction.target
+                yield target.name if isinstance(target, NamedFunction) else id(target)
 
     def _node(
         self,

@@ -140,18 +140,14 @@ class _Found(NamedTuple):
     """What was found at a step of an optimizer; while it is so, only gradients are looked at.
 
     Attributes:
-        groups: of the optimizer.
-        members: parameters of each group.
+        held: see ``_held_by``.
         unused: parameters without gradients.
-        state: the slots of all parameters, in the order of the optimizer's state.
         calls: each group, what the kernel got but for gradients, the slots of its parameters, and
             the strides of these.
     """
 
-    groups: list[dict[str, Any]]
-    members: list[list[torch.Tensor]]
+    held: list[object]
     unused: list[torch.Tensor]
-    state: list[dict[str, Any]]
     calls: list[tuple[dict[str, Any], _Tensors, list[dict[str, Any]], list[tuple[int, ...]]]]
 
 
@@ -168,10 +164,10 @@ class LastStep:
 def _calls(optimizer: optim.Optimizer, last: LastStep) -> _Calls | None:
     """The groups with what the kernel gets of each; None if it cannot make the step."""
     calls: _Calls = []
-    members = [[*group["params"]] for group in optimizer.param_groups]
-    unused = [one for own in members for one in own if one.grad is None]
+    members = [one for group in optimizer.param_groups for one in group["params"]]
+    unused = [one for one in members if one.grad is None]
     last.found = None
-    found = _Found([*optimizer.param_groups], members, unused, [*optimizer.state.values()], [])
+    found = _Found(_held_by(optimizer), unused, [])
     for group in optimizer.param_groups:
         used = _supported(optimizer, group)
         if used is None or not all(slots for _, slots in used):
@@ -195,22 +191,19 @@ def _calls(optimizer: optim.Optimizer, last: LastStep) -> _Calls | None:
 
 def _calls_again(optimizer: optim.Optimizer, known: _Found | None) -> _Calls | None:
     """The result of ``_calls`` if all but the values is as it was at the last step, else None."""
-    if known is None or not (
-        _are_same(known.groups, optimizer.param_groups)
-        and _are_same(known.state, [*optimizer.state.values()])
-    ):
+    if known is None:
+        return None
+    held = _held_by(optimizer)
+    if len(held) != len(known.held) or not all(map(operator.is_, held, known.held)):
         return None
     for one in known.unused:
         if one.grad is not None:
-            return None
-    for group, members in zip(known.groups, known.members, strict=True):
-        if not (_are_same(members, group["params"]) and _has_plain_options(group)):
             return None
     calls: _Calls = []
     for group, tensors, own, strides in known.calls:
         parameters, means, squares, largest, counts = tensors
         gradients, dtype = [], parameters[0].dtype
-        if bool(largest) is not group["amsgrad"]:
+        if bool(largest) is not group["amsgrad"] or not _has_plain_options(group):
             return None
         for number, (parameter, slots) in enumerate(zip(parameters, own, strict=True)):
             gradient, stride = parameter.grad, strides[number]
@@ -232,8 +225,14 @@ def _calls_again(optimizer: optim.Optimizer, known: _Found | None) -> _Calls | N
     return calls
 
 
-def _are_same(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
+def _held_by(optimizer: optim.Optimizer) -> list[object]:
+    """An optimizer's groups, each with its parameters, and the slots of each parameter."""
+    held: list[object] = []
+    for group in optimizer.param_groups:
+        held.append(group)
+        held += group["params"]
+    held += optimizer.state.values()
+    return held
 
 
 def _may_fuse(group: Mapping[str, Any]) -> bool:
