@@ -58,7 +58,7 @@ from lockstep.train.runtime.session import PRELOAD
 from lockstep.train.trainer_protocol import TrainerProtocol
 
 _WARM_UP_STEPS = 2
-_FEWEST_STEPS, _MOST_STEPS = 3, 30
+_FEWEST_STEPS, _MOST_STEPS = 3, 100
 _MEASURED_SECONDS = 0.5
 
 # Part of the free memory that a process may have used to be used for another size. With the next
