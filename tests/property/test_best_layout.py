@@ -34,8 +34,7 @@ def assert_is_optimum(seed: int, most_units: int, most_devices: int) -> bool:
     return True
 
 
-@pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
+@pytest.mark.thorough
 def test_thousand_small_instances() -> None:
     fitted = [assert_is_optimum(seed, 5, 4) for seed in range(1000)]
     assert 20 < fitted.count(False) < 500
