@@ -145,24 +145,35 @@ def check_steps(problems: Problems, clip_norm: object, accumulate: object) -> No
 def _check_summed_once(trained: Sequence[torch.Tensor]) -> None:
     """Refuse gradients that DistributedDataParallel averages, too: without the weights of ``step``.
 
-    Whoever wraps the model, before or after the optimizer, keeps it: all objects are looked at.
-
     Raises:
-        ModelError: some are.
+        ModelError: it does.
     """
     if not distributed.is_available() or not distributed.is_initialized():
         return
     own = {id(one) for one in trained}
-    for one in gc.get_objects():
-        if not issubclass(type(one), DistributedDataParallel) or one.process_group.size() == 1:
-            continue
-        if any(id(parameter) in own for parameter in one.parameters()):
-            raise ModelError(
-                "Gradients must be summed over the replicas once, by CrossReplicaOptimizer.",
-                received="a model in DistributedDataParallel, which averages them, too",
-                fix="Call the model itself, without DistributedDataParallel; with Accelerate, "
-                "leave it out of `prepare`.",
-            )
+    if not _are_wrapped(own):
+        return
+    gc.collect()  # a wrapper that the script has deleted may be a part of a cycle
+    if _are_wrapped(own):
+        raise ModelError(
+            "Gradients must be summed over the replicas once, by CrossReplicaOptimizer.",
+            received="a model in DistributedDataParallel, which averages them, too",
+            fix="Make no DistributedDataParallel of the model, or delete it; with Accelerate, "
+            "leave the model out of `prepare`.",
+        )
+
+
+def _are_wrapped(parameters: set[int]) -> bool:
+    """True if a DistributedDataParallel of several processes has one of these, given by ``id``.
+
+    The script may have made it before or after the optimizer: all objects are looked at.
+    """
+    return any(
+        issubclass(type(one), DistributedDataParallel)
+        and one.process_group.size() > 1
+        and any(id(parameter) in parameters for parameter in one.parameters())
+        for one in gc.get_objects()
+    )
 
 
 class _PendingGradients:

@@ -109,6 +109,9 @@ def test_a_model_whose_gradients_others_average_too_is_refused(
         wrapped.process_group = SimpleNamespace(size=lambda: 2)
         with pytest.raises(ModelError, match="in DistributedDataParallel, which averages them"):
             optimizer.step(weight=4)
+        wrapped.itself = [wrapped]  # only the garbage collector ends it
+        del first, wrapped
+        optimizer.step(weight=4)
     finally:
         distributed.destroy_process_group()
 

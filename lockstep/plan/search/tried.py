@@ -81,7 +81,7 @@ def tried(
     Args:
         rows: by predicted time.
         trials: trains by plans.
-        num_trials: plans to try; None is none for a short training.
+        num_trials: plans to try; None is 3 for a long training, else 0.
         attempt: makes the Plan of one, or says why it cannot be used.
     """
     number = _number(rows[0], trials) if num_trials is None else num_trials

@@ -61,6 +61,7 @@ from lockstep.train.resume.fit_facts import (
     schedule_facts,
 )
 from lockstep.train.resume.part_loading import PartLoading
+from lockstep.train.runtime.planning import announce_nothing
 from lockstep.train.torch_front_end import TorchFrontEnd
 from lockstep.train.trainer_protocol import TrainerProtocol
 from lockstep.train.trials.plan_trials import plan_trials
@@ -70,10 +71,6 @@ from lockstep.train.validation.checks import (
     check_restarts,
     check_targets,
 )
-
-
-def _silent(doing: str) -> None:
-    """Announce nothing."""
 
 
 class Fit:
@@ -125,7 +122,11 @@ class Fit:
         self._shows = bool(asked.verbose) and self._runner.is_chief
         self._console = OutputConsole(quiet=not self._shows)
         with self._checkpoints.kept(
-            *(asked.checkpoint, asked.record, memory, asked.epochs, asked.restarts),
+            asked.checkpoint,
+            asked.record,
+            memory,
+            asked.epochs,
+            asked.restarts,
             shows=asked.verbose,
         ) as writer:
             return self._fit_on(writer)
@@ -363,7 +364,7 @@ class Fit:
             display = ProgressDisplay(fit.options.epochs, fit.feed.num_steps, rates=rates)
         self._front_end.stop_training = False
         loss, options = fit.loss and fit.loss.loss, (self._update_config,)
-        announce = _silent if display is None else display.announce
+        announce = announce_nothing if display is None else display.announce
         trials = plan_trials(
             self._trainer, loss, fit.feed, fit.options.epochs, options, announce, self._begun
         )

@@ -52,7 +52,7 @@ def step_in_fastest_form(
     Args:
         optimizer: the optimizer.
         step: steps it.
-        last: what was found out at its last step, to be quick.
+        last: its last step, to look at less than at the first.
     """
     if not step_adam(optimizer, last):
         with fastest_form(optimizer):

@@ -77,8 +77,8 @@ def _no_optimizer() -> None:
     return None
 
 
-def _silent(doing: str) -> None:
-    """Announce nothing."""
+def announce_nothing(doing: str) -> None:
+    """For work that is shown nowhere."""
 
 
 class Planning:
@@ -117,7 +117,7 @@ class Planning:
         batch_size: int,
         cluster: Cluster | None = None,
         settle: Callable[[Plan], Plan] = _as_made,
-        announce: Callable[[str], None] = _silent,
+        announce: Callable[[str], None] = announce_nothing,
         check: Callable[[Plan], Plan] = _as_made,
         *,
         trials: PlanTrials | None = None,
@@ -236,7 +236,7 @@ class Planning:
         source: Source | None,
         size: int,
         precision: str,
-        announce: Callable[[str], None] = _silent,
+        announce: Callable[[str], None] = announce_nothing,
     ) -> LayerGraph:
         """The model's graph, with costs for any number of samples, measured on ``size`` of them.
 
